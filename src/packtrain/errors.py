@@ -1,0 +1,57 @@
+"""Errors that a person can act on.
+
+Every one is a single line (what is wrong, where, what to do) and carries the exit code of the
+command that raised it. Anything else that escapes is a defect of Packtrain and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+EXIT_DONE = 0
+EXIT_MISTAKE = 2
+EXIT_FAILED = 100
+EXIT_UNFINISHED = 101
+EXIT_NOT_FOUND = 102
+EXIT_STOPPED = 103
+
+
+class PacktrainError(Exception):
+    """What went wrong, in one line, with the exit code it leads to."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class Mistake(PacktrainError):
+    """The caller asked for something that cannot be done; nothing was started."""
+
+    exit_code = EXIT_MISTAKE
+
+
+class RunFailed(PacktrainError):
+    exit_code = EXIT_FAILED
+
+
+class NotFinished(PacktrainError):
+    exit_code = EXIT_UNFINISHED
+
+
+class NotFound(PacktrainError):
+    exit_code = EXIT_NOT_FOUND
+
+
+class RunStopped(PacktrainError):
+    exit_code = EXIT_STOPPED
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known word, or lists them all when none is close."""
+    choices = sorted(known)
+    close = get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "known: " + ", ".join(choices)

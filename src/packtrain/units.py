@@ -1,0 +1,127 @@
+"""Numbers with their units, as people write them: `5 min`, `50000 steps`, `25000 tokens`, `2 GB`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packtrain.errors import nearest
+
+_QUANTITY = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+
+_SECONDS_PER: Mapping[str, float] = {
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_COUNTED: Mapping[str, str] = {
+    **dict.fromkeys(("step", "steps"), "steps"),
+    **dict.fromkeys(("epoch", "epochs"), "epochs"),
+}
+_AMOUNTS: Mapping[str, str] = {
+    **dict.fromkeys(("token", "tokens"), "tokens"),
+    **dict.fromkeys(("sample", "samples"), "samples"),
+}
+_BYTES_PER: Mapping[str, int] = {
+    **dict.fromkeys(("B", "byte", "bytes"), 1),
+    **{prefix + "B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), 1)},
+    **{prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
+}
+
+
+def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a number with a unit, such as {example!r}")
+    number, unit = float(match[1].replace(",", "").replace("_", "")), match[2]
+    if unit not in units:
+        raise ValueError(f"unknown unit {unit!r} in {text!r}: {nearest(unit, units)}")
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError(f"{text!r} must be more than zero and finite")
+    return number, unit
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: a number of steps, of epochs, or of seconds."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        number, unit = _quantity(text, {**_SECONDS_PER, **_COUNTED}, "500 steps")
+        if unit in _SECONDS_PER:
+            return cls(number * _SECONDS_PER[unit], "seconds")
+        counted = _COUNTED[unit]
+        if counted == "steps" and number != int(number):
+            raise ValueError(f"{text!r} is not a whole number of steps")
+        return cls(number, counted)
+
+    def __str__(self) -> str:
+        return f"{_plain(self.value)} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much goes into a batch: a whole number of tokens or of samples."""
+
+    value: int
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> Amount:
+        number, unit = _quantity(text, _AMOUNTS, "4096 tokens")
+        if number != int(number):
+            raise ValueError(f"{text!r} is not a whole number of {_AMOUNTS[unit]}")
+        return cls(int(number), _AMOUNTS[unit])
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.unit}"
+
+
+def parse_seconds(text: str) -> float:
+    number, unit = _quantity(text, _SECONDS_PER, "5 min")
+    return number * _SECONDS_PER[unit]
+
+
+def parse_bytes(text: str) -> int:
+    number, unit = _quantity(text, _BYTES_PER, "2 GB")
+    return int(number * _BYTES_PER[unit])
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 1440:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def show_bytes(count: float) -> str:
+    """A size for people, in powers of ten: `512 B`, `4.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+
+
+def show_count(count: float) -> str:
+    """A whole number with thousands separated: `74,978`."""
+    return f"{count:,.0f}"
