@@ -32,6 +32,14 @@ class Mistake(PacktrainError):
     exit_code = EXIT_MISTAKE
 
 
+class FieldMistake(Mistake):
+    """A mistake in a field of the job that only a recipe, a fleet or the data can see."""
+
+    def __init__(self, field: str, fault: str) -> None:
+        super().__init__(f"{field}: {fault}")
+        self.field, self.fault = field, fault
+
+
 class RunFailed(PacktrainError):
     exit_code = EXIT_FAILED
 

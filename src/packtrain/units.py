@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from packtrain.errors import nearest
 
-_QUANTITY = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+# Separators only between groups of three: `1,5 hours` must not become fifteen.
+_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
+_QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+_LONGEST = 60
+_LARGEST = 1e15  # whole numbers below are exact as floats
 
 _SECONDS_PER: Mapping[str, float] = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
@@ -33,14 +36,15 @@ _BYTES_PER: Mapping[str, int] = {
 
 
 def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[float, str]:
-    match = _QUANTITY.fullmatch(text.strip())
+    short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     if match is None:
-        raise ValueError(f"{text!r} is not a number with a unit, such as {example!r}")
+        raise ValueError(f"{short!r} is not a number with a unit, such as {example!r}")
     number, unit = float(match[1].replace(",", "").replace("_", "")), match[2]
     if unit not in units:
-        raise ValueError(f"unknown unit {unit!r} in {text!r}: {nearest(unit, units)}")
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"{text!r} must be more than zero and finite")
+        raise ValueError(f"unknown unit {unit!r} in {text!r}; {nearest(unit, units)}")
+    if not 0 < number < _LARGEST:
+        raise ValueError(f"{text!r} must be more than zero and less than {_LARGEST:g}")
     return number, unit
 
 
@@ -59,7 +63,7 @@ class Duration:
     def parse(cls, text: str) -> Duration:
         number, unit = _quantity(text, {**_SECONDS_PER, **_COUNTED}, "500 steps")
         if unit in _SECONDS_PER:
-            return cls(number * _SECONDS_PER[unit], "seconds")
+            return cls(parse_seconds(text), "seconds")
         counted = _COUNTED[unit]
         if counted == "steps" and number != int(number):
             raise ValueError(f"{text!r} is not a whole number of steps")
@@ -89,12 +93,18 @@ class Amount:
 
 def parse_seconds(text: str) -> float:
     number, unit = _quantity(text, _SECONDS_PER, "5 min")
-    return number * _SECONDS_PER[unit]
+    seconds = number * _SECONDS_PER[unit]
+    if seconds >= _LARGEST:
+        raise ValueError(f"{text!r} must be less than {_LARGEST:g} seconds")
+    return seconds
 
 
 def parse_bytes(text: str) -> int:
     number, unit = _quantity(text, _BYTES_PER, "2 GB")
-    return int(number * _BYTES_PER[unit])
+    count = int(number * _BYTES_PER[unit])
+    if count < 1:
+        raise ValueError(f"{text!r} is less than a byte")
+    return count
 
 
 def show_seconds(seconds: float) -> str:

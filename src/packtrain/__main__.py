@@ -1,0 +1,3 @@
+from packtrain.cli import main
+
+main()

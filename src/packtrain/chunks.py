@@ -1,0 +1,121 @@
+"""Append-only records in the store: every flush is a new object, so nothing is ever rewritten.
+
+A stream (`runs/en-de-1/metrics`) has one folder for each writer, and numbered chunks of JSON lines in
+it. Readers remember the last chunk they saw of each writer, so following costs one listing per writer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from packtrain.errors import PacktrainError
+from packtrain.store import Store, StoreError
+
+Record = TypeVar("Record")
+
+
+class ChunkWriter(Generic[Record]):
+    """Collects records of one writer; `flush` puts them into the store. Safe to use from several threads.
+
+    A writer's name is used once: a process that starts again takes another one.
+    """
+
+    def __init__(self, store: Store, stream: str, writer: str) -> None:
+        self._store, self._folder = store, f"{stream}/{writer}"
+        self._adapter: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
+        self._records: list[bytes] = []
+        self._chunk = 0
+        self._collecting, self._flushing = threading.Lock(), threading.Lock()
+
+    def append(self, record: Record) -> None:
+        line = self._adapter.dump_json(asdict(record))  # type: ignore[call-overload]
+        with self._collecting:
+            self._records.append(line)
+
+    def flush(self) -> None:
+        """Puts what was collected; on an error it stays collected, for the next flush."""
+        with self._flushing:
+            with self._collecting:
+                pending = list(self._records)
+            if not pending:
+                return
+            self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", b"\n".join(pending) + b"\n")
+            self._chunk += 1
+            with self._collecting:
+                del self._records[: len(pending)]
+
+
+class ChunkReader(Generic[Record]):
+    """Reads a stream; each call of `read` returns what has come since the last one."""
+
+    def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
+        self._store, self._stream = store, stream
+        self._adapter = TypeAdapter(list[record])  # type: ignore[valid-type]
+        self._seen: dict[str, str] = {}
+
+    def read(self) -> list[Record]:
+        records: list[Record] = []
+        for writer in self._store.folders(f"{self._stream}/"):
+            folder = f"{self._stream}/{writer}/"
+            for entry in self._store.list(folder, after=self._seen.get(writer)):
+                records += self._parse(entry.key)
+                self._seen[writer] = entry.key
+        return records
+
+    def _parse(self, key: str) -> list[Record]:
+        lines = self._store.get(key).splitlines()
+        try:
+            return self._adapter.validate_json(b"[" + b",".join(lines) + b"]")
+        except ValueError as error:
+            raise PacktrainError(f"{key} in {self._store.url} is damaged: it does not hold records") from error
+
+
+class Flushable(Protocol):
+    def flush(self) -> None: ...
+
+
+class Flusher:
+    """Flushes writers in the background, so that a slow or absent store never holds up the work.
+
+    The time between flushes grows with the age of the run, from `seconds` to `most_seconds`: the start is
+    seen at once, and a run of days does not fill its folder with crumbs.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Flushable],
+        complain: Callable[[StoreError], None],
+        seconds: float = 1.0,
+        most_seconds: float = 10.0,
+    ) -> None:
+        self._writers, self._complain = writers, complain
+        self._seconds, self._most_seconds = seconds, most_seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="flusher", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        seconds = self._seconds
+        while not self._over.wait(seconds):
+            seconds = min(self._most_seconds, seconds * 1.02)
+            self._flush()
+
+    def _flush(self) -> bool:
+        try:
+            for writer in self._writers:
+                writer.flush()
+        except StoreError as error:
+            self._complain(error)
+            return False
+        return True
+
+    def close(self) -> bool:
+        """Flushes what is left; whether all of it reached the store."""
+        self._over.set()
+        self._thread.join()
+        return self._flush()

@@ -1,0 +1,36 @@
+"""The command line. One file for each group of verbs; each parses, calls and prints.
+
+Heavy modules are imported inside the verbs, so that `packtrain --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from packtrain.cli import jobs, models, nodes, runs
+from packtrain.errors import PacktrainError
+
+app = typer.Typer(
+    name="packtrain",
+    help="Pack your data once, train it anywhere, bring the model home.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for group in (jobs, runs, models, nodes):
+    group.register(app)
+
+
+def main() -> None:
+    """Runs a verb. What a person can act on is one line on standard error, and an exit code."""
+    try:
+        app()
+    except PacktrainError as error:
+        print(f"packtrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,75 @@
+"""What the verbs share: options, the store, and printing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from packtrain.jobfile import LoadedJob
+    from packtrain.run import Run
+    from packtrain.store import Store
+
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="PLACE",
+        help="Directory or s3://bucket/prefix. Default: $PACKTRAIN_STORE or ./store.",
+    ),
+]
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN]", help="A run, or a job's name for its newest run. Default: the newest."),
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help='Changes a field, as in --set train.duration="100 steps".'),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document for scripts.")]
+
+
+def find_store(place: str | None) -> Store:
+    from packtrain.store import open_store
+
+    return open_store(place or os.environ.get("PACKTRAIN_STORE") or "./store")
+
+
+def find_run(place: str | None, name: str | None) -> Run:
+    from packtrain.run import open_run
+
+    return open_run(find_store(place), name)
+
+
+def load(path: str, overrides: list[str] | None) -> LoadedJob:
+    """A job that its recipe and this machine's environment agree with."""
+    from packtrain.errors import FieldMistake
+    from packtrain.jobfile import load_job
+    from packtrain.recipes import check_recipe, recipe_defaults
+
+    loaded = load_job(path, overrides or (), recipe_defaults)
+    try:
+        check_recipe(loaded.job)
+    except FieldMistake as mistake:
+        raise loaded.mistake(mistake.field, mistake.fault) from None
+    for number, variable in enumerate(loaded.job.environment):
+        if variable not in os.environ:
+            raise loaded.mistake(f"environment.{number}", f"{variable} is not set here; export it before the run")
+    return loaded
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,190 @@
+"""Following a run in a terminal: one live line, evaluations and events above it, the result at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from packtrain.cli.common import console
+from packtrain.errors import EXIT_UNFINISHED, RunFailed
+from packtrain.fleet import Started
+from packtrain.job import Job
+from packtrain.report import report_place, write_report
+from packtrain.report.summary import Summary, summarise, units_per_second
+from packtrain.run import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
+from packtrain.units import show_count, show_seconds
+
+_POLL_SECONDS = 0.5
+_PLAIN_LINE_SECONDS = 15.0
+_SPEED_STEPS = 100
+_TOLD_EVENTS = {"generation", "restored", "failure", "lost", "warning", "stopping", "evaluation", "failed"}
+
+
+def how_to_go_on(run: Run) -> str:
+    place = f" --store {run.store.url}"
+    return (
+        f"  follow:  packtrain logs -f {run.name}{place}\n"
+        f"  look:    packtrain show {run.name}{place}\n"
+        f"  stop:    packtrain stop {run.name}{place}\n"
+        f"  go on:   packtrain resume {run.name}{place}"
+    )
+
+
+def follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
+    """Shows the run until it ends; the exit code that says how. Ctrl-C leaves it, or stops it in the foreground."""
+    screen = console()
+    screen.print(f"[bold]{run.name}[/bold] in {escape(run.store.url)}")
+    follower = Follower(run, nodes, screen)
+    try:
+        follower.until_ended()
+    except KeyboardInterrupt:
+        if not foreground:
+            screen.print(f"\nleft [bold]{run.name}[/bold]; it goes on without this terminal\n{how_to_go_on(run)}")
+            return EXIT_UNFINISHED
+        screen.print("\nstopping: the workers commit a checkpoint and end")
+        run.request_stop("Ctrl-C in the foreground")
+        follower.until_ended()
+    return conclude(run)
+
+
+def conclude(run: Run) -> int:
+    """Prints how a run ended and makes sure that its report is there."""
+    state = run.state()
+    if not run.store.exists(run.key("report.html")):
+        write_report(run)
+    print_summary(console(), run, summarise(run, state))
+    return EXIT_CODES[state]
+
+
+class Follower:
+    def __init__(self, run: Run, nodes: Sequence[Started], screen: Console) -> None:
+        self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
+        self._points, self._events = run.points(), run.events()
+        self._steps: list[Point] = []
+        self._status = "starting"
+        self._plain_at = time.monotonic()
+
+    def until_ended(self) -> None:
+        with Live(Text(), console=self._screen, refresh_per_second=4, transient=True) as live:
+            ended_at: float | None = None
+            while True:
+                result = self._run.result()
+                self._read()
+                self._show(live)
+                if result is not None:
+                    # The last machine writes the report; wait for it a little.
+                    ended_at = ended_at or time.monotonic()
+                    waited = time.monotonic() - ended_at
+                    if self._all_gone() or waited > LEASE_LOST_SECONDS:
+                        return
+                else:
+                    self._refuse_silence()
+                time.sleep(_POLL_SECONDS)
+
+    def _all_gone(self) -> bool:
+        if self._nodes:
+            return all(node.exit_code() is not None for node in self._nodes)
+        return self._run.store.exists(self._run.key("report.html"))
+
+    def _refuse_silence(self) -> None:
+        """If every node that was started here is gone without a result, something is to be said."""
+        if self._nodes and self._all_gone() and self._run.result() is None:
+            log = next((node.log for node in self._nodes if node.log is not None), None)
+            raise RunFailed(
+                f"the node ended without a result: {_last_line(log)}; `packtrain resume {self._run.name}` tries again"
+            )
+
+    def _read(self) -> None:
+        for event in sorted(self._events.read(), key=lambda event: event.time):
+            if event.kind in _TOLD_EVENTS:
+                self._say(event)
+        for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
+            if point.kind == "start":
+                self._steps.clear()
+            elif point.kind == "train":
+                self._steps = [*self._steps[-_SPEED_STEPS:], point]
+            elif point.kind in ("valid", "test"):
+                scores = "  ".join(f"{name} [bold]{value:.3f}[/bold]" for name, value in _scores(point).items())
+                self._screen.print(f"[dim]{point.kind:>10}[/dim]  step {point.step:,}  {scores}")
+
+    def _say(self, event: Event) -> None:
+        style = "yellow" if event.kind in ("warning", "failure", "lost", "failed") else "dim"
+        self._screen.print(f"[{style}]{event.kind:>10}[/{style}]  {escape(event.text)}")
+
+    def _show(self, live: Live) -> None:
+        line = progress_line(self._job, self._steps) if self._steps else "  starting"
+        live.update(Text(line, style="cyan"))
+        if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
+            self._plain_at = time.monotonic()
+            self._screen.print(line)
+
+
+def progress_line(job: Job, steps: Sequence[Point]) -> str:
+    """Where a run of a recipe is: step, loss, rate, speed, time left."""
+    last = steps[-1].values
+    duration = job.train.duration
+    done = {"steps": float(steps[-1].step), "epochs": last["epoch"], "seconds": last["elapsed_seconds"]}[duration.unit]
+    speed = units_per_second(steps, job.train.batch.unit) or 0.0
+    recent = steps[-20:]
+    loss = sum(point.values["loss"] for point in recent) / len(recent)
+    left = _seconds_left(steps, duration.unit, duration.value - done)
+    width = 20
+    filled = round(width * min(1.0, done / duration.value))
+    bar = "━" * filled + "╌" * (width - filled)
+    return (
+        f"{bar} step {steps[-1].step:,}  loss {loss:.3f}  rate {last['rate']:.2g}"
+        f"  {show_count(speed)} {job.train.batch.unit}/s  {left} left"
+    )
+
+
+def _seconds_left(steps: Sequence[Point], unit: str, amount: float) -> str:
+    if unit == "seconds":
+        return show_seconds(max(0.0, amount))
+    first, last = steps[0], steps[-1]
+    passed = last.values["elapsed_seconds"] - first.values["elapsed_seconds"]
+    made = (last.step - first.step) if unit == "steps" else last.values["epoch"] - first.values["epoch"]
+    return show_seconds(amount * passed / made) if made > 0 else "?"
+
+
+def _scores(point: Point) -> dict[str, float]:
+    return {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
+
+
+def _last_line(log: Path | None) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log is not None and log.exists() else []
+    return lines[-1] if lines else "it wrote nothing"
+
+
+def print_summary(screen: Console, run: Run, summary: Summary) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row(
+        "run",
+        f"[bold]{summary.run}[/bold]  {summary.state}" + (f": {escape(summary.reason)}" if summary.reason else ""),
+    )
+    table.add_row("what", escape(summary.what))
+    goal = f" of {summary.goal:,}" if summary.goal else ""
+    table.add_row("step", f"{summary.step:,}{goal}  in {show_seconds(summary.seconds)}")
+    if summary.units_per_second:
+        table.add_row("speed", f"{show_count(summary.units_per_second)} {summary.unit} a second")
+    for name, value in summary.scores.items():
+        signature = summary.signatures.get(name, "")
+        table.add_row(name.replace(".", " "), f"[bold]{value:.2f}[/bold]  [dim]{escape(signature)}[/dim]")
+    for machine in summary.machines:
+        if machine.working:
+            table.add_row(
+                "machine",
+                f"{machine.node}: {machine.workers} workers, CPU {machine.cpu_fraction:.0%},"
+                f" memory {machine.memory_fraction:.0%}",
+            )
+    if run.store.exists(run.key("report.html")):
+        table.add_row("report", escape(report_place(run)))
+    screen.print(table)

@@ -1,0 +1,134 @@
+"""Verbs that read a run or end it: ls, show, logs, stop, report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from packtrain.cli.common import (
+    JsonOption,
+    RunArgument,
+    StoreOption,
+    console,
+    find_run,
+    find_store,
+    print_json,
+)
+
+_STATE_STYLES = {
+    "finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow", "failed": "red",
+}  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ls")(list_runs)
+    app.command()(show)
+    app.command()(logs)
+    app.command()(stop)
+    app.command()(report)
+
+
+def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """List the runs in a store, the newest first."""
+    from rich.table import Table
+
+    from packtrain.report.summary import summarise
+    from packtrain.run import Run, run_names, states
+    from packtrain.units import show_seconds
+
+    found = find_store(store)
+    runs = [Run(found, name) for name in reversed(run_names(found))]
+    summaries = [summarise(run, state) for run, state in zip(runs, states(runs), strict=True)]
+    if as_json:
+        print_json([asdict(summary) for summary in summaries])
+        return
+    if not summaries:
+        console().print(f"no runs in {found.url}; [bold]packtrain run JOB[/bold] starts one")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("run", "state", "step", "loss", "score", "time", "what"):
+        table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
+    for summary in summaries:
+        style = _STATE_STYLES[summary.state]
+        table.add_row(
+            f"[bold]{summary.run}[/bold]",
+            f"[{style}]{summary.state}[/{style}]",
+            f"{summary.step:,}",
+            "" if summary.loss is None else f"{summary.loss:.3f}",
+            summary.headline,
+            show_seconds(summary.seconds),
+            summary.what,
+        )
+    console().print(table)
+
+
+def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Show how a run stands: its state, scores, machines and last events."""
+    from packtrain.cli.follow import print_summary
+    from packtrain.report.summary import summarise
+    from packtrain.run import EXIT_CODES
+
+    run = find_run(store, name)
+    summary = summarise(run, run.state())
+    if as_json:
+        print_json({**asdict(summary), "events": [asdict(event) for event in summary_events(run)]})
+    else:
+        print_summary(console(), run, summary)
+    sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
+
+
+def summary_events(run):  # type: ignore[no-untyped-def]
+    return sorted(run.events().read(), key=lambda event: event.time)
+
+
+def logs(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", help="Only this worker's lines.")] = None,
+) -> None:
+    """Print what the workers wrote."""
+    run = find_run(store, name)
+    run.job  # noqa: B018 - says so if there is no such run
+    reader = run.log_lines()
+    while True:
+        over = not follow or run.result() is not None
+        for line in sorted(reader.read(), key=lambda line: line.time):
+            if rank is None or line.rank == rank:
+                who = "launcher" if line.rank is None else f"rank {line.rank}"
+                print(f"[{who}] {line.text}", flush=True)
+        if over:
+            return
+        time.sleep(1.0)
+
+
+def stop(name: RunArgument = None, store: StoreOption = None) -> None:
+    """Stop a run: its workers commit a checkpoint and end. `resume` goes on from there."""
+    from packtrain.run import Result
+
+    run = find_run(store, name)
+    result = run.result()
+    if result is not None:
+        console().print(f"{run.name} has ended already: {result.status}")
+        return
+    if run.state() != "running":
+        run.finish(Result("stopped", "stopped by hand; no machine was working on it", 0, 0.0))
+        console().print(f"{run.name}: no machine is working on it; marked as stopped")
+        return
+    run.request_stop("stopped by hand")
+    screen = console()
+    with screen.status(f"{run.name} commits a checkpoint and ends (Ctrl-C: it does so without this command)"):
+        while (result := run.result()) is None:
+            time.sleep(0.5)
+    screen.print(f"{run.name}: {result.status} at step {result.step:,}; `packtrain resume {run.name}` goes on")
+
+
+def report(name: RunArgument = None, store: StoreOption = None) -> None:
+    """Write the report of a run, as far as it has come, and say where it is."""
+    from packtrain.report import write_report
+
+    print(write_report(find_run(store, name)))

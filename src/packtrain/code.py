@@ -1,0 +1,86 @@
+"""The snapshot of a person's code that a run carries, as a compressed tar of plain files."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.units import show_bytes
+
+LARGEST_BYTES = 20_000_000
+_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".env", ".ssh", ".aws", ".netrc", "store"}
+_SECRET_SUFFIXES = {".pem", ".key", ".p12", ".pfx"}
+
+
+def snapshot(directory: Path) -> bytes:
+    """The directory's files that git does not ignore (all, without git), without anything that holds keys.
+
+    The same files give the same bytes: names are sorted, owners and times left out.
+    """
+    paths = sorted(path for path in _candidates(directory) if _wanted(directory, path))
+    total = sum(path.stat().st_size for path in paths)
+    if total > LARGEST_BYTES:
+        largest = max(paths, key=lambda path: path.stat().st_size)
+        raise Mistake(
+            f"the code in {directory} takes {show_bytes(total)}, more than {show_bytes(LARGEST_BYTES)} (largest:"
+            f" {largest.relative_to(directory)}); point `code:` to a smaller directory or let .gitignore leave data out"
+        )
+    return archive({str(path.relative_to(directory)): path.read_bytes() for path in paths})
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    import zstandard
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o644
+            tar.addfile(entry, io.BytesIO(data))
+    return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
+
+
+def unpack(data: bytes, directory: Path) -> None:
+    """Writes the snapshot's files. Anything but plain files inside the directory is refused."""
+    import zstandard
+
+    try:
+        content = zstandard.ZstdDecompressor().decompress(data, max_output_size=4 * LARGEST_BYTES)
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            for entry in tar:
+                name = PurePosixPath(entry.name)
+                if not entry.isfile() or name.is_absolute() or ".." in name.parts:
+                    raise PacktrainError(f"the run's code has the entry {entry.name!r}, which is refused")
+                path = directory / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                reader = tar.extractfile(entry)
+                assert reader is not None
+                path.write_bytes(reader.read())
+    except (zstandard.ZstdError, tarfile.TarError) as error:
+        raise PacktrainError(f"the run's code cannot be unpacked ({error})") from error
+
+
+def _candidates(directory: Path) -> Iterable[Path]:
+    listed = subprocess.run(
+        ["git", "-C", str(directory), "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return [directory / name for name in listed.stdout.decode().split("\0") if name]
+    return directory.rglob("*")
+
+
+def _wanted(directory: Path, path: Path) -> bool:
+    parts = path.relative_to(directory).parts
+    return (
+        not any(part in _NEVER or part.endswith(".egg-info") for part in parts)
+        and path.suffix not in _SECRET_SUFFIXES
+        and not path.name.startswith("id_")
+        and path.is_file()
+        and not path.is_symlink()
+    )

@@ -1,0 +1,57 @@
+"""How an agent and its workers on one machine talk: a directory with a few files, and variables that name it.
+
+A file needs no handler and no moment of its own: a worker looks at it once a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RUN_VARIABLE = "PACKTRAIN_RUN"
+STORE_VARIABLE = "PACKTRAIN_STORE"
+GENERATION_VARIABLE = "PACKTRAIN_GENERATION"
+CONTROL_VARIABLE = "PACKTRAIN_CONTROL"
+CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """Why a worker gave up. `hopeless`: starting again would end the same way."""
+
+    rank: int
+    text: str
+    hopeless: bool
+
+
+class Control:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._stop = directory / "stop"
+
+    def ask_to_stop(self) -> None:
+        self._stop.touch()
+
+    def asked_to_stop(self) -> bool:
+        return self._stop.exists()
+
+    def tell_error(self, error: WorkerError) -> None:
+        path = self.directory / f"error-{error.rank}.json"
+        path.with_suffix(".part").write_text(json.dumps(asdict(error)))
+        path.with_suffix(".part").rename(path)
+
+    def errors(self) -> list[WorkerError]:
+        """What workers told; the first of the ranks comes first."""
+        paths = self.directory.glob("error-*.json")
+        return sorted((WorkerError(**json.loads(path.read_text())) for path in paths), key=lambda one: one.rank)
+
+
+def cache_directory() -> Path:
+    """Where this machine keeps what it can fetch again."""
+    given = os.environ.get("PACKTRAIN_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packtrain"

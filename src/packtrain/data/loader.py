@@ -1,0 +1,104 @@
+"""Batches made ahead of their use by a thread, in the order that data.order decides."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from packtrain.data.order import Ids, epoch_batches, share
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training has come: the next global batch is number `batch` of `epoch`."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One rank's part of a global batch. `cost` is that of the whole; `after` is the position behind it."""
+
+    arrays: Arrays
+    cost: int
+    samples: int
+    after: Position
+    batches_in_epoch: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that decides which samples come when, whatever the number of workers."""
+
+    costs: NDArray[Any]
+    likeness: NDArray[Any]
+    budget: int
+    seed: int
+
+    def batches(self, epoch: int) -> list[Ids]:
+        return epoch_batches(self.costs, self.likeness, self.budget, self.seed, epoch)
+
+
+def parts(
+    order: Order, collate: Callable[[Ids], Arrays], start: Position, rank: int, num_ranks: int
+) -> Iterator[Loaded]:
+    """This rank's part of every global batch from `start` on, without end."""
+    epoch, first = start.epoch, start.batch
+    while True:
+        batches = order.batches(epoch)
+        for number in range(first, len(batches)):
+            ids = batches[number]
+            last = number + 1 == len(batches)
+            yield Loaded(
+                collate(share(ids, rank, num_ranks)),
+                int(order.costs[ids].sum()),
+                len(ids),
+                Position(epoch + 1, 0) if last else Position(epoch, number + 1),
+                len(batches),
+            )
+        epoch, first = epoch + 1, 0
+
+
+class Loader:
+    """Keeps `ahead` batches ready. An error while making one is raised where it would have been used."""
+
+    def __init__(self, source: Iterator[Loaded], ahead: int = 4) -> None:
+        self._ready: queue.Queue[Loaded | BaseException] = queue.Queue(ahead)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(source,), name="loader", daemon=True)
+        self._thread.start()
+
+    def _work(self, source: Iterator[Loaded]) -> None:
+        try:
+            for loaded in source:
+                if not self._offer(loaded):
+                    return
+        except BaseException as error:
+            self._offer(error)
+
+    def _offer(self, item: Loaded | BaseException) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self) -> Loaded:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()

@@ -1,0 +1,142 @@
+"""Starting and ending the workers of one generation on this machine, by torch's own launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from packtrain.control import (
+    CHECKPOINTS_VARIABLE,
+    CONTROL_VARIABLE,
+    GENERATION_VARIABLE,
+    RUN_VARIABLE,
+    STORE_VARIABLE,
+)
+from packtrain.run import Generation, Run
+
+_PR_SET_PDEATHSIG = 1
+_KILL_WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Directories:
+    """Where a generation's files are on this machine."""
+
+    logs: Path
+    control: Path
+    code: Path
+    checkpoints: Path
+
+
+def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ...] | None, logs: Path) -> list[str]:
+    """The launcher's command line: static rendezvous at the first member, no restarts of its own."""
+    member = generation.members[rank]
+    arguments = [
+        "--nnodes", str(len(generation.members)),
+        "--node-rank", str(rank),
+        "--nproc-per-node", str(member.workers),
+        "--master-addr", generation.members[0].address,
+        "--master-port", str(generation.port),
+        "--max-restarts", "0",
+        "--monitor-interval", "0.2",
+        "--redirects", "3",
+        "--log-dir", str(logs),
+    ]  # fmt: skip
+    if program is None:
+        return [*arguments, "-m", "packtrain.train.worker"]
+    if program[0].endswith(".py"):
+        return [*arguments, *program]
+    return [*arguments, "--no-python", *program]
+
+
+def worker_environment(
+    run: Run, generation: Generation, rank: int, directories: Directories, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """What workers find in their environment beside what the launcher adds (RANK, MASTER_ADDR and so on)."""
+    member = generation.members[rank]
+    threads = max(1, (os.cpu_count() or 1) // member.workers)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin steal the core of the worker beside them
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **inherited,
+        RUN_VARIABLE: run.name,
+        STORE_VARIABLE: run.store.url,
+        GENERATION_VARIABLE: str(generation.number),
+        CONTROL_VARIABLE: str(directories.control),
+        CHECKPOINTS_VARIABLE: str(directories.checkpoints),
+    }
+    interface = interface_of(member.address)
+    if interface is not None:
+        environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return environment
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has the address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+class Launch:
+    """The launcher of one generation and its workers."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        arguments: list[str],
+        environment: dict[str, str],
+        directories: Directories,
+    ) -> None:
+        self.generation = generation
+        with (directories.logs / "launcher.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=directories.code,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - prctl alone, before any thread of the child
+            )
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Asks politely: the launcher passes it on to the workers and gives them half a minute."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends the launcher and all below it, now."""
+        try:
+            launcher = psutil.Process(self._process.pid)
+            family = [*launcher.children(recursive=True), launcher]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._process.kill()
+        self._process.wait()
+        psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
+
+
+def _end_with_parent() -> None:
+    """If the agent dies, the launcher hears SIGTERM, and ends its workers."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

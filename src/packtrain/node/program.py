@@ -1,0 +1,84 @@
+"""The checkpoint directory of a person's own program: committed to the store, and brought back.
+
+The program writes its files there as it likes. What is committed is a state in which nothing changed while
+it was copied; the program's own rank 0 is taken to be the one that writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from packtrain.checkpoint import commit, committed, fetch_newest, prune
+from packtrain.job import Checkpoint as Settings
+from packtrain.run import Run
+
+Fingerprint = dict[str, tuple[int, int]]
+_ATTEMPTS = 5
+
+
+class ProgramCheckpoints:
+    def __init__(self, run: Run, directory: Path, settings: Settings, tell: Callable[[str, str], None]) -> None:
+        self._run, self._directory, self._settings, self._tell = run, directory, settings, tell
+        self._committed: Fingerprint = {}
+        self._last = time.monotonic()
+
+    def restore(self) -> None:
+        """The directory as it was last committed; empty for a new run."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        found = fetch_newest(self._run, self._directory, lambda text: self._tell("warning", text))
+        self._committed = fingerprint(self._directory)
+        if found is not None:
+            self._tell("restored", f"the program's checkpoint directory is back as of {found.name}")
+
+    def commit_if_due(self, generation: int) -> None:
+        if time.monotonic() - self._last >= self._settings.every.value:
+            self.commit(generation)
+
+    def commit(self, generation: int) -> None:
+        """Commits the directory, if it has changed and holds still."""
+        self._last = time.monotonic()
+        for _ in range(_ATTEMPTS):
+            before = fingerprint(self._directory)
+            if before == self._committed:
+                return
+            with tempfile.TemporaryDirectory(prefix="packtrain-program-") as name:
+                if self._copied(Path(name), before):
+                    self._put(Path(name), before, generation)
+                    return
+            time.sleep(0.2)
+        self._tell("warning", "the checkpoint directory changes all the time: it is not committed this time")
+
+    def _copied(self, copy: Path, expected: Fingerprint) -> bool:
+        """Whether the copy is of one moment: nothing changed while it was made."""
+        try:
+            for file in expected:
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._directory / file, copy / file)
+        except FileNotFoundError:
+            return False
+        return fingerprint(self._directory) == expected
+
+    def _put(self, copy: Path, state: Fingerprint, generation: int) -> None:
+        number = 1 + max((one.step for one in committed(self._run)), default=0)
+        checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state})
+        self._committed = state
+        self._tell("checkpoint", f"committed {checkpoint.name} ({len(state)} files of the program)")
+        prune(self._run, self._settings.keep_last, 0)
+
+
+def fingerprint(directory: Path) -> Fingerprint:
+    """The size and time of every plain file below the directory."""
+    found: Fingerprint = {}
+    for path in sorted(directory.rglob("*")):
+        try:
+            if path.is_file() and not path.is_symlink():
+                status = path.stat()
+                found[str(path.relative_to(directory))] = (status.st_size, status.st_mtime_ns)
+        except FileNotFoundError:
+            continue
+    return found

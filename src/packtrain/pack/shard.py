@@ -1,0 +1,104 @@
+"""A shard: named arrays in one file that is memory-mapped and never copied to be read.
+
+The container is that of safetensors (a JSON header, then aligned little-endian data), so any
+tool that knows the format can look inside. A ragged column `x` is two arrays: `x.values`, and
+`x.offsets` with one more entry than there are rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.errors import PacktrainError
+
+Array = NDArray[Any]
+
+_DTYPES = {
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+    "F32": np.dtype("<f4"),
+}
+_LARGEST_HEADER = 1 << 20
+
+
+class ShardError(PacktrainError):
+    """A shard that is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths in one flat array."""
+
+    values: Array
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> Ragged:
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        values = np.fromiter((value for row in rows for value in row), dtype, int(offsets[-1]))
+        return cls(values, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+def encode_shard(columns: Mapping[str, Ragged]) -> bytes:
+    from safetensors.numpy import save
+
+    arrays: dict[str, Array] = {}
+    for name, column in columns.items():
+        arrays[f"{name}.values"] = column.values
+        arrays[f"{name}.offsets"] = column.offsets
+    return bytes(save(arrays))
+
+
+def open_shard(path: Path) -> dict[str, Ragged]:
+    arrays = _map_arrays(path)
+    names = [name.removesuffix(".offsets") for name in arrays if name.endswith(".offsets")]
+    columns = {}
+    for name in names:
+        values, offsets = arrays.get(f"{name}.values"), arrays[f"{name}.offsets"]
+        if values is None or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
+            raise ShardError(f"{path}: column {name!r} does not fit its offsets; pack the data again")
+        columns[name] = Ragged(values, offsets)
+    return columns
+
+
+def _map_arrays(path: Path) -> dict[str, Array]:
+    """The arrays of a safetensors file as read-only views of the mapped file."""
+    data = np.memmap(path, np.uint8, mode="r")
+    try:
+        header_bytes = int.from_bytes(data[:8].tobytes(), "little")
+        if not 2 <= header_bytes <= min(_LARGEST_HEADER, len(data) - 8):
+            raise ValueError("header length")
+        body = data[8 + header_bytes :]
+        arrays: dict[str, Array] = {}
+        for name, entry in json.loads(data[8 : 8 + header_bytes].tobytes()).items():
+            if name == "__metadata__":
+                continue
+            start, end = (int(edge) for edge in entry["data_offsets"])
+            if not 0 <= start <= end <= len(body):
+                raise ValueError(f"offsets of {name!r}")
+            arrays[name] = body[start:end].view(_DTYPES[entry["dtype"]])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardError(f"{path} is not a shard ({error}); pack the data again") from error
+    return arrays

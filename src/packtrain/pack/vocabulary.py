@@ -1,0 +1,62 @@
+"""The vocabulary: one byte-pair encoding over bytes, so that any script has a spelling and none is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from packtrain.errors import PacktrainError
+
+PAD, EOS, BOS, UNKNOWN = range(4)
+_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+
+
+class Vocabulary:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def fit(cls, texts: Iterable[str], size: int) -> Vocabulary:
+        """Learns `size` pieces from the texts; fewer if the texts do not hold that many."""
+        tokenizer = Tokenizer(BPE())
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = ByteLevelDecoder()
+        trainer = BpeTrainer(
+            vocab_size=size,
+            special_tokens=_SPECIAL,
+            initial_alphabet=ByteLevel.alphabet(),
+            min_frequency=2,
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def from_json(cls, text: str) -> Vocabulary:
+        try:
+            return cls(Tokenizer.from_str(text))
+        except Exception as error:  # the library raises bare Exception
+            raise PacktrainError(f"the pack's vocabulary cannot be read ({error}); pack the data again") from error
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The pieces of each text, without marks of beginning or end.
+
+        Special tokens written out in a text are spelled like any other text.
+        """
+        self._tokenizer.encode_special_tokens = True
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        texts = self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
+        return [text.strip() for text in texts]

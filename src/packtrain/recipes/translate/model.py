@@ -1,0 +1,181 @@
+"""The Transformer of "Attention Is All You Need", with the norms before the layers.
+
+Shapes: B sentences, S source and T target positions, D width, H heads, V vocabulary.
+One embedding serves the source, the target and the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packtrain.pack.vocabulary import PAD
+from packtrain.recipes.translate.shape import Shape
+
+
+@dataclass
+class Cache:
+    """What a decoder layer keeps between the steps of a search."""
+
+    memory_keys: Tensor
+    memory_values: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def select(self, rows: Tensor) -> None:
+        self.memory_keys, self.memory_values = self.memory_keys[rows], self.memory_values[rows]
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.dropout = shape.heads, shape.attention_dropout
+        self.query = nn.Linear(shape.width, shape.width)
+        self.key_value = nn.Linear(shape.width, 2 * shape.width)
+        self.output = nn.Linear(shape.width, shape.width)
+
+    def _split(self, x_BLD: Tensor) -> Tensor:
+        batch, length, width = x_BLD.shape
+        return x_BLD.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+
+    def project(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.key_value(memory_BSD).chunk(2, dim=-1)
+        return self._split(keys), self._split(values)
+
+    def forward(self, x_BTD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        attended = F.scaled_dot_product_attention(
+            self._split(self.query(x_BTD)),
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal,
+        )
+        merged: Tensor = self.output(attended.transpose(1, 2).reshape(x_BTD.shape))
+        return merged
+
+
+class FeedForward(nn.Sequential):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(
+            nn.Linear(shape.width, shape.feedforward),
+            nn.ReLU(inplace=True),
+            nn.Dropout(shape.dropout),
+            nn.Linear(shape.feedforward, shape.width),
+        )
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)
+        self.feedforward_norm, self.feedforward = nn.LayerNorm(shape.width), FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BSD: Tensor, mask: Tensor) -> Tensor:
+        normed = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.attention(normed, *self.attention.project(normed), mask))
+        output: Tensor = x_BSD + self.dropout(self.feedforward(self.feedforward_norm(x_BSD)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)
+        self.memory_norm, self.memory_attention = nn.LayerNorm(shape.width), Attention(shape)
+        self.feedforward_norm, self.feedforward = nn.LayerNorm(shape.width), FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BTD: Tensor, memory_BSD: Tensor, mask: Tensor) -> Tensor:
+        normed = self.attention_norm(x_BTD)
+        attended = self.attention(normed, *self.attention.project(normed), None, causal=True)
+        return self._rest(x_BTD + self.dropout(attended), *self.memory_attention.project(memory_BSD), mask)
+
+    def start(self, memory_BSD: Tensor) -> Cache:
+        keys, values = self.memory_attention.project(memory_BSD)
+        return Cache(keys, values, keys[:, :, :0], values[:, :, :0])
+
+    def step(self, x_B1D: Tensor, cache: Cache, mask: Tensor) -> Tensor:
+        normed = self.attention_norm(x_B1D)
+        keys, values = self.attention.project(normed)
+        cache.keys = torch.cat([cache.keys, keys], dim=2)
+        cache.values = torch.cat([cache.values, values], dim=2)
+        attended = self.attention(normed, cache.keys, cache.values, None)
+        return self._rest(x_B1D + attended, cache.memory_keys, cache.memory_values, mask)
+
+    def _rest(self, x_BTD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        attended = self.memory_attention(self.memory_norm(x_BTD), keys, values, mask)
+        x_BTD = x_BTD + self.dropout(attended)
+        output: Tensor = x_BTD + self.dropout(self.feedforward(self.feedforward_norm(x_BTD)))
+        return output
+
+
+class Transformer(nn.Module):
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        super().__init__()
+        self.shape = shape
+        # Whole tiles for the matrix units of a GPU. The filler rows are never a target, so training
+        # pushes them out of reach.
+        padded = -(-vocabulary // 8) * 8
+        self.embedding = nn.Embedding(padded, shape.width)
+        self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
+        self.encoder_norm = nn.LayerNorm(shape.width)
+        self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
+        self.decoder_norm = nn.LayerNorm(shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.embedding.weight, std=self.shape.width**-0.5)
+
+    def embed(self, tokens_BL: Tensor, first_position: int = 0) -> Tensor:
+        width = self.shape.width
+        positions = sinusoids(first_position, tokens_BL.shape[1], width, tokens_BL.device)
+        embedded: Tensor = self.dropout(self.embedding(tokens_BL) * math.sqrt(width) + positions)
+        return embedded
+
+    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """The source's states, and the mask of its real positions as attention wants it."""
+        mask_B11S = (source_BS != PAD)[:, None, None, :]
+        x_BSD = self.embed(source_BS)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, mask_B11S)
+        return self.encoder_norm(x_BSD), mask_B11S
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight)
+
+    def forward(self, source_BS: Tensor, target_BT: Tensor, wanted_BT: Tensor) -> Tensor:
+        """Logits for the positions where `wanted_BT` is true, one row each."""
+        memory_BSD, mask_B11S = self.encode(source_BS)
+        x_BTD = self.embed(target_BT)
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, memory_BSD, mask_B11S)
+        return self.logits(self.decoder_norm(x_BTD[wanted_BT]))
+
+    def start(self, memory_BSD: Tensor) -> list[Cache]:
+        return [layer.start(memory_BSD) for layer in self.decoder]
+
+    def step(self, tokens_B: Tensor, position: int, caches: list[Cache], mask_B11S: Tensor) -> Tensor:
+        """Logits of the next token after `tokens_B`, which stand at `position`."""
+        x_B1D = self.embed(tokens_B[:, None], position)
+        for layer, cache in zip(self.decoder, caches, strict=True):
+            x_B1D = layer.step(x_B1D, cache, mask_B11S)
+        return self.logits(self.decoder_norm(x_B1D[:, 0]))
+
+
+def sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+    """The position table of the paper, rows `first` to `first + count`."""
+    positions = torch.arange(first, first + count, device=device, dtype=torch.float32)[:, None]
+    rates = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
+    return torch.cat([torch.sin(positions * rates), torch.cos(positions * rates)], dim=1)

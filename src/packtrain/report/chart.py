@@ -1,0 +1,91 @@
+"""Line charts as SVG text: no script, nothing to fetch, the same in every browser and in a mail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30
+_MOST_POINTS = 300
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line; `marked` puts a dot on each of its points, for series that have few."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marked: bool = False
+
+
+def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
+    """A chart of all series over a common pair of axes, or nothing if none has a point."""
+    drawn = [one for one in series if one.points]
+    if not drawn:
+        return ""
+    xs = [x for one in drawn for x, _ in one.points]
+    ys = [y for one in drawn for _, y in one.points if math.isfinite(y)]
+    x_low, x_high = min(xs), max(xs)
+    y_ticks = nice_ticks(min(ys), max(ys))
+    y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_low) / ((x_high - x_low) or 1)
+        up = (y - y_low) / ((y_high - y_low) or 1)
+        return (
+            round(_LEFT + across * (WIDTH - _LEFT - _RIGHT), 1),
+            round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),
+        )
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for tick in y_ticks:
+        _, y = place(x_low, tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+    for tick in nice_ticks(x_low, x_high):
+        if x_low <= tick <= x_high:
+            x, _ = place(tick, y_low)
+            parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>')
+    for number, one in enumerate(drawn):
+        places = [place(x, y) for x, y in thinned(one.points) if math.isfinite(y)]
+        line = " ".join(f"{x},{y}" for x, y in places)
+        parts.append(f'<polyline class="line s{number}" points="{line}"/>')
+        if one.marked:
+            parts += [
+                f'<circle class="dot s{number}" cx="{place(x, y)[0]}" cy="{place(x, y)[1]}" r="3">'
+                f"<title>{x_label} {x:,g}: {y:.4g}</title></circle>"
+                for x, y in thinned(one.points)
+            ]
+    parts.append("</svg>")
+    legend = "".join(
+        f'<span class="key s{number}">{escape(one.name)} <b>{one.points[-1][1]:.4g}</b></span>'
+        for number, one in enumerate(drawn)
+    )
+    return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most some hundred points: the means of equal runs of neighbours, with the ends as they are."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    edges = [round(number * len(points) / _MOST_POINTS) for number in range(_MOST_POINTS + 1)]
+    means = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        part = points[start:end]
+        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    return [points[0], *means, points[-1]]
+
+
+def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`."""
+    if high <= low:
+        low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
+    raw = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(number * step, 12) for number in range(first, last + 1)]

@@ -1,0 +1,151 @@
+"""The report: one page that stands alone, with no script and nothing to fetch. All text is escaped."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from packtrain.job import Job
+from packtrain.report.chart import Series, line_chart
+from packtrain.report.summary import Summary
+from packtrain.run import Event, Point, Sample
+from packtrain.units import show_count, show_seconds
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --s0: #2a6fdb;
+  --s1: #d9642c; --s2: #2f9e6b; --s3: #9b59b6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f; --line: #2b343d;
+  --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
+  margin: 2rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .25rem 0; } .dim, figcaption, th, .tick { color: var(--dim); fill: var(--dim); }
+.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
+.card { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .9rem; min-width: 8rem; }
+.card b { display: block; font-size: 1.35rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
+figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
+figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
+.grid { stroke: var(--line); } .tick { font-size: 11px; }
+.line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
+.s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
+.key { margin-left: .8rem; } .key::before { content: "\\25CF  "; }
+table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top;
+  padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: normal; } .bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; }
+.bar span { background: currentColor; } code, pre { font: 13px/1.5 ui-monospace, monospace; }
+pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
+.state-finished { color: var(--s2); } .state-failed { color: var(--s1); } .warning td { color: var(--s1); }
+"""
+_SPAN_WORDS = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward and exchange",
+    "optimizer": "optimiser",
+    "evaluation": "evaluation",
+    "other": "start, saving and the rest",
+}
+_SHOWN_EVENTS = 200
+
+
+def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence[Event]) -> str:
+    samples = next((point.samples for point in reversed(points) if point.samples), ())
+    body = [
+        f"<h1>{escape(summary.run)}</h1>",
+        f'<p><b class="state-{summary.state}">{summary.state}</b> {escape(_reason(summary))}</p>',
+        f'<p class="dim">{escape(summary.what)}</p>',
+        _cards(summary),
+        _signatures(summary),
+        _charts(points, summary.unit),
+        _time_spent(summary),
+        _samples(samples),
+        _events(events),
+        f"<h2>Job</h2><pre>{escape(json.dumps(job.model_dump(mode='json'), indent=2))}</pre>",
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(summary.run)} - Packtrain</title><style>{_STYLE}</style></head>"
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _reason(summary: Summary) -> str:
+    return f"- {summary.reason}" if summary.reason else ""
+
+
+def _cards(summary: Summary) -> str:
+    cards = [(name.replace(".", " "), f"{value:.2f}") for name, value in summary.scores.items()]
+    cards += [("steps", show_count(summary.step)), ("time", show_seconds(summary.seconds))]
+    if summary.units_per_second is not None:
+        cards.append((f"{summary.unit} a second", show_count(summary.units_per_second)))
+    cards.append(("attempts", show_count(summary.generations)))
+    boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in cards)
+    return f'<div class="cards">{boxes}</div>'
+
+
+def _signatures(summary: Summary) -> str:
+    return "".join(
+        f'<p class="dim">{escape(name)}: <code>{escape(text)}</code></p>' for name, text in summary.signatures.items()
+    )
+
+
+def _charts(points: Sequence[Point], unit: str) -> str:
+    steps = [point for point in points if point.kind == "train"]
+    valid = [point for point in points if point.kind == "valid"]
+    measures = sorted(
+        {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}
+    )
+    charts = [
+        line_chart("loss", [_series("training", steps, "loss"), _series("validation", valid, "loss", True)]),
+        *(line_chart(f"validation {name}", [_series(name, valid, name, True)]) for name in measures),
+        line_chart("learning rate", [_series("rate", steps, "rate")]),
+        line_chart("gradient norm", [_series("norm", steps, "gradient_norm")]),
+    ]
+    if unit:
+        speeds = [(float(one.step), one.values[unit] / one.values["step_seconds"]) for one in steps]
+        charts.append(line_chart(f"{unit} a second", [Series(unit, speeds)]))
+    return f'<h2>Training</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def _series(name: str, points: Sequence[Point], value: str, marked: bool = False) -> Series:
+    return Series(name, [(float(one.step), one.values[value]) for one in points if value in one.values], marked)
+
+
+def _time_spent(summary: Summary) -> str:
+    total = sum(summary.time_spent.values())
+    if not total:
+        return ""
+    bars, rows = [], []
+    for number, (name, seconds) in enumerate(summary.time_spent.items()):
+        share, shade = seconds / total, 1 - (number // 4) * 0.45
+        words = f"{_SPAN_WORDS[name]}: {show_seconds(seconds)}, {share:.1%}"
+        bars.append(
+            f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade}" title="{escape(words)}"></span>'
+        )
+        rows.append(f'<span class="key s{number % 4}" style="opacity:{shade}">{escape(words)}</span>')
+    return f'<h2>Where the time went</h2><div class="bar">{"".join(bars)}</div><p>{"".join(rows)}</p>'
+
+
+def _samples(samples: Iterable[Sample]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(one.input)}</td><td>{escape(one.output)}</td><td>{escape(one.wanted)}</td></tr>"
+        for one in samples
+    )
+    head = "<tr><th>input</th><th>the model</th><th>wanted</th></tr>"
+    return f"<h2>Samples</h2><table>{head}{rows}</table>" if rows else ""
+
+
+def _events(events: Sequence[Event]) -> str:
+    shown = events[-_SHOWN_EVENTS:]
+    rows = "".join(
+        f'<tr class="{"warning" if one.kind in ("warning", "failure", "failed", "lost") else ""}">'
+        f"<td>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
+        f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
+        for one in shown
+    )
+    left_out = f"<p class=dim>the last {_SHOWN_EVENTS} of {len(events):,}</p>" if len(events) > len(shown) else ""
+    return f"<h2>What happened (UTC)</h2>{left_out}<table>{rows}</table>" if rows else ""

@@ -1,0 +1,343 @@
+"""A run's folder in the store: its names, and reading and writing what is in them.
+
+Any machine that can read the store can follow a run; nothing about it is kept anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from packtrain.chunks import ChunkReader, ChunkWriter
+from packtrain.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_UNFINISHED,
+    NotFound,
+    PacktrainError,
+)
+from packtrain.job import Job, is_name
+from packtrain.store import Store
+
+LEASE_SECONDS = 2.0  # how often a node renews its lease
+LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a node up
+WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
+
+Status = Literal["finished", "failed", "stopped"]
+State = Literal["finished", "failed", "stopped", "running", "interrupted"]
+EXIT_CODES: dict[State, int] = {
+    "finished": EXIT_DONE,
+    "failed": EXIT_FAILED,
+    "stopped": EXIT_STOPPED,
+    "running": EXIT_UNFINISHED,
+    "interrupted": EXIT_UNFINISHED,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in words."""
+
+    time: float
+    kind: str
+    text: str
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model makes of one input, beside what was wanted."""
+
+    input: str
+    wanted: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Measurements at a step. `start` marks the step that a generation goes on from."""
+
+    kind: Literal["start", "train", "valid", "test"]
+    generation: int
+    step: int
+    time: float
+    values: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogLine:
+    time: float
+    generation: int
+    node: str
+    rank: int | None
+    stream: Literal["out", "err"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A machine of a generation; its place in the list is its rank among them."""
+
+    node: str
+    address: str
+    workers: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One attempt: who takes part, and where the first of them can be met."""
+
+    number: int
+    members: tuple[Member, ...]
+    port: int
+    reason: str
+
+    def rank_of(self, node: str) -> int | None:
+        return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What a machine is doing; fractions are of all of it."""
+
+    cpu_fraction: float = 0.0
+    memory_fraction: float = 0.0
+    memory_bytes: int = 0
+    disk_free_bytes: int = 0
+    sent_bytes_per_second: float = 0.0
+    received_bytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine's lease. `renewal` counts up; readers judge its age by their own clock."""
+
+    node: str
+    hostname: str
+    address: str
+    port: int
+    workers: int
+    joined: int
+    renewal: int
+    used_seconds: float
+    left: bool = False
+    telemetry: Telemetry = field(default_factory=Telemetry)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    status: Status
+    reason: str
+    step: int
+    seconds: float
+    scores: dict[str, float] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+    time: float
+
+
+Stored = TypeVar("Stored")
+
+
+class Run:
+    """A run by its name; nothing is read until it is asked for."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        if not is_name(name):
+            raise NotFound(f"{name!r} is not the name of a run: names are made of a-z, 0-9 and -")
+        self.store, self.name = store, name
+        self.folder = f"runs/{name}"
+        self._job: Job | None = None
+
+    def key(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            data = self.store.find(self.key("job.json"))
+            if data is None:
+                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` shows those there")
+            self._job = Job.model_validate_json(data)
+        return self._job
+
+    def pack_name(self) -> str:
+        """The pack that the run learns from."""
+        return self.store.get(self.key("pack.txt")).decode()
+
+    # Streams.
+
+    def events(self) -> ChunkReader[Event]:
+        return ChunkReader(self.store, self.key("events"), Event)
+
+    def points(self) -> ChunkReader[Point]:
+        return ChunkReader(self.store, self.key("metrics"), Point)
+
+    def log_lines(self) -> ChunkReader[LogLine]:
+        return ChunkReader(self.store, self.key("logs"), LogLine)
+
+    def event_writer(self, writer: str) -> ChunkWriter[Event]:
+        return ChunkWriter(self.store, self.key("events"), writer)
+
+    def point_writer(self, writer: str) -> ChunkWriter[Point]:
+        return ChunkWriter(self.store, self.key("metrics"), writer)
+
+    def log_writer(self, writer: str) -> ChunkWriter[LogLine]:
+        return ChunkWriter(self.store, self.key("logs"), writer)
+
+    def metrics(self) -> list[Point]:
+        """The history of the line that survived, in order: no step twice, none of a lost attempt."""
+        return surviving(self.points().read())
+
+    # Single objects.
+
+    def generations(self) -> list[Generation]:
+        entries = self.store.list(self.key("generations/"))
+        return [self._read(entry.key, Generation) for entry in entries]
+
+    def latest_generation(self) -> Generation | None:
+        entries = self.store.list(self.key("generations/"))
+        return self._read(entries[-1].key, Generation) if entries else None
+
+    def propose(self, generation: Generation) -> bool:
+        """Whether this proposal is the first for its number, and so holds."""
+        key = self.key(f"generations/{generation.number:06d}.json")
+        return self.store.put_if_absent(key, _json(generation))
+
+    def nodes(self) -> list[Node]:
+        return [self._read(entry.key, Node) for entry in self.store.list(self.key("nodes/"))]
+
+    def renew(self, node: Node) -> None:
+        self.store.put(self.key(f"nodes/{node.node}.json"), _json(node))
+
+    def result(self) -> Result | None:
+        return self._find("result.json", Result)
+
+    def finish(self, result: Result) -> None:
+        self.store.put(self.key("result.json"), _json(result))
+
+    def stop_request(self) -> Stop | None:
+        return self._find("stop.json", Stop)
+
+    def request_stop(self, reason: str) -> None:
+        self.store.put_if_absent(self.key("stop.json"), _json(Stop(reason, time.time())))
+
+    def reopen(self) -> None:
+        """Takes back the end of a run, so that nodes go on with it."""
+        self.store.delete(self.key("stop.json"))
+        self.store.delete(self.key("result.json"))
+
+    def state(self) -> State:
+        return states([self])[0]
+
+    def _find(self, name: str, kind: type[Stored]) -> Stored | None:
+        data = self.store.find(self.key(name))
+        return None if data is None else self._parse(name, data, kind)
+
+    def _read(self, key: str, kind: type[Stored]) -> Stored:
+        return self._parse(key, self.store.get(key), kind)
+
+    def _parse(self, name: str, data: bytes, kind: type[Stored]) -> Stored:
+        try:
+            return TypeAdapter(kind).validate_json(data)
+        except ValidationError as error:
+            raise PacktrainError(f"{name} of run {self.name} in {self.store.url} is damaged") from error
+
+
+def _json(record: Any) -> bytes:
+    return json.dumps(asdict(record), indent=1).encode()
+
+
+def surviving(points: Iterable[Point]) -> list[Point]:
+    """The points that later generations went on from, in the order of training.
+
+    A generation that starts from step s makes every point after s of those before it void.
+    """
+    ordered = sorted(points, key=lambda point: (point.generation, point.step))
+    starts: dict[int, int] = {}
+    for point in ordered:
+        if point.kind == "start":
+            starts[point.generation] = point.step
+    kept = []
+    for point in ordered:
+        later = [step for generation, step in starts.items() if generation > point.generation]
+        if all(point.step <= step for step in later):
+            kept.append(point)
+    return sorted(kept, key=lambda point: (point.step, point.generation))
+
+
+def states(runs: Sequence[Run]) -> list[State]:
+    """What each run is doing. A run without a result is watched until a node renews its lease or too long passes.
+
+    All are watched at once, so asking about many takes no longer than asking about one.
+    """
+    results = [run.result() for run in runs]
+    watched = {index: _renewals(run) for index, run in enumerate(runs) if results[index] is None}
+    alive: set[int] = set()
+    deadline = time.monotonic() + WATCH_SECONDS
+    while any(watched[index] for index in watched.keys() - alive) and time.monotonic() < deadline:
+        time.sleep(LEASE_SECONDS / 4)
+        for index in watched.keys() - alive:
+            if watched[index] and _renewals(runs[index]) != watched[index]:
+                alive.add(index)
+    return [
+        result.status if result is not None else "running" if index in alive else "interrupted"
+        for index, result in enumerate(results)
+    ]
+
+
+def _renewals(run: Run) -> dict[str, int]:
+    return {node.node: node.renewal for node in run.nodes() if not node.left}
+
+
+def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
+    """A new folder named after the job with the next free number; `pack` is what a recipe learns from."""
+    for number in range(1 + last_number(store, job.name), 1_000_000):
+        run = Run(store, f"{job.name[:56]}-{number}")
+        if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
+            store.put(run.key("code.tar.zst"), code)
+            if pack is not None:
+                store.put(run.key("pack.txt"), pack.encode())
+            return run
+    raise PacktrainError(f"no free number left for runs of {job.name!r}")
+
+
+def last_number(store: Store, job_name: str) -> int:
+    stem = f"{job_name[:56]}-"
+    numbers = [name.removeprefix(stem) for name in store.folders("runs/") if name.startswith(stem)]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def run_names(store: Store) -> list[str]:
+    """The names of the runs in a store, the oldest first."""
+    entries = [entry for name in store.folders("runs/") for entry in store.list(f"runs/{name}/job.json")]
+    return [entry.key.split("/")[1] for entry in sorted(entries, key=lambda entry: entry.modified)]
+
+
+def open_run(store: Store, name: str | None) -> Run:
+    """The run of that name, the newest run of the job of that name, or the newest of all."""
+    names = run_names(store)
+    if not names:
+        raise NotFound(f"no runs in {store.url}; `packtrain run JOB` starts one")
+    if name is None:
+        return Run(store, names[-1])
+    if name in names:
+        return Run(store, name)
+    newest: Sequence[str] = [known for known in names if known.rpartition("-")[0] == name]
+    if newest:
+        return Run(store, newest[-1])
+    raise NotFound(f"no run {name!r} in {store.url}; the newest are {', '.join(names[:-4:-1])}")

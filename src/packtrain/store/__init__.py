@@ -1,0 +1,13 @@
+"""The one door to what a run keeps: a directory (local, NFS) or a bucket that speaks S3.
+
+`open_store("./store")` and `open_store("s3://bucket/prefix")` behave the same. Keys are names
+separated by `/`. An object appears whole or not at all, and `put_if_absent` has exactly one winner.
+"""
+
+from __future__ import annotations
+
+from packtrain.store.base import Entry, Store
+from packtrain.store.failure import ObjectNotFound, StoreError
+from packtrain.store.location import open_store
+
+__all__ = ["Entry", "ObjectNotFound", "Store", "StoreError", "open_store"]

@@ -1,0 +1,76 @@
+"""A worker process: what the launcher starts on every rank. All it needs comes from the environment and the store."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from packtrain.checkpoint import CorruptCheckpoint
+from packtrain.control import (
+    CONTROL_VARIABLE,
+    GENERATION_VARIABLE,
+    RUN_VARIABLE,
+    STORE_VARIABLE,
+    Control,
+    WorkerError,
+    cache_directory,
+)
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.recipes import recipe_class
+from packtrain.run import Run
+from packtrain.store import open_store
+from packtrain.train.engine import NotANumber
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+
+_PR_SET_PDEATHSIG = 1
+_HOPELESS = (Mistake, NotANumber, CorruptCheckpoint)
+
+
+def main() -> int:
+    die_with_parent()
+    control = Control(Path(os.environ[CONTROL_VARIABLE]))
+    rank = int(os.environ["RANK"])
+    try:
+        work(control)
+        return 0
+    except PacktrainError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        control.tell_error(WorkerError(rank, str(error), isinstance(error, _HOPELESS)))
+    except Exception as error:
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        control.tell_error(WorkerError(rank, text, hopeless=False))
+    return 1
+
+
+def work(control: Control) -> None:
+    run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
+    job = run.job
+    assert job.recipe is not None
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
+    recipe = recipe_class(job.recipe)(job, pack)
+    world = World.join()
+    try:
+        Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control).train()
+    finally:
+        world.leave()
+
+
+def die_with_parent() -> None:
+    """A worker never outlives its launcher, however that ends. Only Linux can promise it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The workers of a generation, and the few things that they say to each other.
+
+Everything that crosses is tensors or bytes: torch's object collectives would be pickle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class World:
+    """This worker's place: `rank` of `num_ranks`. Alone, it needs no process group."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.device = device or torch.device("cpu")
+
+    @classmethod
+    def join(cls) -> World:
+        """Meets the others where the launcher's variables say."""
+        local_rank = int(os.environ["LOCAL_RANK"])
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def begin_sum(self, values: Tensor) -> dist.Work | None:
+        """Starts to add up `values` over all ranks, in place; wait for the work before reading them."""
+        return dist.all_reduce(values, async_op=True) if self.num_ranks > 1 else None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank has, in the order of ranks, on all of them."""
+        if self.num_ranks == 1:
+            return [data]
+        sizes = self._gather(torch.tensor([len(data)], device=self.device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather(padded)
+        return [bytes(row[: int(size)].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather(self, values: Tensor) -> Sequence[Tensor]:
+        rows = [torch.empty_like(values) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, values)
+        return rows

@@ -1,0 +1,106 @@
+"""Stores for every test, and the servers behind them: each starts when first asked for, once."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packtrain.store import Store, open_store
+from parts import ceph
+from parts.loopback import free_port, served
+from parts.presence import need
+from parts.proxy import Proxy, proxy_before
+from parts.s3 import S3Server, fresh_location, leave_aws
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[S3Server]:
+    """Quick; holds put-if-absent; accepts any keys."""
+    need(importlib.util.find_spec("moto"), "moto[server] is not installed")
+    port = free_port()
+    with served(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port) as url:
+        server = S3Server(url, "AKMOTO", "secret-of-moto")
+        server.create_bucket()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The proof: a real server that checks keys, clocks and conditions."""
+    missing = ceph.missing_programs()
+    need(not missing, f"Ceph is not installed ({', '.join(missing)}): run tests/parts/install")
+    access_key, secret_key = "AKCEPH", "secret-of-ceph"
+    scratch = tmp_path_factory.mktemp("ceph")
+    with ceph.ceph_gateway(scratch, access_key=access_key, secret_key=secret_key) as url:
+        server = S3Server(url, access_key, secret_key)
+        server.create_bucket()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that ignores put-if-absent."""
+    beside = Path(sys.executable).parent / "rclone"
+    program = str(beside) if beside.exists() else shutil.which("rclone")
+    need(program, "rclone is not installed")
+    access_key, secret_key = "AKRCLONERCLONE", "secret-of-rclone"
+    port, folder = free_port(), tmp_path_factory.mktemp("rclone")
+    command = (str(program), "serve", "s3", "--auth-key", f"{access_key},{secret_key}")
+    with served(*command, "--addr", f"127.0.0.1:{port}", str(folder), port=port) as url:
+        server = S3Server(url, access_key, secret_key)
+        server.create_bucket()
+        yield server
+
+
+@pytest.fixture
+def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_aws(monkeypatch)
+
+
+@pytest.fixture
+def s3_environment(moto_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The environment points at moto, for this process and those it starts."""
+    moto_server.enter(monkeypatch)
+    return moto_server
+
+
+@pytest.fixture
+def s3_location(s3_environment: S3Server) -> str:
+    """An empty `s3://bucket/prefix` that works."""
+    return fresh_location()
+
+
+@pytest.fixture
+def s3_proxy(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Stands between `s3://` and moto, and makes the trouble that the test asks of it."""
+    with proxy_before(s3_environment.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+def directory_store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def s3_store(s3_location: str) -> Store:
+    return open_store(s3_location)
+
+
+@pytest.fixture
+def ceph_store(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
+    ceph_server.enter(monkeypatch)
+    return open_store(fresh_location())
+
+
+@pytest.fixture(params=["directory_store", "s3_store"])
+def any_store(request: pytest.FixtureRequest) -> Store:
+    """An empty store of each quick kind: what holds for one must hold for all."""
+    store: Store = request.getfixturevalue(request.param)
+    return store

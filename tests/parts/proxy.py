@@ -1,0 +1,123 @@
+"""An HTTP proxy that stands before a real S3 server and makes trouble on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from urllib.parse import urlsplit
+
+SOUND = "sound"
+REFUSE = "refuse"  # 503 instead of asking the server
+BUSY = "busy"  # 429 instead of asking the server
+LOSE_ANSWER = "lose answer"  # the server acts, the client sees 503
+DROP = "drop"  # the server acts, the connection is closed without an answer
+HANG = "hang"  # the server acts, the answer comes after `hang_seconds`
+CUT = "cut"  # the answer ends half-way
+
+
+def always_sound(method: str, path: str) -> str:
+    return SOUND
+
+
+@dataclass
+class Proxy:
+    """`trouble` names, for the method and path of each request, what happens to it."""
+
+    url: str
+    upstream: str
+    trouble: Callable[[str, str], str] = always_sound
+    hang_seconds: float = 3.0
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    lock: Lock = field(default_factory=Lock)
+
+    def first(self, *troubles: str, method: str = "") -> None:
+        """These troubles for the next requests (of `method`), one each; everything after them is sound."""
+        left = list(troubles)
+
+        def trouble(asked: str, path: str) -> str:
+            return left.pop(0) if left and method in ("", asked) else SOUND
+
+        self.trouble = trouble
+
+    def count(self, method: str) -> int:
+        return sum(asked == method for asked, _, _ in self.requests)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: Proxy
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.proxy.lock:
+            trouble = self.proxy.trouble(self.command, self.path)
+            self.proxy.requests.append((self.command, self.path, trouble))
+        if trouble in (REFUSE, BUSY):
+            return self._answer(503 if trouble == REFUSE else 429, {}, b"")
+        status, headers, answer = self._ask(body)
+        if trouble == HANG:
+            time.sleep(self.proxy.hang_seconds)
+        if trouble == DROP:
+            self.close_connection = True
+            return None
+        if trouble == LOSE_ANSWER:
+            return self._answer(503, {}, b"")
+        if trouble == CUT:
+            self.close_connection = True
+        return self._answer(status, headers, answer, cut=trouble == CUT)
+
+    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        host = urlsplit(self.proxy.upstream)
+        connection = HTTPConnection(host.hostname or "", host.port, timeout=60)
+        try:
+            connection.request(self.command, self.path, body, dict(self.headers.items()))
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+        except (OSError, HTTPException):
+            return 502, {}, b""
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+        dropped = {"connection", "transfer-encoding", "keep-alive", "date", "server"}
+        kept = {name: value for name, value in headers.items() if name.lower() not in dropped}
+        if self.command != "HEAD" and status not in (204, 304):
+            kept = {name: value for name, value in kept.items() if name.lower() != "content-length"}
+            kept["Content-Length"] = str(len(body))
+        self.send_response(status)
+        for name, value in kept.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that give up are part of the trouble."""
+
+
+@contextmanager
+def proxy_before(upstream: str) -> Iterator[Proxy]:
+    server = _Server(("127.0.0.1", 0), _Handler)
+    proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}", upstream)
+    server.RequestHandlerClass = type("Handler", (_Handler,), {"proxy": proxy})
+    thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

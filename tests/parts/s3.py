@@ -1,0 +1,55 @@
+"""An S3 server that tests may use, and how to point a process at it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+
+import pytest
+
+BUCKET = "packtrain-tests"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now to the end of the test, `s3://` means this server."""
+        leave_aws(monkeypatch)
+        for name, value in self.environment().items():
+            monkeypatch.setenv(name, value)
+
+    def create_bucket(self) -> None:
+        import boto3  # type: ignore[import-untyped]
+
+        boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name="us-east-1",
+        ).create_bucket(Bucket=BUCKET)
+
+
+def leave_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the person's own AWS settings reaches the test."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def fresh_location() -> str:
+    """A prefix in the tests' bucket that nobody has used."""
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"

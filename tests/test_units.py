@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtrain.units import Amount, Duration, parse_bytes, parse_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("500 steps", 500, "steps"),
+        ("1 step", 1, "steps"),
+        ("50_000 steps", 50_000, "steps"),
+        ("1,000,000 steps", 1_000_000, "steps"),
+        ("1e3 steps", 1000, "steps"),
+        ("0.5 epochs", 0.5, "epochs"),
+        ("5min", 300, "seconds"),
+        (" 1.5 h ", 5400, "seconds"),
+        ("2 days", 172_800, "seconds"),
+    ],
+)
+def test_a_duration_is_read_as_people_write_it(text: str, value: float, unit: str) -> None:
+    assert Duration.parse(text) == Duration(value, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("500", "'500' is not a number with a unit, such as '500 steps'"),
+        ("steps", "'steps' is not a number with a unit, such as '500 steps'"),
+        ("1,5 hours", "'1,5 hours' is not a number with a unit, such as '500 steps'"),
+        ("5 stesp", "unknown unit 'stesp' in '5 stesp'; did you mean 'step'?"),
+        ("2.5 steps", "'2.5 steps' is not a whole number of steps"),
+        ("-5 steps", "'-5 steps' must be more than zero and less than 1e+15"),
+        ("0 steps", "'0 steps' must be more than zero and less than 1e+15"),
+        ("1e999 s", "'1e999 s' must be more than zero and less than 1e+15"),
+        ("1e14 days", "'1e14 days' must be less than 1e+15 seconds"),
+        ("nan steps", "'nan steps' is not a number with a unit, such as '500 steps'"),
+        ("9" * 5000 + " steps", f"'{'9' * 57}...' is not a number with a unit, such as '500 steps'"),
+    ],
+)
+def test_a_duration_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Duration.parse(text)
+    assert str(refused.value) == message
+
+
+def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
+    assert Amount.parse("25000 tokens") == Amount(25_000, "tokens")
+    assert Amount.parse("1 sample") == Amount(1, "samples")
+    with pytest.raises(ValueError, match=r"'1\.5 samples' is not a whole number of samples"):
+        Amount.parse("1.5 samples")
+    with pytest.raises(ValueError, match="unknown unit 'steps'"):
+        Amount.parse("100 steps")
+
+
+def test_sizes_and_times_are_read_alone_too() -> None:
+    assert parse_bytes("2 GB") == 2_000_000_000
+    assert parse_bytes("2 GiB") == 2**31
+    assert parse_seconds("90 s") == 90
+    with pytest.raises(ValueError, match="less than a byte"):
+        parse_bytes("0.1 B")
+
+
+@given(
+    st.floats(min_value=1e-300, max_value=9e14) | st.integers(1, 10**15 - 1),
+    st.sampled_from(["seconds", "epochs"]),
+)
+def test_a_duration_reads_back_what_it_writes(value: float, unit: str) -> None:
+    duration = Duration(float(value), unit)
+    assert Duration.parse(str(duration)) == duration
+
+
+@given(st.integers(1, 10**15 - 1), st.sampled_from(["tokens", "samples"]))
+def test_an_amount_reads_back_what_it_writes(value: int, unit: str) -> None:
+    assert Amount.parse(str(Amount(value, unit))) == Amount(value, unit)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_duration_or_a_value_error(text: str) -> None:
+    try:
+        duration = Duration.parse(text)
+    except ValueError:
+        return
+    assert Duration.parse(str(duration)) == duration
