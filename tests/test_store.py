@@ -264,17 +264,13 @@ class TestLocation:
         with pytest.raises(Mistake, match="file is a file: a store is a directory"):
             open_store(str(tmp_path / "file"))
 
-    @pytest.mark.parametrize(
-        "location", ["s3://AK:canary@bucket/x", "file://u:canary@h/x", "s3://b?key=canary"]
-    )
+    @pytest.mark.parametrize("location", ["s3://AK:canary@bucket/x", "file://u:canary@h/x", "s3://b?key=canary"])
     def test_refuses_keys_in_an_address_without_repeating_them(self, location: str) -> None:
         with pytest.raises(Mistake, match="holds no keys") as caught:
             open_store(location)
         assert "canary" not in str(caught.value)
 
-    @pytest.mark.parametrize(
-        "endpoint", ["http://u:canary@127.0.0.1", "127.0.0.1:9000", "ftp://host", "http://h:x"]
-    )
+    @pytest.mark.parametrize("endpoint", ["http://u:canary@127.0.0.1", "127.0.0.1:9000", "ftp://host", "http://h:x"])
     @pytest.mark.usefixtures("s3_environment")
     def test_refuses_a_broken_endpoint(self, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
@@ -305,9 +301,7 @@ class TestLocation:
         assert time.monotonic() - begin < 3
 
     @pytest.mark.usefixtures("no_aws")
-    def test_a_machine_with_a_role_needs_no_keys(
-        self, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_machine_with_a_role_needs_no_keys(self, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", moto_server.endpoint)
         assert open_store("s3://bucket").url == "s3://bucket"
@@ -462,9 +456,7 @@ while True:
         assert store.get("good") == b"1" * 1000
         assert [path.name for path in small_disk.iterdir()] == ["good"]
 
-    def test_a_full_disk_keeps_no_half_of_a_file_that_was_fetched(
-        self, small_disk: Path, any_store: Store
-    ) -> None:
+    def test_a_full_disk_keeps_no_half_of_a_file_that_was_fetched(self, small_disk: Path, any_store: Store) -> None:
         any_store.put("big", b"2" * 2 * MEGABYTE)
         begin = time.monotonic()
         with pytest.raises(StoreError, match=f"{small_disk}/file: the disk is full"):
@@ -521,9 +513,7 @@ def patient(location: str, *, outage_seconds: float = 10.0, answer_seconds: floa
 
 
 class TestBucketInTrouble:
-    @pytest.mark.parametrize(
-        "trouble", [make.REFUSE, make.BUSY, make.LOSE_ANSWER, make.DROP, make.HANG, make.CUT]
-    )
+    @pytest.mark.parametrize("trouble", [make.REFUSE, make.BUSY, make.LOSE_ANSWER, make.DROP, make.HANG, make.CUT])
     def test_every_call_survives_one_failure(
         self, trouble: str, s3_proxy: Proxy, s3_location: str, tmp_path: Path
     ) -> None:
@@ -616,9 +606,7 @@ class TestBucketInTrouble:
         assert not store.put_if_absent("generation", b"same bytes")
 
     @pytest.mark.parametrize("trouble", [make.REFUSE, make.BUSY, make.DROP, make.HANG])
-    def test_an_outage_ends_in_a_temporary_error_in_time(
-        self, trouble: str, s3_proxy: Proxy, s3_location: str
-    ) -> None:
+    def test_an_outage_ends_in_a_temporary_error_in_time(self, trouble: str, s3_proxy: Proxy, s3_location: str) -> None:
         s3_proxy.trouble = lambda *_: trouble
         s3_proxy.hang_seconds = 1.0
         store = patient(s3_location, outage_seconds=0.5, answer_seconds=0.2)
@@ -747,9 +735,7 @@ class TestBucketThatRefuses:
             store.exists("a")
         assert "canary" not in repr(vars(store))
 
-    def test_a_clock_that_is_off_is_named(
-        self, ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_clock_that_is_off_is_named(self, ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         need(shutil.which("faketime"), "faketime is not installed: run tests/parts/install")
         ceph_server.enter(monkeypatch)
         code = """
@@ -784,9 +770,7 @@ class TestExplanations:
             ("Something new\n\nDebug source: Secrets {}", "the request failed: Something new", False),
         ],
     )
-    def test_what_a_server_says_becomes_one_line_of_advice(
-        self, said: str, advice: str, temporary: bool
-    ) -> None:
+    def test_what_a_server_says_becomes_one_line_of_advice(self, said: str, advice: str, temporary: bool) -> None:
         error = explain_server(said, "s3://bucket")
         assert str(error).startswith("s3://bucket: ")
         assert advice in str(error)
@@ -803,9 +787,7 @@ class TestExplanations:
             (errno.EXDEV, os.strerror(errno.EXDEV), False),
         ],
     )
-    def test_what_the_system_says_becomes_one_line_of_advice(
-        self, number: int, advice: str, temporary: bool
-    ) -> None:
+    def test_what_the_system_says_becomes_one_line_of_advice(self, number: int, advice: str, temporary: bool) -> None:
         error = explain_system(OSError(number, "canary"), "/data")
         assert str(error).startswith("/data: ")
         assert advice in str(error)

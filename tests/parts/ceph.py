@@ -8,7 +8,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from parts.loopback import free_port, wait_for_port
@@ -63,9 +63,7 @@ def ceph_gateway(scratch: Path, *, access_key: str, secret_key: str) -> Iterator
     monitor_port, gateway_port = free_port(), free_port()
     configuration = scratch / "ceph.conf"
     configuration.write_text(
-        _CONFIGURATION.format(
-            fsid=fsid, scratch=scratch, monitor_port=monitor_port, gateway_port=gateway_port
-        )
+        _CONFIGURATION.format(fsid=fsid, scratch=scratch, monitor_port=monitor_port, gateway_port=gateway_port)
     )
     environment = {**os.environ, "CEPH_CONF": str(configuration)}
     log = (scratch / "output.log").open("ab")
@@ -93,10 +91,10 @@ def ceph_gateway(scratch: Path, *, access_key: str, secret_key: str) -> Iterator
         )
         run("ceph-mon", "-i", "a", "--mkfs", "--monmap", f"{scratch}/map")
         start("ceph-mon", "-i", "a")
-        run("ceph", "osd", "new", osd)
-        _format_osd(scratch / "osd", fsid, osd, run)
-        while not _comes_up(start("ceph-osd", "-i", "0"), scratch / "osd.0.log"):
-            daemons.pop()
+        _insist(lambda: _succeeds(run, "ceph", "osd", "new", osd))
+        _insist(lambda: _formats(scratch / "osd", fsid, osd, run))
+        _insist(lambda: _comes_up(start("ceph-osd", "-i", "0"), scratch / "osd.0.log"))
+        daemons[:] = [daemon for daemon in daemons if daemon.poll() is None]
         start("radosgw", "-n", "client.rgw.a")
         wait_for_port(gateway_port, daemons)
         run(
@@ -111,23 +109,34 @@ def ceph_gateway(scratch: Path, *, access_key: str, secret_key: str) -> Iterator
         log.close()
 
 
+def _insist(attempt: Callable[[], bool]) -> None:
+    """In its first moments a monitor takes nobody's word: `wrong fsid`, `Operation not permitted`."""
+    for _ in range(20):
+        if attempt():
+            return
+        time.sleep(0.1)
+    raise RuntimeError("Ceph does not come up: see output.log in its scratch directory")
+
+
+def _succeeds(run: Callable[..., None], *command: str) -> bool:
+    try:
+        run(*command)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def _formats(folder: Path, fsid: str, osd: str, run: Callable[..., None]) -> bool:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    mark = folder / "ceph_fsid"
+    formatted = _succeeds(run, "ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
+    return formatted and mark.is_file() and fsid in mark.read_text()
+
+
 def _comes_up(osd: subprocess.Popen[bytes], log: Path) -> bool:
-    """Every few starts an OSD asks the monitor too early, is told `wrong fsid` and ends: start it again."""
     while osd.poll() is None:
         if log.is_file() and "done with init" in log.read_text():
             return True
         time.sleep(0.05)
     return False
-
-
-def _format_osd(folder: Path, fsid: str, osd: str, run: Callable[..., None]) -> None:
-    """Now and then the format gets no cluster's id from the monitor, and says nothing of it."""
-    mark = folder / "ceph_fsid"
-    for _ in range(20):
-        with suppress(subprocess.CalledProcessError):
-            run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
-        if mark.is_file() and fsid in mark.read_text():
-            return
-        shutil.rmtree(folder)
-        folder.mkdir()
-    raise RuntimeError(f"ceph-osd cannot be formatted, see {folder.parent}/output.log")

@@ -75,14 +75,11 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
     run = find_run(store, name)
     summary = summarise(run, run.state())
     if as_json:
-        print_json({**asdict(summary), "events": [asdict(event) for event in summary_events(run)]})
+        events = sorted(run.events().read(), key=lambda event: event.time)
+        print_json({**asdict(summary), "events": [asdict(event) for event in events]})
     else:
         print_summary(console(), run, summary)
     sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
-
-
-def summary_events(run):  # type: ignore[no-untyped-def]
-    return sorted(run.events().read(), key=lambda event: event.time)
 
 
 def logs(

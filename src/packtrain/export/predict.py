@@ -40,7 +40,7 @@ def load_predictor(run: Run, best: bool) -> Predictor:
     except ImportError as error:
         raise Mistake("predictions need torch: pip install 'packtrain[train]'") from error
     checkpoints = committed(run)
-    chosen = best_of(checkpoints) if best else (checkpoints or [None])[-1]
+    chosen = best_of(checkpoints) if best else next(reversed(checkpoints), None)
     if chosen is None:
         raise NotFinished(f"{run.name} has no checkpoint yet; `packtrain show {run.name}` says how far it is")
     recipe = recipe_class(job.recipe)(job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))

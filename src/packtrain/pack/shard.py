@@ -20,7 +20,7 @@ from packtrain.errors import PacktrainError
 
 Array = NDArray[Any]
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "U16": np.dtype("<u2"),
     "U32": np.dtype("<u4"),
@@ -98,7 +98,7 @@ def _map_arrays(path: Path) -> dict[str, Array]:
             start, end = (int(edge) for edge in entry["data_offsets"])
             if not 0 <= start <= end <= len(body):
                 raise ValueError(f"offsets of {name!r}")
-            arrays[name] = body[start:end].view(_DTYPES[entry["dtype"]])
+            arrays[name] = body[start:end].view(_DTYPES[str(entry["dtype"])])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(f"{path} is not a shard ({error}); pack the data again") from error
     return arrays

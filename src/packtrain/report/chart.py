@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30
@@ -30,7 +31,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     ys = [y for one in drawn for _, y in one.points if math.isfinite(y)]
     x_low, x_high = min(xs), max(xs)
     y_ticks = nice_ticks(min(ys), max(ys))
-    y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
+    y_low, y_high = y_ticks[0], y_ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_low) / ((x_high - x_low) or 1)
@@ -74,7 +75,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return list(points)
     edges = [round(number * len(points) / _MOST_POINTS) for number in range(_MOST_POINTS + 1)]
     means = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         part = points[start:end]
         means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
     return [points[0], *means, points[-1]]

@@ -124,7 +124,8 @@ def _time_spent(summary: Summary) -> str:
         share, shade = seconds / total, 1 - (number // 4) * 0.45
         words = f"{_SPAN_WORDS[name]}: {show_seconds(seconds)}, {share:.1%}"
         bars.append(
-            f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade}" title="{escape(words)}"></span>'
+            f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade}"'
+            f' title="{escape(words)}"></span>'
         )
         rows.append(f'<span class="key s{number % 4}" style="opacity:{shade}">{escape(words)}</span>')
     return f'<h2>Where the time went</h2><div class="bar">{"".join(bars)}</div><p>{"".join(rows)}</p>'

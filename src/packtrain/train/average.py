@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Average:
@@ -14,8 +14,8 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
-        self._followed = list(model.parameters())
-        self._averages = list(self.model.parameters())
+        self._followed: list[Tensor] = list(model.parameters())
+        self._averages: list[Tensor] = list(self.model.parameters())
 
     def update(self, step: int) -> None:
         decay = min(self._decay, (step + 1) / (step + 10))

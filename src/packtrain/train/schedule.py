@@ -22,7 +22,7 @@ def noam(settings: Noam, width: int) -> Rate:
 
 
 def constant(settings: Constant, width: int) -> Rate:  # noqa: ARG001 - every schedule is built alike
-    return lambda step: settings.rate
+    return lambda _: settings.rate
 
 
 SCHEDULES: Mapping[type[Schedule], Callable[[Any, int], Rate]] = {Noam: noam, Constant: constant}

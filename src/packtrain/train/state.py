@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ class Progress:
     """How far a run has come. Random states are not part of it: every step draws its own from its number."""
 
     step: int = 0
-    position: Position = Position()
+    position: Position = field(default_factory=Position)
     seconds: float = 0.0
     loss_scale: float | None = None
     clean_steps: int = 0
@@ -93,10 +93,10 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def restore(engine: Engine, directory: Path, expected: Description) -> Progress:
     """Puts a fetched checkpoint into the engine and says how far it had come."""
     description = read_description(directory)
-    for field in ("recipe", "pack", "model"):
-        found, wanted = getattr(description, field), getattr(expected, field)
+    for trait in ("recipe", "pack", "model"):
+        found, wanted = getattr(description, trait), getattr(expected, trait)
         if found != wanted:
-            raise CorruptCheckpoint(f"the checkpoint's {field} is {found!r} and not the run's {wanted!r}")
+            raise CorruptCheckpoint(f"the checkpoint's {trait} is {found!r} and not the run's {wanted!r}")
     load_weights(engine.model, directory / MODEL_FILE)
     if engine.average is not None:
         load_weights(engine.average.model, directory / AVERAGE_FILE)

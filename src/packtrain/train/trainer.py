@@ -58,6 +58,7 @@ class Trainer:
         self._books = Books(run, generation, world.rank)
         self._engine = Engine(recipe, run.job.train, world)
         self._progress = Progress()
+        self._restored_seconds = 0.0
         self._evaluated: tuple[int, Scores] | None = None
         self._clock_start = time.monotonic()
         self._saver = Saver(run, generation, run.job.checkpoint, self._books.flush_points, self._books.tell)
@@ -190,7 +191,8 @@ class Trainer:
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
         if self._recipe.count(split):
-            self._books.tell("evaluation", f"measures all of the {split} split")
+            if self._world.is_first:
+                self._books.tell("evaluation", f"measures all of the {split} split")
             started = time.perf_counter()
             scores = evaluate(self._engine, self._recipe, self._world, split, None, self._job.evaluate.beam)
             values = {**scores.values, "evaluation_seconds": time.perf_counter() - started}
@@ -217,7 +219,6 @@ class Trainer:
 
     def _restore(self) -> None:
         """The first rank finds the newest checkpoint that holds; the others take the same."""
-        self._restored_seconds = 0.0
         with tempfile.TemporaryDirectory(prefix="packtrain-load-") as name:
             directory = Path(name)
             found: Checkpoint | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -164,13 +165,13 @@ class Transformer(nn.Module):
         return self.logits(self.decoder_norm(x_BTD[wanted_BT]))
 
     def start(self, memory_BSD: Tensor) -> list[Cache]:
-        return [layer.start(memory_BSD) for layer in self.decoder]
+        return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
 
     def step(self, tokens_B: Tensor, position: int, caches: list[Cache], mask_B11S: Tensor) -> Tensor:
         """Logits of the next token after `tokens_B`, which stand at `position`."""
         x_B1D = self.embed(tokens_B[:, None], position)
         for layer, cache in zip(self.decoder, caches, strict=True):
-            x_B1D = layer.step(x_B1D, cache, mask_B11S)
+            x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
         return self.logits(self.decoder_norm(x_B1D[:, 0]))
 
 
