@@ -429,7 +429,7 @@ while True:
     number = (number + 1) % 5
 """
         store = open_store(str(tmp_path / "store"))
-        for patience in (0.01, 0.02, 0.03, 0.05, 0.08, 0.13):
+        for patience in (0.01, 0.03, 0.05, 0.08):
             writer = python(code, tmp_path / "store", tmp_path / "source")
             while not store.exists("file/000000"):
                 assert writer.poll() is None
@@ -508,7 +508,7 @@ class unprivileged:  # noqa: N801
         os.seteuid(self.user)
 
 
-def patient(location: str, *, outage_seconds: float = 10.0, answer_seconds: float = 0.3) -> Store:
+def patient(location: str, *, outage_seconds: float = 10.0, answer_seconds: float = 0.2) -> Store:
     return open_store(location, outage_seconds=outage_seconds, answer_seconds=answer_seconds)
 
 
@@ -518,7 +518,7 @@ class TestBucketInTrouble:
         self, trouble: str, s3_proxy: Proxy, s3_location: str, tmp_path: Path
     ) -> None:
         store = patient(s3_location)
-        s3_proxy.hang_seconds = 1.0
+        s3_proxy.hang_seconds = 0.6
 
         def after_trouble(action: Callable[[], object]) -> object:
             s3_proxy.first(trouble)
@@ -562,13 +562,13 @@ class TestBucketInTrouble:
         troubles = [make.REFUSE, make.BUSY, make.LOSE_ANSWER, make.DROP, make.CUT]
         s3_proxy.trouble = lambda *_: dice.choice(troubles) if dice.random() < 0.2 else make.SOUND
         store = patient(s3_location)
-        for number in range(25):
+        for number in range(12):
             key = f"{number:03d}"
             assert store.put_if_absent(key, key.encode())
             assert not store.put_if_absent(key, b"other")
             assert store.get(key) == key.encode()
-        assert keys(store) == [f"{number:03d}" for number in range(25)]
-        assert sum(trouble != make.SOUND for _, _, trouble in s3_proxy.requests) > 10
+        assert keys(store) == [f"{number:03d}" for number in range(12)]
+        assert sum(trouble != make.SOUND for _, _, trouble in s3_proxy.requests) > 5
 
     def test_a_large_file_passes_a_server_that_often_fails(
         self, s3_proxy: Proxy, s3_location: str, tmp_path: Path
@@ -608,7 +608,7 @@ class TestBucketInTrouble:
     @pytest.mark.parametrize("trouble", [make.REFUSE, make.BUSY, make.DROP, make.HANG])
     def test_an_outage_ends_in_a_temporary_error_in_time(self, trouble: str, s3_proxy: Proxy, s3_location: str) -> None:
         s3_proxy.trouble = lambda *_: trouble
-        s3_proxy.hang_seconds = 1.0
+        s3_proxy.hang_seconds = 0.6
         store = patient(s3_location, outage_seconds=0.5, answer_seconds=0.2)
         for use in (
             lambda: store.put("a", b""),
@@ -619,7 +619,7 @@ class TestBucketInTrouble:
             with pytest.raises(StoreError, match="try again later") as caught:
                 use()
             assert caught.value.temporary
-            assert 0.1 < time.monotonic() - begin < 3
+            assert 0.5 <= time.monotonic() - begin < 3
 
     def test_an_outage_can_be_interrupted(self, s3_proxy: Proxy, s3_location: str) -> None:
         s3_proxy.trouble = lambda *_: make.REFUSE
@@ -665,7 +665,7 @@ for location in sys.argv[1].split(","):
     print(peak() - before)
 """
         source, target = tmp_path / "source", tmp_path / "target"
-        source.write_bytes(noise(MEGABYTE) * 96)
+        source.write_bytes(noise(MEGABYTE) * 80)
         output = output_of(python(code, f"{tmp_path}/store,{s3_location}", source, target))
         megabytes = [int(line) for line in output.splitlines()]
         assert target.read_bytes() == source.read_bytes()

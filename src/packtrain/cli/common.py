@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,6 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from packtrain.jobfile import LoadedJob
     from packtrain.run import Run
     from packtrain.store import Store
 
@@ -48,27 +48,15 @@ def find_run(place: str | None, name: str | None) -> Run:
     return open_run(find_store(place), name)
 
 
-def load(path: str, overrides: list[str] | None) -> LoadedJob:
-    """A job that its recipe and this machine's environment agree with."""
-    from packtrain.errors import FieldMistake
-    from packtrain.jobfile import load_job
-    from packtrain.recipes import check_recipe, recipe_defaults
-
-    loaded = load_job(path, overrides or (), recipe_defaults)
-    try:
-        check_recipe(loaded.job)
-    except FieldMistake as mistake:
-        raise loaded.mistake(mistake.field, mistake.fault) from None
-    for number, variable in enumerate(loaded.job.environment):
-        if variable not in os.environ:
-            raise loaded.mistake(f"environment.{number}", f"{variable} is not set here; export it before the run")
-    return loaded
-
-
 def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def teller(screen: Console) -> Callable[[str], None]:
+    """Prints what packing has to say."""
+    return lambda text: screen.print(f"[dim]pack[/dim]  {text}")
 
 
 def print_json(value: Any) -> None:

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, load
+from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, teller
 
 if TYPE_CHECKING:
-    from packtrain.job import Job
-    from packtrain.jobfile import LoadedJob
     from packtrain.run import Run
-    from packtrain.store import Store
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return at once.")]
@@ -41,11 +38,14 @@ def init(
 
 def pack(job: JobArgument, overrides: SetOption = None) -> None:
     """Turn the job's raw data into a pack in its store; nothing is done twice."""
+    from packtrain.start import load, pack_data
     from packtrain.store import open_store
 
-    loaded = load(job, overrides)
-    name = _pack(loaded, open_store(loaded.job.store))
-    console().print(f"packed: [bold]{name}[/bold]" if name else "a program packs no data")
+    loaded = load(job, overrides or ())
+    screen = console()
+    with screen.status("packing"):
+        name = pack_data(loaded, open_store(loaded.job.store), teller(screen))
+    screen.print(f"packed: [bold]{name}[/bold]" if name else "a program packs no data")
 
 
 def run(
@@ -55,23 +55,13 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Pack if needed, start the run, and follow it. Ctrl-C leaves it going."""
-    from packtrain.code import archive, snapshot
-    from packtrain.run import create_run
-    from packtrain.store import open_store
+    from packtrain.start import create, load
 
-    loaded = load(job, overrides)
-    _require_torch()
-    store = open_store(loaded.job.store)
-    if loaded.job.program is not None:
-        script = loaded.code / loaded.job.program[0]
-        if script.suffix == ".py" and not script.is_file():
-            raise loaded.mistake("program.0", f"there is no file {script}")
-        code = snapshot(loaded.code)
-    else:
-        code = archive({"job.yaml": loaded.text.encode()})
-    _require_put_if_absent(loaded.job, store)
-    pack_name = _pack(loaded, store)
-    _start_and_follow(create_run(store, loaded.job, code, pack_name), foreground, detach)
+    loaded = load(job, overrides or ())
+    screen = console()
+    with screen.status("packing"):
+        created = create(loaded, teller(screen))
+    _start_and_follow(created, foreground, detach)
 
 
 def resume(
@@ -82,6 +72,7 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint."""
     from packtrain.cli.follow import conclude, follow
+    from packtrain.start import require_torch
 
     found = find_run(store, name)
     state = found.state()
@@ -91,55 +82,17 @@ def resume(
     if state == "running":
         console().print(f"{found.name} is running; following it")
         sys.exit(follow(found, [], foreground=False))
-    _require_torch()
+    require_torch()
     found.reopen()
     _start_and_follow(found, foreground, detach)
 
 
 def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
     from packtrain.cli.follow import follow, how_to_go_on
-    from packtrain.fleet import fleet_of
+    from packtrain.start import start
 
-    fleet = fleet_of(found.job.fleet.kind)
-    nodes = fleet.start(fleet.plan(found), tied=foreground)
+    nodes = start(found, tied=foreground)
     if detach:
         console().print(f"started [bold]{found.name}[/bold]\n{how_to_go_on(found)}")
         return
     sys.exit(follow(found, nodes, foreground))
-
-
-def _pack(loaded: LoadedJob, store: Store) -> str | None:
-    from packtrain.errors import FieldMistake
-
-    if loaded.job.recipe is None:
-        return None
-    from packtrain.pack.packing import pack as make_pack
-
-    screen = console()
-    try:
-        with screen.status("packing"):
-            return make_pack(loaded.job, store, lambda text: screen.print(f"[dim]pack[/dim]  {text}")).name
-    except FieldMistake as mistake:
-        raise loaded.mistake(mistake.field, mistake.fault) from None
-
-
-def _require_torch() -> None:
-    """The local fleet trains on this machine; the base install has nothing to do it with."""
-    from importlib.util import find_spec
-
-    from packtrain.errors import Mistake
-
-    if find_spec("torch") is None:
-        raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")
-
-
-def _require_put_if_absent(job: Job, store: Store) -> None:
-    """More than one machine must be able to agree; a store that ignores put-if-absent would let two win."""
-    from packtrain.errors import FieldMistake
-
-    machines: int = getattr(job.fleet.kind, "machines", 1)
-    if machines > 1 and not store.holds_put_if_absent():
-        raise FieldMistake(
-            "store",
-            f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store",
-        )

@@ -228,10 +228,10 @@ class BucketStore(Store):
             try:
                 return self._once(key, action)
             except StoreError as error:
-                seconds = random.uniform(0, pause)  # noqa: S311
-                if not error.temporary or time.monotonic() + seconds >= deadline:
+                left = deadline - time.monotonic()
+                if not error.temporary or left <= 0:
                     raise
-            time.sleep(seconds)
+            time.sleep(min(left, random.uniform(0, pause)))  # noqa: S311
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:

@@ -1,0 +1,39 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
+NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
+
+.PHONY: demo test lint parts clean
+
+demo: $(VENV)/train
+	$(BIN)/packtrain run examples/translate.yaml
+	@echo
+	@for sentence in $(NEW); do echo "  $$sentence"; done
+	@echo "in German, by the model that was just trained:"
+	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
+
+test: $(VENV)/dev lint parts
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+parts:
+	bash tests/parts/install
+
+$(VENV)/train: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[train]'
+	@touch $@
+
+$(VENV)/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[dev,train]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) store
