@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
+# The variable, not the option: it also holds for what the package is built with.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP := $(BIN)/pip install --quiet
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
 .PHONY: demo test lint parts clean

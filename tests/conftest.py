@@ -12,7 +12,7 @@ import pytest
 
 from packtrain.store import Store, open_store
 from parts import ceph
-from parts.loopback import free_port, served
+from parts.loopback import served
 from parts.presence import need
 from parts.proxy import Proxy, proxy_before
 from parts.s3 import S3Server, fresh_location, leave_aws
@@ -22,8 +22,8 @@ from parts.s3 import S3Server, fresh_location, leave_aws
 def moto_server() -> Iterator[S3Server]:
     """Quick; holds put-if-absent; accepts any keys."""
     need(importlib.util.find_spec("moto"), "moto[server] is not installed")
-    port = free_port()
-    with served(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port) as url:
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
+    with served(lambda port: [*command, str(port)]) as url:
         server = S3Server(url, "AKMOTO", "secret-of-moto")
         server.create_bucket()
         yield server
@@ -49,9 +49,9 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
     program = str(beside) if beside.exists() else shutil.which("rclone")
     need(program, "rclone is not installed")
     access_key, secret_key = "AKRCLONERCLONE", "secret-of-rclone"
-    port, folder = free_port(), tmp_path_factory.mktemp("rclone")
-    command = (str(program), "serve", "s3", "--auth-key", f"{access_key},{secret_key}")
-    with served(*command, "--addr", f"127.0.0.1:{port}", str(folder), port=port) as url:
+    folder = tmp_path_factory.mktemp("rclone")
+    command = [str(program), "serve", "s3", str(folder), "--auth-key", f"{access_key},{secret_key}"]
+    with served(lambda port: [*command, "--addr", f"127.0.0.1:{port}"]) as url:
         server = S3Server(url, access_key, secret_key)
         server.create_bucket()
         yield server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 PATIENCE_SECONDS = 60.0
@@ -32,12 +32,27 @@ def wait_for_port(port: int, servers: Sequence[subprocess.Popen[bytes]]) -> None
 
 
 @contextmanager
-def served(*command: str, port: int) -> Iterator[str]:
-    """The address of a server that runs as long as the block."""
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def served(command: Callable[[int], Sequence[str]]) -> Iterator[str]:
+    """The address of a server that runs as long as the block; `command` takes its port."""
+    server, port = _started(command)
     try:
-        wait_for_port(port, [server])
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
+
+
+def _started(command: Callable[[int], Sequence[str]]) -> tuple[subprocess.Popen[bytes], int]:
+    """Between our finding a free port and the server's taking it, another process may: then try again."""
+    for tries_left in (2, 1, 0):
+        port = free_port()
+        server = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_port(port, [server])
+            break
+        except BaseException as error:
+            server.kill()
+            server.wait()
+            if not tries_left or not isinstance(error, RuntimeError):
+                raise
+    return server, port

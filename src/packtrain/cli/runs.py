@@ -112,15 +112,12 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     if result is not None:
         console().print(f"{run.name} has ended already: {result.status}")
         return
-    if run.state() != "running":
-        run.finish(Result("stopped", "stopped by hand; no machine was working on it", 0, 0.0))
-        console().print(f"{run.name}: no machine is working on it; marked as stopped")
-        return
     run.request_stop("stopped by hand")
     screen = console()
     with screen.status(f"{run.name} commits a checkpoint and ends (Ctrl-C: it does so without this command)"):
         while (result := run.result()) is None:
-            time.sleep(0.5)
+            if run.state() == "interrupted":
+                run.finish(Result("stopped", "stopped by hand, when no machine was working on it", 0, 0.0))
     screen.print(f"{run.name}: {result.status} at step {result.step:,}; `packtrain resume {run.name}` goes on")
 
 

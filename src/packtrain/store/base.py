@@ -68,11 +68,15 @@ class Store(ABC):
         """The names one level below `prefix` that have objects below them, sorted."""
 
     @abstractmethod
-    def exists(self, key: str) -> bool: ...
+    def entry(self, key: str) -> Entry | None:
+        """The object as a listing shows it; None where there is none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
         """Nothing happens if the object is gone already."""
+
+    def exists(self, key: str) -> bool:
+        return self.entry(key) is not None
 
     def get(self, key: str) -> bytes:
         data = self.find(key)

@@ -200,14 +200,15 @@ class BucketStore(Store):
         found = self._patiently(prefix, lambda: obstore.list_with_delimiter(self._client_for_lists, prefix or None))
         return sorted(path.rpartition("/")[2] for path in found["common_prefixes"] if is_key(path))
 
-    def exists(self, key: str) -> bool:
+    def entry(self, key: str) -> Entry | None:
         checked_key(key)
         try:
-            self._patiently(key, lambda: obstore.head(self._client, key))
+            meta = self._patiently(key, lambda: obstore.head(self._client, key))
         except ObjectNotFound:
-            # The answer to HEAD has no text that would tell a missing bucket; that to GET has.
-            return not self._bucket_seen and self.find(key) is not None
-        return True
+            if not self._bucket_seen:
+                self.find(key)  # the answer to HEAD has no text that would tell a missing bucket; that to GET has
+            return None
+        return Entry(key, meta["size"], meta["last_modified"])
 
     def delete(self, key: str) -> None:
         checked_key(key)

@@ -28,6 +28,7 @@ from packtrain.store.staging import chunks_of, claim, explained, make_folder, re
 Published = TypeVar("Published")
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
+_FOLDER_TRIES = 100
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -85,12 +86,12 @@ class DirectoryStore(Store):
             below = [name for name, entry in self._scan(prefix) if entry.is_dir(follow_symlinks=False)]
             return sorted(Path(folder).name for folder in below if next(self._walk(folder, ""), None) is not None)
 
-    def exists(self, key: str) -> bool:
+    def entry(self, key: str) -> Entry | None:
         with self._explained(key):
             try:
-                return bool(self._readable(key))
+                return _entry(key, self._readable(key).stat())
             except _ABSENT:
-                return False
+                return None
 
     def delete(self, key: str) -> None:
         with self._explained(key), suppress(*_ABSENT):
@@ -104,7 +105,7 @@ class DirectoryStore(Store):
     ) -> Published:
         target = self._root / checked_key(key)
         with self._explained(key):
-            for last in (False, False, False, True):
+            for tries_left in reversed(range(_FOLDER_TRIES)):
                 try:
                     make_folder(target.parent)
                     self._refuse_links(target.parent)
@@ -112,7 +113,7 @@ class DirectoryStore(Store):
                     break
                 except FileNotFoundError:
                     # Somebody deleted the last object of the folder, and so the folder, meanwhile.
-                    if last:
+                    if not tries_left:
                         raise
             return name(staged, target)
 
@@ -166,13 +167,16 @@ class DirectoryStore(Store):
                     yield from self._walk(name, after)
             elif name > after and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    yield Entry(name, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+                    yield _entry(name, entry.stat(follow_symlinks=False))
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
         with explained(Path(self.url) / key):
             yield
+
+
+def _entry(key: str, status: os.stat_result) -> Entry:
+    return Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
 
 def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:

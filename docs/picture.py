@@ -1,0 +1,27 @@
+"""Turns what a terminal showed into docs/demo.svg.
+
+    TTY_COMPATIBLE=1 TTY_INTERACTIVE=0 COLUMNS=110 make demo > demo.txt
+    python docs/picture.py demo.txt
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+PICTURE = Path(__file__).parent / "demo.svg"
+WIDTH = 110
+
+
+def main() -> None:
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(Path(sys.argv[1]).read_text()))
+    console.save_svg(str(PICTURE), title="make demo")
+
+
+if __name__ == "__main__":
+    main()

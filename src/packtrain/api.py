@@ -1,0 +1,82 @@
+"""Packtrain in Python: start a run, open one, read it, use its model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from packtrain.errors import Mistake
+from packtrain.export.predict import load_predictor
+from packtrain.report import write_report
+from packtrain.runs import LogLine, Point, Result, Run, State, open_run
+from packtrain.start import create, load, require_torch, start
+from packtrain.store import open_store
+
+
+class RunHandle:
+    """A run, as Python sees it. Everything is read from the store when it is asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.name = run.name
+
+    def __repr__(self) -> str:
+        return f"<run {self.name} in {self._run.store.url}>"
+
+    def _repr_html_(self) -> str:
+        """The report, in a frame of its own so that its style stays there."""
+        from html import escape
+
+        write_report(self._run)
+        page = self._run.store.get(self._run.key("report.html")).decode()
+        return f'<iframe sandbox srcdoc="{escape(page)}" style="width:100%;height:640px;border:0"></iframe>'
+
+    def state(self) -> State:
+        return self._run.state()
+
+    def metrics(self) -> list[Point]:
+        """Every step and evaluation of the line that survived."""
+        return self._run.metrics()
+
+    def logs(self) -> list[LogLine]:
+        return sorted(self._run.log_lines().read(), key=lambda line: line.time)
+
+    def result(self) -> Result | None:
+        return self._run.result()
+
+    def wait(self, seconds: float | None = None) -> Result | None:
+        """Waits for the end, or for so many seconds; the result, if there is one by then."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while (result := self._run.result()) is None and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.5)
+        return result
+
+    def stop(self) -> None:
+        self._run.request_stop("stopped from Python")
+
+    def resume(self) -> None:
+        if self.state() in ("running", "finished"):
+            raise Mistake(f"{self.name} is {self.state()}: there is nothing to resume")
+        require_torch()
+        self._run.reopen()
+        start(self._run, tied=False)
+
+    def report(self) -> str:
+        """Writes the report; where it is."""
+        return write_report(self._run)
+
+    def predict(self, inputs: Sequence[str], beam: int = 4, best: bool = False) -> list[str]:
+        return load_predictor(self._run, best).predict(inputs, beam)
+
+
+def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
+    """Packs if needed, starts the run and returns; it goes on by itself."""
+    created = create(load(job, overrides), tell=print)
+    start(created, tied=False)
+    return RunHandle(created)
+
+
+def open_(name: str | None = None, store: str = "./store") -> RunHandle:
+    """A run of a store: by its name, the newest of a job, or the newest of all."""
+    return RunHandle(open_run(open_store(store), name))

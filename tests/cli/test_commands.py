@@ -1,0 +1,112 @@
+"""The command line as a person meets it: right and wrong words, exit codes, one line for each error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain.cli.template import TEMPLATES
+from packtrain.start import load
+from parts.s3 import S3Server, fresh_location
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def packtrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "packtrain", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("kind", sorted(TEMPLATES))
+def test_init_writes_a_job_that_loads(kind: str, tmp_path: Path) -> None:
+    done = packtrain("init", "first-job.yaml", "--kind", kind, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "packtrain run first-job.yaml" in done.stdout
+    assert load(tmp_path / "first-job.yaml").job.name == "first-job"
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("mine")
+    assert_refused(packtrain("init", cwd=tmp_path), 2, "job.yaml is there already")
+    assert (tmp_path / "job.yaml").read_text() == "mine"
+
+
+def test_init_names_the_nearest_kind(tmp_path: Path) -> None:
+    assert_refused(packtrain("init", "--kind", "translat", cwd=tmp_path), 2, "did you mean 'translate'?")
+
+
+@pytest.mark.parametrize("job", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_every_example_loads(job: Path) -> None:
+    assert load(job).job.name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.duraton=5 steps", ("--set train.duraton", "did you mean 'duration'?")),
+        ("train.batch=64 samples", ("--set train.batch", "counts its batches in tokens")),
+        ("recipe=translat", ("--set recipe", "did you mean 'translate'?")),
+        ("model=tny", ("--set model", "did you mean 'tiny'?")),
+        ("model.dropuot=0.1", ("--set model.dropuot", "did you mean 'dropout'?")),
+        ("model.width=100", ("width", "multiple of twice model.heads")),
+        ("environment=[NO_SUCH_VARIABLE]", ("NO_SUCH_VARIABLE is not set here",)),
+        ("data.train=[{bitext: [a.en, b.de]}]", ("a.en", "No such file")),
+    ],
+)
+def test_a_wrong_job_is_refused_in_one_line_and_nothing_is_started(
+    change: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = packtrain("run", str(EXAMPLES / "translate.yaml"), "--set", change, cwd=tmp_path)
+    assert_refused(done, 2, *words)
+    assert not (tmp_path / "store" / "runs").exists()
+
+
+def test_a_missing_script_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\nprogram: [trian.py]\n")
+    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program.0", "there is no file")
+    assert not (tmp_path / "store" / "runs").exists()
+
+
+def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
+    tmp_path: Path, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rclone_server.enter(monkeypatch)
+    (tmp_path / "train.py").write_text("print(1)")
+    (tmp_path / "job.yaml").write_text(
+        f"name: mine\nprogram: [train.py]\nstore: {fresh_location()}\nfleet: {{local: {{machines: 2}}}}\n"
+    )
+    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "store", "ignores put-if-absent")
+
+
+@pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
+def test_a_run_that_is_not_there_is_not_found(verb: str, tmp_path: Path) -> None:
+    assert_refused(packtrain(verb, "nobody", cwd=tmp_path), 102, "no runs in")
+
+
+def test_listing_an_empty_store_says_how_to_begin(tmp_path: Path) -> None:
+    done = packtrain("ls", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "packtrain run JOB" in done.stdout
+    assert packtrain("ls", "--json", cwd=tmp_path).stdout.strip() == "[]"
+
+
+def test_an_unknown_verb_is_a_mistake(tmp_path: Path) -> None:
+    done = packtrain("trian", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "trian" in done.stderr
+
+
+def test_help_names_every_verb(tmp_path: Path) -> None:
+    text = packtrain("--help", cwd=tmp_path).stdout
+    for verb in ("init", "pack", "run", "resume", "ls", "show", "logs", "stop", "report", "predict", "node"):
+        assert f"\n  {verb}" in text

@@ -1,0 +1,41 @@
+"""Small jobs and runs of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from packtrain.code import archive
+from packtrain.job import Job
+from packtrain.runs import Generation, Member, Node, Run, create_run
+from packtrain.store import Store
+
+
+def program_job(name: str = "job", **fields: Any) -> Job:
+    return Job.model_validate({"name": name, "program": ["train.py"], **fields})
+
+
+def new_run(store: Store, job: Job | None = None, script: str = "") -> Run:
+    return create_run(store, job or program_job(), archive({"train.py": script.encode()}), None)
+
+
+def a_node(name: str, renewal: int = 0, **fields: Any) -> Node:
+    given = {"address": "127.0.0.1", "port": 29500, "workers": 1, "joined": 1, "used_seconds": 0.0, **fields}
+    return Node(name, f"host-of-{name}", renewal=renewal, **given)
+
+
+def a_generation(number: int, *nodes: str, reason: str = "start", workers: int = 1) -> Generation:
+    members = tuple(Member(node, "127.0.0.1", workers) for node in nodes or ("a",))
+    return Generation(number, members, 29500, reason)
+
+
+def write_files(directory: Path, files: dict[str, bytes]) -> dict[str, Path]:
+    """The files by their names, as a checkpoint takes them."""
+    for name, data in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+    return {name: directory / name for name in files}
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

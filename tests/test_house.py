@@ -1,0 +1,119 @@
+"""What holds for the whole source: one direction of imports, nothing unsafe, no torch in the client."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "packtrain"
+
+# From the ground up: a module imports from its own room or from those before it. As in docs/architecture.md.
+ORDER = [
+    "errors", "units", "store", "job", "jobfile", "chunks", "runs", "checkpoint", "code", "control",
+    "pack", "data", "recipes", "train", "node", "fleet", "report", "export", "start", "api", "cli",
+]  # fmt: skip
+
+# Names of modules, functions and arguments that run code out of data, or hand text to a shell.
+FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+FORBIDDEN_CALLS = {
+    "eval", "exec", "extractall", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+}  # fmt: skip
+FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def room(name: str) -> str:
+    return name.removeprefix("packtrain.").split(".")[0]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            if node.module == "packtrain":
+                yield from (f"packtrain.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def called_name(call: ast.Call) -> tuple[str, str]:
+    """The last name of what is called, and the last two with a dot."""
+    text = ast.unparse(call.func)
+    return text.rpartition(".")[2], ".".join(text.split(".")[-2:])
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    for name in imports(tree):
+        if name.split(".")[0] in FORBIDDEN_IMPORTS:
+            yield f"imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            plain, dotted = called_name(node)
+            is_method = isinstance(node.func, ast.Attribute)
+            if dotted in FORBIDDEN_CALLS or (plain in FORBIDDEN_CALLS and not (is_method and plain in ("eval", "exec"))):
+                yield f"line {node.lineno} calls {dotted}"
+            for keyword in node.keywords:
+                if isinstance(keyword.value, ast.Constant) and (keyword.arg, keyword.value.value) in FORBIDDEN_ARGUMENTS:
+                    yield f"line {node.lineno} passes {keyword.arg}={keyword.value.value}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_modules_import_in_one_direction(path: Path) -> None:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    own = parts[0]
+    if own in ("__init__", "__main__"):
+        return
+    for name in imports(ast.parse(path.read_text())):
+        if name.startswith("packtrain."):
+            assert ORDER.index(room(name)) <= ORDER.index(own), f"{own} must not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_unsafe_is_used(path: Path) -> None:
+    assert list(faults(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle", "from pickle import loads", "eval(text)", "subprocess.run(x, shell=True)", "torch.load(x)",
+        "yaml.load(x)", "tar.extractall(x)", "np.load(x, allow_pickle=True)", "dist.broadcast_object_list(x)",
+    ],
+)  # fmt: skip
+def test_the_search_for_unsafe_code_finds_it(code: str) -> None:
+    assert len(list(faults(ast.parse(code)))) == 1
+
+
+def test_models_may_be_put_into_evaluation_mode() -> None:
+    assert list(faults(ast.parse("model.eval()"))) == []
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.argv = ["packtrain", *sys.argv[1:]]
+from packtrain.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("verb", [["--help"], ["ls"], ["init", "job.yaml"]])
+def test_the_client_works_without_torch(verb: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *verb], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, packtrain.cli; print([name for name in ('torch', 'numpy', 'pydantic', 'obstore') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
