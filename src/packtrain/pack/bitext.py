@@ -6,6 +6,7 @@ Lines end at line feeds and nowhere else, so that no other character can shift t
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -64,7 +65,7 @@ def _lines(path: Path) -> Iterator[str]:
                     at = offset + len(raw) - len(line) + error.start
                     raise Mistake(f"{path}:{number}: not UTF-8 at byte {at:,} of the file; convert it first") from None
                 offset += len(raw)
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise Mistake(f"{path}: not a whole gzip file ({error})") from error
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror or error}") from error

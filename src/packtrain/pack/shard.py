@@ -77,16 +77,23 @@ def open_shard(path: Path) -> dict[str, Ragged]:
     columns = {}
     for name in names:
         values, offsets = arrays.get(f"{name}.values"), arrays[f"{name}.offsets"]
-        if values is None or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
+        if values is None or not _fit(offsets, len(values)):
             raise ShardError(f"{path}: column {name!r} does not fit its offsets; pack the data again")
         columns[name] = Ragged(values, offsets)
     return columns
 
 
+def _fit(offsets: Array, count: int) -> bool:
+    """Whether `offsets` cut `count` values into rows."""
+    if offsets.dtype != np.int64 or not len(offsets) or offsets[0] != 0 or offsets[-1] != count:
+        return False
+    return bool((offsets[1:] >= offsets[:-1]).all())
+
+
 def _map_arrays(path: Path) -> dict[str, Array]:
     """The arrays of a safetensors file as read-only views of the mapped file."""
-    data = np.memmap(path, np.uint8, mode="r")
     try:
+        data = np.memmap(path, np.uint8, mode="r")
         header_bytes = int.from_bytes(data[:8].tobytes(), "little")
         if not 2 <= header_bytes <= min(_LARGEST_HEADER, len(data) - 8):
             raise ValueError("header length")
@@ -99,6 +106,6 @@ def _map_arrays(path: Path) -> dict[str, Array]:
             if not 0 <= start <= end <= len(body):
                 raise ValueError(f"offsets of {name!r}")
             arrays[name] = body[start:end].view(_DTYPES[str(entry["dtype"])])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ShardError(f"{path} is not a shard ({error}); pack the data again") from error
     return arrays

@@ -31,9 +31,7 @@ def select(sources: tuple[Source, ...], data: Data, training: bool) -> Selection
     seen: set[tuple[str, str]] = set()
     for source in sources:
         for pair in READERS[source.kind](source.paths):
-            reason = _fault(pair, data, training)
-            if reason is None and training and (pair.source, pair.target) in seen:
-                reason = "the same pair again"
+            reason = _fault(pair, data, seen) if training else None
             if reason is not None:
                 selection.dropped[reason] += 1
                 continue
@@ -42,14 +40,16 @@ def select(sources: tuple[Source, ...], data: Data, training: bool) -> Selection
     return selection
 
 
-def _fault(pair: TextPair, data: Data, training: bool) -> str | None:
+def _fault(pair: TextPair, data: Data, seen: set[tuple[str, str]]) -> str | None:
     lengths = len(pair.source.split()), len(pair.target.split())
     if min(lengths) == 0:
         return "one side is empty"
-    if training and max(lengths) > data.max_words:
+    if max(lengths) > data.max_words:
         return f"more than {data.max_words} words"
-    if training and max(lengths) > data.max_ratio * min(lengths):
+    if max(lengths) > data.max_ratio * min(lengths):
         return f"one side more than {data.max_ratio:g} times as long"
+    if (pair.source, pair.target) in seen:
+        return "the same pair again"
     return None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
 WIDTH, HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30
 _MOST_POINTS = 300
+_SMALLEST_STEP = 1e-300  # below, floats run out of digits
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Series:
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
-    """A chart of all series over a common pair of axes, or nothing if none has a point."""
-    drawn = [one for one in series if one.points]
+    """A chart of all series over a common pair of axes, or nothing if none has a point that can be drawn."""
+    finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
+    drawn = [one for one in finite if one.points]
     if not drawn:
         return ""
     xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points if math.isfinite(y)]
+    ys = [y for one in drawn for _, y in one.points]
     x_low, x_high = min(xs), max(xs)
     y_ticks = nice_ticks(min(ys), max(ys))
     y_low, y_high = y_ticks[0], y_ticks[-1]
@@ -52,13 +54,13 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
             parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>')
     for number, one in enumerate(drawn):
-        places = [place(x, y) for x, y in thinned(one.points) if math.isfinite(y)]
+        places = [place(x, y) for x, y in thinned(one.points)]
         line = " ".join(f"{x},{y}" for x, y in places)
         parts.append(f'<polyline class="line s{number}" points="{line}"/>')
         if one.marked:
             parts += [
                 f'<circle class="dot s{number}" cx="{place(x, y)[0]}" cy="{place(x, y)[1]}" r="3">'
-                f"<title>{x_label} {x:,g}: {y:.4g}</title></circle>"
+                f"<title>{escape(x_label)} {x:,g}: {y:.4g}</title></circle>"
                 for x, y in thinned(one.points)
             ]
     parts.append("</svg>")
@@ -85,8 +87,9 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers from at most `low` to at least `high`."""
     if high <= low:
         low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
+    raw = max(high / wanted - low / wanted, _SMALLEST_STEP)
+    exponent = math.floor(math.log10(raw))
+    power = 10.0**exponent
+    step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)
     first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    return [round(number * step, 2 - exponent) for number in range(first, last + 1)]

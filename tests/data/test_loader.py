@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
+from packtrain.data.order import Ids
+
+COSTS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
+ORDER = Order(COSTS, COSTS, budget=10, seed=1)
+PATIENCE_SECONDS = 30
+
+
+def collate(ids: Ids) -> Arrays:
+    return {"ids": ids}
+
+
+def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> list[Loaded]:
+    return list(islice(parts(ORDER, collate, start, rank, num_ranks), count))
+
+
+def seen(loaded: list[Loaded]) -> list[list[int]]:
+    return [one.arrays["ids"].tolist() for one in loaded]
+
+
+def loader_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "loader"}
+
+
+# What is loaded.
+
+
+@given(st.integers(0, 20), st.integers(1, 3))
+def test_whoever_starts_at_a_position_sees_what_followed_it(before: int, num_ranks: int) -> None:
+    whole = batches(Position(), before + 10, 0, num_ranks)
+    start = whole[before - 1].after if before else Position()
+    later = batches(start, 10, 0, num_ranks)
+    assert seen(later) == seen(whole[before:])
+    assert [(one.cost, one.after) for one in later] == [(one.cost, one.after) for one in whole[before:]]
+
+
+def test_an_epoch_follows_the_other_and_each_has_every_sample_once() -> None:
+    in_epoch = len(ORDER.batches(0))
+    loaded = batches(Position(), in_epoch)
+    assert sorted(chain.from_iterable(seen(loaded))) == list(range(len(COSTS)))
+    assert [one.after for one in loaded[:-1]] == [Position(0, number) for number in range(1, in_epoch)]
+    assert loaded[-1].after == Position(1, 0)
+    assert seen(batches(Position(1, 0), 3)) == [ids.tolist() for ids in ORDER.batches(1)[:3]]
+
+
+def test_ranks_share_a_batch_and_agree_on_its_cost_and_position() -> None:
+    whole = batches(Position(), 8)
+    shares = [batches(Position(), 8, rank, 3) for rank in range(3)]
+    for number, one in enumerate(whole):
+        mine = [share[number] for share in shares]
+        assert sorted(chain.from_iterable(seen(mine))) == sorted(one.arrays["ids"].tolist())
+        assert {(part.cost, part.samples, part.after) for part in mine} == {(one.cost, one.samples, one.after)}
+
+
+def test_a_batch_says_its_cost_its_samples_and_how_many_there_are() -> None:
+    for one, ids in zip(batches(Position(), 3), ORDER.batches(0), strict=False):
+        assert one.cost == COSTS[ids].sum()
+        assert one.samples == len(ids)
+        assert one.batches_in_epoch == len(ORDER.batches(0))
+
+
+# Ahead of its use.
+
+
+def endless() -> Iterator[Loaded]:
+    return parts(ORDER, collate, Position(), 0, 1)
+
+
+def test_a_loader_gives_the_batches_in_order() -> None:
+    loader = Loader(endless())
+    try:
+        assert seen([loader.next() for _ in range(20)]) == seen(batches(Position(), 20))
+    finally:
+        loader.close()
+
+
+def test_batches_are_made_ahead_but_not_without_end() -> None:
+    made: list[int] = []
+    full = threading.Event()
+
+    def source() -> Iterator[Loaded]:
+        for number, loaded in enumerate(endless()):
+            made.append(number)
+            if number == 3:
+                full.set()
+            yield loaded
+
+    loader = Loader(source(), ahead=3)
+    try:
+        assert full.wait(PATIENCE_SECONDS)
+        assert made == [0, 1, 2, 3]  # three wait in the queue and the fourth before it
+        loader.next()
+    finally:
+        loader.close()
+    assert len(made) <= 5
+
+
+def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
+    def failing(ids: Ids) -> Arrays:
+        raise ValueError("a sample that cannot be read")
+
+    def source() -> Iterator[Loaded]:
+        yield from batches(Position(), 2)
+        yield from parts(ORDER, failing, Position(), 0, 1)
+
+    loader = Loader(source())
+    try:
+        assert seen([loader.next(), loader.next()]) == seen(batches(Position(), 2))
+        with pytest.raises(ValueError, match="a sample that cannot be read"):
+            loader.next()
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("used", [0, 3])
+def test_closing_ends_the_thread_also_when_the_queue_is_full(used: int) -> None:
+    before = loader_threads()
+    full = threading.Event()
+
+    def source() -> Iterator[Loaded]:
+        for number, loaded in enumerate(endless()):
+            if number > used:
+                full.set()
+            yield loaded
+
+    loader = Loader(source(), ahead=1)
+    for _ in range(used):
+        loader.next()
+    assert full.wait(PATIENCE_SECONDS)
+    assert loader_threads() - before
+    loader.close()
+    assert loader_threads() == before
+
+
+def test_closing_after_an_error_nobody_asked_for_ends_the_thread() -> None:
+    before = loader_threads()
+
+    def source() -> Iterator[Loaded]:
+        yield from batches(Position(), 2)
+        raise ValueError("too late")
+
+    loader = Loader(source(), ahead=1)
+    loader.close()
+    assert loader_threads() == before
+
+
+@settings(max_examples=5)
+@given(st.integers(1, 4))
+def test_closing_twice_is_closing_once(ahead: int) -> None:
+    before = loader_threads()
+    loader = Loader(endless(), ahead)
+    loader.close()
+    loader.close()
+    assert loader_threads() == before

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import Mistake
+from packtrain.pack.bitext import read_bitext
+
+
+def texts(*paths: Path) -> list[tuple[str, str]]:
+    return [(pair.source, pair.target) for pair in read_bitext(tuple(map(str, paths)))]
+
+
+def two_files(folder: Path, source: bytes, target: bytes) -> tuple[Path, Path]:
+    paths = folder / "a.en", folder / "a.de"
+    paths[0].write_bytes(source)
+    paths[1].write_bytes(target)
+    return paths
+
+
+def refusal(*paths: Path) -> str:
+    with pytest.raises(Mistake) as refused:
+        texts(*paths)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_line_n_of_one_file_goes_with_line_n_of_the_other(tmp_path: Path) -> None:
+    paths = two_files(tmp_path, b"one\ntwo\n", b"eins\nzwei\n")
+    assert texts(*paths) == [("one", "eins"), ("two", "zwei")]
+
+
+def test_a_pair_knows_its_place(tmp_path: Path) -> None:
+    paths = two_files(tmp_path, b"one\ntwo\n", b"eins\nzwei\n")
+    assert [pair.place for pair in read_bitext(tuple(map(str, paths)))] == ["a.en:1", "a.en:2"]
+
+
+def test_the_last_line_needs_no_line_feed(tmp_path: Path) -> None:
+    assert texts(*two_files(tmp_path, b"one\ntwo", b"eins\nzwei\n")) == [("one", "eins"), ("two", "zwei")]
+
+
+def test_empty_lines_are_lines(tmp_path: Path) -> None:
+    assert texts(*two_files(tmp_path, b"one\n\nthree\n", b"eins\n\n\n")) == [("one", "eins"), ("", ""), ("three", "")]
+
+
+def test_empty_files_have_no_pairs(tmp_path: Path) -> None:
+    assert texts(*two_files(tmp_path, b"", b"")) == []
+
+
+def test_compressed_files_read_like_plain_ones_also_beside_each_other(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.en.gz", tmp_path / "a.de"
+    source.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n"))
+    target.write_bytes(b"eins\nzwei\n")
+    assert texts(source, target) == [("one", "eins"), ("two", "zwei")]
+
+
+def test_one_file_holds_pairs_with_a_tab_between(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"one\teins\ntwo \t zwei\n")
+    assert texts(tmp_path / "a.tsv") == [("one", "eins"), ("two ", " zwei")]
+
+
+def test_a_compressed_file_of_pairs(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(b"one\teins\n"))
+    assert texts(tmp_path / "a.tsv.gz") == [("one", "eins")]
+
+
+@pytest.mark.parametrize(("line", "fields"), [(b"no tab", 1), (b"a\tb\tc", 3), (b"", 1)])
+def test_a_line_that_is_not_a_pair_is_refused_with_its_place(tmp_path: Path, line: bytes, fields: int) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"one\teins\n" + line + b"\nthree\tdrei\n")
+    said = refusal(tmp_path / "a.tsv")
+    assert f"{tmp_path / 'a.tsv'}:2: " in said
+    assert said.endswith(f"not {fields}")
+
+
+@pytest.mark.parametrize(("source_lines", "target_lines"), [(3, 2), (2, 3), (0, 1), (1500, 3)])
+def test_files_of_unequal_length_are_refused_with_both_counts(
+    tmp_path: Path, source_lines: int, target_lines: int
+) -> None:
+    paths = two_files(tmp_path, b"x\n" * source_lines, b"y\n" * target_lines)
+    assert refusal(*paths) == (
+        f"{paths[0]} has {source_lines:,} lines and {paths[1]} has {target_lines:,};"
+        " aligned files must have equally many"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("a\u2028b", id="U+2028"),
+        pytest.param("a\u2029b", id="U+2029"),
+        pytest.param("a\u0085b", id="U+0085"),
+        pytest.param("a\x0cb\x0b", id="form feed"),
+        pytest.param("a\x1cb\x1db\x1e", id="separators"),
+        pytest.param("a\rb", id="lone CR"),
+        pytest.param("a\x00b", id="NUL"),
+        pytest.param("a\ufeffb", id="a byte order mark inside"),
+    ],
+)
+def test_no_character_but_the_line_feed_shifts_the_alignment(tmp_path: Path, text: str) -> None:
+    paths = two_files(tmp_path, f"one\n{text}\nthree\n".encode(), b"eins\nzwei\ndrei\n")
+    assert texts(*paths) == [("one", "eins"), (text, "zwei"), ("three", "drei")]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
+    paths = two_files(tmp_path, b"\xef\xbb\xbfone\ntwo\n", b"\xef\xbb\xbfeins\nzwei\n")
+    assert texts(*paths) == [("one", "eins"), ("two", "zwei")]
+
+
+def test_carriage_returns_before_a_line_feed_are_not_text(tmp_path: Path) -> None:
+    assert texts(*two_files(tmp_path, b"one\r\n\r\n", b"eins\nzwei\n")) == [("one", "eins"), ("", "zwei")]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "offset"),
+    [
+        (b"\xffone\n", 1, 0),
+        (b"one\ntw\xff\n", 2, 6),
+        (b"\xef\xbb\xbfon\xff\n", 1, 5),
+        (b"one\r\nz\xc3\xbcg\n\xc3\n", 3, 10),
+        ("schön\n".encode("latin-1"), 1, 3),
+    ],
+)
+def test_what_is_not_utf8_is_refused_with_its_byte(tmp_path: Path, content: bytes, line: int, offset: int) -> None:
+    paths = two_files(tmp_path, content, b"x\n" * content.count(b"\n"))
+    assert refusal(*paths) == f"{paths[0]}:{line}: not UTF-8 at byte {offset} of the file; convert it first"
+
+
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(b"one\teins\n" * 1000)
+    (tmp_path / "a.tsv.gz").write_bytes(whole[: len(whole) // 2])
+    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+
+
+def test_a_compressed_file_that_was_damaged_is_refused(tmp_path: Path) -> None:
+    damaged = bytearray(gzip.compress(b"one\teins\n" * 1000))
+    damaged[10] = 0xFF  # the first block behind the header is of a type that does not exist
+    (tmp_path / "a.tsv.gz").write_bytes(damaged)
+    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+
+
+def test_plain_text_under_a_compressed_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv.gz").write_bytes(b"one\teins\n")
+    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.en").write_bytes(b"one\n")
+    assert refusal(tmp_path / "a.en", tmp_path / "a.de") == f"{tmp_path / 'a.de'}: No such file or directory"
+    assert refusal(tmp_path / "a.tsv.gz") == f"{tmp_path / 'a.tsv.gz'}: No such file or directory"
+
+
+def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"{tmp_path}: Is a directory"

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from packtrain.errors import EXIT_NOT_FOUND, NotFound, PacktrainError
+from packtrain.pack.manifest import FORMAT, Manifest, PackFile, Shard, Split, find_manifest, pack_key, read_manifest
+from packtrain.store import Store
+
+MANIFEST = Manifest(
+    FORMAT,
+    "toy-0123",
+    {"vocabulary": 300, "splits": {"train": [["bitext", "ab"]]}},
+    {"train": Split(3, {"one side is empty": 2}, (Shard("train-00000.safetensors", 99, "ff", 3),))},
+    {"vocabulary.json": PackFile("vocabulary.json", 7, "ee")},
+)
+
+
+def stored(store: Store, data: bytes) -> None:
+    store.put(pack_key("toy-0123", "manifest.json"), data)
+
+
+def test_a_manifest_comes_back_as_it_was_written(any_store: Store) -> None:
+    stored(any_store, MANIFEST.to_json())
+    assert find_manifest(any_store, "toy-0123") == MANIFEST
+    assert read_manifest(any_store, "toy-0123") == MANIFEST
+
+
+def test_a_pack_without_a_manifest_is_not_there(directory_store: Store) -> None:
+    directory_store.put(pack_key("toy-0123", "train-00000.safetensors"), b"data")
+    assert find_manifest(directory_store, "toy-0123") is None
+    with pytest.raises(NotFound, match=r"no pack toy-0123 in .*; `packtrain pack JOB` makes it") as refused:
+        read_manifest(directory_store, "toy-0123")
+    assert refused.value.exit_code == EXIT_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x00\xff", id="not JSON"),
+        pytest.param(MANIFEST.to_json()[:-20], id="cut off"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(MANIFEST.to_json().replace(b'"samples": 3', b'"samples": "many"'), id="a word for a number"),
+        pytest.param(MANIFEST.to_json().replace(b'"sha256"', b'"md5"'), id="without hashes"),
+        pytest.param(b"[" * 100_000, id="a nest without end"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_in_one_line_that_says_what_to_do(directory_store: Store, data: bytes) -> None:
+    stored(directory_store, data)
+    with pytest.raises(PacktrainError) as refused:
+        find_manifest(directory_store, "toy-0123")
+    assert str(refused.value) == (
+        f"the manifest of pack toy-0123 in {directory_store.url} is damaged; delete it and pack again"
+    )
+
+
+def test_a_manifest_of_another_format_is_refused(directory_store: Store) -> None:
+    stored(directory_store, json.dumps({**json.loads(MANIFEST.to_json()), "format": FORMAT + 1}).encode())
+    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}; pack it again"):
+        find_manifest(directory_store, "toy-0123")

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
+from packtrain.errors import Mistake
+from packtrain.job import Data, Job
+from packtrain.pack.manifest import Manifest, read_manifest
+from packtrain.pack.packing import digest, pack, pack_settings
+from packtrain.store import Store, open_store
+
+
+def objects(store: Store) -> dict[str, bytes]:
+    return {entry.key: store.get(entry.key) for entry in store.list("")}
+
+
+def quietly(job: Job, store: Store) -> Manifest:
+    return pack(job, store, lambda _: None)
+
+
+def told(job: Job, store: Store) -> list[str]:
+    said: list[str] = []
+    pack(job, store, said.append)
+    return said
+
+
+def test_a_pack_holds_its_shards_its_vocabulary_and_its_manifest(any_store: Store, tmp_path: Path) -> None:
+    manifest = quietly(job_of(tmp_path), any_store)
+    folder = f"packs/{manifest.name}"
+    assert objects(any_store).keys() == {
+        f"{folder}/manifest.json",
+        f"{folder}/train-00000.safetensors",
+        f"{folder}/valid-00000.safetensors",
+        f"{folder}/vocabulary.json",
+    }
+    assert {name: split.samples for name, split in manifest.splits.items()} == {"train": 8, "valid": 5}
+
+
+def test_the_manifest_has_the_size_and_hash_of_every_file(directory_store: Store, tmp_path: Path) -> None:
+    manifest = quietly(job_of(tmp_path), directory_store)
+    files = [*manifest.files.values(), *(shard for split in manifest.splits.values() for shard in split.shards)]
+    assert len(files) == 3
+    for file in files:
+        data = directory_store.get(f"packs/{manifest.name}/{file.name}")
+        assert (file.bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_packing_again_reads_the_manifest_and_writes_nothing(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path)
+    first, listed = quietly(job, any_store), any_store.list("")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an object was written")
+
+    for method in ("put", "put_if_absent", "put_file"):
+        monkeypatch.setattr(any_store, method, refuse)
+    assert quietly(job, any_store) == first
+    assert any_store.list("") == listed
+    assert told(job, any_store) == [f"pack {first.name} is there already"]
+
+
+def test_the_same_data_makes_the_same_bytes(tmp_path: Path) -> None:
+    stores = [open_store(str(tmp_path / name)) for name in ("one", "other")]
+    for store in stores:
+        quietly(job_of(tmp_path), store)
+    one, other = (objects(store) for store in stores)
+    assert len(one) == 4
+    assert one == other
+
+
+def test_the_manifest_is_written_last(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+    put = directory_store.put
+    monkeypatch.setattr(directory_store, "put", lambda key, data: (keys.append(key), put(key, data)))
+    manifest = quietly(job_of(tmp_path), directory_store)
+    assert len(keys) == 4
+    assert keys[-1] == f"packs/{manifest.name}/manifest.json"
+
+
+def test_a_pack_interrupted_before_its_manifest_is_made_again(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, put = job_of(tmp_path), any_store.put
+
+    def interrupted(key: str, data: bytes) -> None:
+        if key.endswith("valid-00000.safetensors"):
+            raise KeyboardInterrupt
+        put(key, data[: len(data) // 2] if key.endswith("train-00000.safetensors") else data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(any_store, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quietly(job, any_store)
+    assert 0 < len(objects(any_store)) < 4
+
+    quietly(job, any_store)
+    untouched = open_store(str(tmp_path / "untouched"))
+    quietly(job, untouched)
+    assert objects(any_store) == objects(untouched)
+
+
+def test_what_was_done_is_told(directory_store: Store, tmp_path: Path) -> None:
+    job = job_of(tmp_path, pairs=[*GREETINGS, GREETINGS[0], ("", "leer")])
+    train, valid, vocabulary = told(job, directory_store)
+    assert train == "train: 8 pairs, dropped 1 (the same pair again), 1 (one side is empty)"
+    assert valid == "valid: 5 pairs"
+    assert vocabulary.startswith("vocabulary: ")
+    manifest = read_manifest(directory_store, f"greetings-{digest(pack_settings(job.data))}")
+    assert manifest.splits["train"].dropped == {"the same pair again": 1, "one side is empty": 1}
+
+
+def test_two_jobs_with_the_same_data_have_packs_of_their_own(directory_store: Store, tmp_path: Path) -> None:
+    one = quietly(job_of(tmp_path), directory_store).name
+    other = quietly(job_of(tmp_path, name="others"), directory_store).name
+    assert one.removeprefix("greetings-") == other.removeprefix("others-")
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_set_without_a_usable_sample_is_refused(directory_store: Store, tmp_path: Path, split: str) -> None:
+    job = job_of(tmp_path)
+    (tmp_path / f"{split}.tsv").write_text("")
+    with pytest.raises(Mistake, match=f"data.{split} has no usable sample: it is empty"):
+        quietly(job, directory_store)
+    assert objects(directory_store) == {}
+
+
+def test_a_set_that_the_filters_left_empty_is_refused_with_their_reasons(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, pairs=[("", "leer"), ("a " * 99, "lang")])
+    with pytest.raises(Mistake, match=r"data.train has no usable sample: 1 \(one side is empty\), 1 \(more than 80"):
+        quietly(job, directory_store)
+
+
+def test_data_that_is_not_there_is_named(directory_store: Store, tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    (tmp_path / "valid.tsv").unlink()
+    with pytest.raises(Mistake, match=r"valid\.tsv: No such file or directory; the job's data must be there"):
+        quietly(job, directory_store)
+    assert objects(directory_store) == {}
+
+
+# The digest.
+
+
+def digest_of(data: Data) -> str:
+    return digest(pack_settings(data))
+
+
+def bitext(folder: Path, source: bytes = b"one\ntwo\n", target: bytes = b"eins\nzwei\n") -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.en").write_bytes(source)
+    (folder / "a.de").write_bytes(target)
+    return [str(folder / "a.en"), str(folder / "a.de")]
+
+
+def test_the_digest_does_not_depend_on_where_the_data_lies_or_since_when(tmp_path: Path) -> None:
+    here, there = bitext(tmp_path / "here"), bitext(tmp_path / "there" / "deeper")
+    os.utime(there[0], (1, 1))
+    assert digest_of(data_of(here)) == digest_of(data_of(there))
+
+
+def test_the_digest_depends_on_every_byte_of_every_source(tmp_path: Path) -> None:
+    digests = {
+        digest_of(data_of(bitext(tmp_path / "1"))),
+        digest_of(data_of(bitext(tmp_path / "2", source=b"one\ntwo \n"))),
+        digest_of(data_of(bitext(tmp_path / "3", target=b"eins\nZwei\n"))),
+        digest_of(data_of(bitext(tmp_path / "4", source=b"two\none\n"))),
+        digest_of(data_of(bitext(tmp_path / "5", source=b"eins\nzwei\n", target=b"one\ntwo\n"))),
+    }
+    assert len(digests) == 5
+
+
+def test_the_digest_depends_on_every_setting_and_on_which_split_has_what(tmp_path: Path) -> None:
+    paths = bitext(tmp_path)
+    other = {"bitext": write_pairs(tmp_path / "b.tsv", QUESTIONS)}
+    digests = {
+        digest_of(data_of(paths)),
+        digest_of(data_of(paths, vocabulary=301)),
+        digest_of(data_of(paths, max_words=79)),
+        digest_of(data_of(paths, max_ratio=8.5)),
+        digest_of(data_of(paths, valid=[other])),
+        digest_of(data_of(paths, test=[other])),
+        digest_of(data_of(paths, train=[{"bitext": paths}, other])),
+        digest_of(data_of(paths, train=[other, {"bitext": paths}])),
+    }
+    assert len(digests) == 8
+
+
+def test_compressed_sources_make_the_same_shards(tmp_path: Path) -> None:
+    plain, packed = bitext(tmp_path / "plain"), []
+    for path in plain:
+        Path(path + ".gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+        packed.append(path + ".gz")
+    shards = []
+    for name, paths in (("one", plain), ("other", packed)):
+        store = open_store(str(tmp_path / name))
+        job = job_of(tmp_path, data={"train": [{"bitext": paths}], "vocabulary": 300})
+        shards.append(store.get(f"packs/{quietly(job, store).name}/train-00000.safetensors"))
+    assert shards[0] == shards[1]

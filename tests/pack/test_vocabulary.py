@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from packtrain.errors import PacktrainError
+from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN, Vocabulary
+
+SPECIAL = {PAD, EOS, BOS, UNKNOWN}
+TEXTS = ["the cat sat on the mat", "die Katze saß auf der Matte", "the cat <eos> saw the mat"] * 3
+VOCABULARY = Vocabulary.fit(TEXTS, 320)
+
+EXAMPLE_TEXT = Path(__file__).parents[2] / "examples/data/en-de/valid.de.gz"
+FIT_AND_ENCODE = """
+import gzip, hashlib, sys
+from packtrain.pack.vocabulary import Vocabulary
+lines = gzip.open(sys.argv[1], "rt", encoding="utf-8").read().split("\\n")
+vocabulary = Vocabulary.fit(lines * 4, 2000)
+print(hashlib.sha256(vocabulary.to_json().encode()).hexdigest())
+print(hashlib.sha256(repr(vocabulary.encode(lines)).encode()).hexdigest())
+"""
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@example("👨\u200d👩\u200d👧 and 🇩🇪")
+@example("a\x00b\x07c\x1b[31m")
+@example("e\u0301 is not é")
+@example("漢字 кириллица العربية")
+@example("two  spaces\tand\na line")
+@example("\ufeff")
+@example("<eos>")
+def test_any_text_comes_back_but_for_space_around_it(text: str) -> None:
+    [row] = VOCABULARY.encode([text])
+    assert VOCABULARY.decode([row]) == [text.strip()]
+    assert not SPECIAL & set(row)
+
+
+@pytest.mark.parametrize("written", ["<pad>", "<eos>", "<bos>", "<unk>"])
+def test_a_special_token_written_out_is_text_like_any_other(written: str) -> None:
+    text = f"mind the {written} in{written}side"
+    [row] = VOCABULARY.encode([text])
+    assert not SPECIAL & set(row)
+    assert VOCABULARY.decode([row]) == [text]
+
+
+def test_a_vocabulary_read_back_spells_alike() -> None:
+    again = Vocabulary.from_json(VOCABULARY.to_json())
+    texts = [*TEXTS, "<eos> 😀"]
+    assert again.encode(texts) == VOCABULARY.encode(texts)
+    assert again.to_json() == VOCABULARY.to_json()
+    assert len(again) == len(VOCABULARY)
+
+
+def test_special_tokens_have_the_numbers_of_the_recipes() -> None:
+    assert (PAD, EOS, BOS, UNKNOWN) == (0, 1, 2, 3)
+    special = [(token["id"], token["content"]) for token in json.loads(VOCABULARY.to_json())["added_tokens"]]
+    assert special == [(PAD, "<pad>"), (EOS, "<eos>"), (BOS, "<bos>"), (UNKNOWN, "<unk>")]
+
+
+def test_marks_fillers_and_numbers_beyond_the_vocabulary_are_not_text() -> None:
+    [row] = VOCABULARY.encode(["the cat"])
+    assert VOCABULARY.decode([[BOS, *row, EOS, PAD, len(VOCABULARY), 100_000]]) == ["the cat"]
+
+
+def test_half_a_character_is_not_an_error() -> None:
+    [row] = VOCABULARY.encode(["ж"])
+    [text] = VOCABULARY.decode([row[:-1]])
+    assert "ж" not in text
+
+
+def test_nothing_is_spelled_with_nothing() -> None:
+    assert VOCABULARY.encode([]) == []
+    assert VOCABULARY.encode([""]) == [[]]
+    assert VOCABULARY.decode([[]]) == [""]
+
+
+def test_a_vocabulary_is_as_large_as_asked_or_as_the_texts_allow() -> None:
+    assert len(VOCABULARY) <= 320
+    assert len(Vocabulary.fit(TEXTS, 270)) == 270
+    assert len(Vocabulary.fit(["x"], 5000)) < 300
+
+
+def test_frequent_words_are_one_piece() -> None:
+    assert [len(row) for row in VOCABULARY.encode(["the", "cat", "the cat"])] == [1, 1, 2]
+
+
+def test_both_languages_share_one_spelling() -> None:
+    assert VOCABULARY.encode(["mat the"]) == [VOCABULARY.encode(["mat"])[0] + VOCABULARY.encode(["the"])[0]]
+
+
+def test_a_vocabulary_that_cannot_be_read_is_refused_in_one_line() -> None:
+    with pytest.raises(PacktrainError, match="pack the data again") as refused:
+        Vocabulary.from_json('{"model":')
+    assert "\n" not in str(refused.value)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    settings = [
+        {"TOKENIZERS_PARALLELISM": "false"},
+        {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1"},
+        {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "7"},
+    ]
+    command = [sys.executable, "-c", FIT_AND_ENCODE, str(EXAMPLE_TEXT)]
+    digests = [
+        subprocess.run(command, env={**os.environ, **one}, check=True, capture_output=True, text=True).stdout.split()
+        for one in settings
+    ]
+    assert len(digests[0]) == 2
+    assert digests[0] == digests[1] == digests[2]

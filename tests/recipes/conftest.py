@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pack.corpus import job_of
+from packtrain.data.pack import Pack
+from packtrain.pack.packing import pack
+from packtrain.recipes import Recipe, recipe_class
+from packtrain.recipes.translate.model import Transformer
+from packtrain.recipes.translate.shape import Shape
+from packtrain.store import open_store
+
+MakeRecipe = Callable[..., Recipe]
+MakeModel = Callable[..., Transformer]
+
+
+@pytest.fixture(scope="session")
+def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
+    """Builds the recipe of a small job on its pack; arguments are those of `job_of`."""
+
+    def make(**changes: Any) -> Recipe:
+        folder: Path = tmp_path_factory.mktemp("recipe")
+        job = job_of(folder, **changes)
+        store = open_store(str(folder / "store"))
+        manifest = pack(job, store, lambda _: None)
+        return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, folder / "cache"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def recipe(make_recipe: MakeRecipe) -> Recipe:
+    return make_recipe()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> MakeModel:
+    """Builds a small untrained model whose layers speak louder than the last token, so that the context matters."""
+
+    def make(seed: int = 1, vocabulary: int = 24, dropout: float = 0.0) -> Transformer:
+        torch.manual_seed(seed)
+        model = Transformer(Shape(32, 4, 64, 2, 2, dropout, dropout), vocabulary).eval()
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if "attention" in name and weights.ndim == 2:
+                    weights.mul_(4)
+        return model
+
+    return make

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pack.corpus import job_of
+from packtrain.errors import FieldMistake, Mistake
+from packtrain.job import Job
+from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults
+from packtrain.recipes.translate import Translate
+
+TRAIN: dict[str, Any] = {"duration": "10 steps", "schedule": {"constant": {"rate": 0.001}}}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_found_by_its_name(name: str) -> None:
+    found = recipe_class(name)
+    assert issubclass(found, Recipe)
+    assert found.unit in ("tokens", "samples")
+    assert found.sources
+    assert found.measure_of_best
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_s_defaults_lack_nothing_but_the_data(name: str) -> None:
+    defaults: Any = recipe_defaults(name)
+    data = {**defaults["data"], "train": [{source: ["a", "b"]} for source in sorted(recipe_class(name).sources)]}
+    job = Job.model_validate({**defaults, "name": "mine", "recipe": name, "data": data})
+    check_recipe(job)
+    assert job.recipe == name
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest_word() -> None:
+    with pytest.raises(Mistake, match=r"^no recipe 'translat'; did you mean 'translate'\?$"):
+        recipe_class("translat")
+
+
+def test_a_job_that_its_recipe_can_do_is_not_refused(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    check_recipe(job)
+    assert job.train.batch.unit == Translate.unit
+
+
+def test_batches_counted_in_the_wrong_unit_are_refused(tmp_path: Path) -> None:
+    job = job_of(tmp_path, train={**TRAIN, "batch": "64 samples"})
+    with pytest.raises(FieldMistake) as refused:
+        check_recipe(job)
+    assert refused.value.field == "train.batch"
+    assert refused.value.fault == "translate counts its batches in tokens, not in samples"
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_data_of_a_kind_that_the_recipe_does_not_know_is_refused(tmp_path: Path, split: str) -> None:
+    job = job_of(tmp_path)
+    strange = job.data.train[0].model_copy(update={"kind": "images"})
+    data = job.data.model_copy(update={split: (job.data.train[0], strange)})
+    with pytest.raises(FieldMistake) as refused:
+        check_recipe(job.model_copy(update={"data": data}))
+    assert refused.value.field == f"data.{split}"
+    assert refused.value.fault == "translate does not learn from images; it takes bitext"
+
+
+def test_a_model_that_the_recipe_cannot_build_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldMistake, match=r"^model\.size: no size 'tinny'; did you mean 'tiny'\?$"):
+        check_recipe(job_of(tmp_path, model="tinny"))
+
+
+def test_a_program_is_its_author_s_business() -> None:
+    job = Job.model_validate({"name": "mine", "program": ["train.py"]})
+    check_recipe(job)
+    assert job.recipe is None

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pack.corpus import GREETINGS, QUESTIONS
+from packtrain.data.order import Ids, block, share
+from packtrain.errors import Mistake
+from packtrain.pack.vocabulary import BOS, EOS, PAD
+from packtrain.recipes import Batch, Recipe, Scores
+
+MakeRecipe = Callable[..., Recipe]
+EVERYTHING = np.arange(len(GREETINGS))
+
+
+def settings(**changes: object) -> dict[str, object]:
+    schedule = {"constant": {"rate": 0.001}}
+    return {"duration": "10 steps", "batch": "64 tokens", "schedule": schedule, **changes}
+
+
+def model_of(recipe: Recipe, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return recipe.build_model().eval()
+
+
+def tensors(recipe: Recipe, ids: Ids) -> Batch:
+    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids).items()}
+
+
+def gradients(recipe: Recipe, model: nn.Module, shares: list[Ids]) -> tuple[float, list[Tensor]]:
+    """The losses and gradients of all shares, added up."""
+    model.zero_grad()
+    total = 0.0
+    for ids in shares:
+        loss = recipe.loss(model, tensors(recipe, ids))
+        loss.backward()
+        total += loss.item()
+    return total, [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
+
+
+# The batch.
+
+
+def test_a_batch_has_sources_and_targets_side_by_side(recipe: Recipe) -> None:
+    batch = recipe.batch(np.array([4, 0]))
+    assert batch.keys() == {"source", "target"}
+    for rows in batch.values():
+        assert rows.shape[0] == 2
+        assert rows.dtype == np.int64
+    vocabulary = recipe.pack.vocabulary
+    assert vocabulary.decode(batch["source"].tolist()) == ["hello", "good morning"]
+    assert vocabulary.decode(batch["target"].tolist()) == ["hallo", "guten Morgen"]
+    assert set(batch["target"][:, 0].tolist()) == {BOS}
+
+
+def test_a_sample_costs_the_target_tokens_that_are_predicted(recipe: Recipe) -> None:
+    rows = recipe.pack.vocabulary.encode([target for _, target in GREETINGS])
+    assert recipe.costs.tolist() == [len(row) + 1 for row in rows]
+
+
+def test_samples_are_alike_by_target_then_by_source(recipe: Recipe) -> None:
+    encode = recipe.pack.vocabulary.encode
+    lengths = [tuple(len(row) for row in encode([target, source])) for source, target in GREETINGS]
+    assert np.argsort(recipe.likeness, kind="stable").tolist() == sorted(EVERYTHING, key=lambda one: lengths[one])
+
+
+# The loss.
+
+
+def test_the_loss_is_a_sum_over_exactly_what_the_batch_costs(recipe: Recipe) -> None:
+    model = model_of(recipe)
+    with torch.no_grad():
+        model.embedding.weight.zero_()  # every piece is as likely as any other
+    pieces = len(model.embedding.weight)
+    for ids in (EVERYTHING, EVERYTHING[:1], EVERYTHING[2:5]):
+        loss = recipe.loss(model, tensors(recipe, ids)).item()
+        assert loss == pytest.approx(recipe.costs[ids].sum() * math.log(pieces), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, len(GREETINGS) + 3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_shares_of_all_ranks_add_up_to_the_whole(make_recipe: MakeRecipe, num_ranks: int, smoothing: float) -> None:
+    recipe = make_recipe(train=settings(label_smoothing=smoothing))
+    model = model_of(recipe)
+    whole_loss, whole = gradients(recipe, model, [EVERYTHING])
+    loss, added = gradients(recipe, model, [share(EVERYTHING, rank, num_ranks) for rank in range(num_ranks)])
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
+    for one, other in zip(added, whole, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_share_without_samples_costs_nothing_and_has_gradients_of_zero(
+    make_recipe: MakeRecipe, smoothing: float
+) -> None:
+    """The exchange of gradients waits for every weight of every rank, also of one that has nothing to do."""
+    recipe = make_recipe(train=settings(label_smoothing=smoothing))
+    model = model_of(recipe).train()
+    loss = recipe.loss(model, tensors(recipe, EVERYTHING[:0]))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert [name for name, weights in model.named_parameters() if weights.grad is None] == []
+    assert all(float(weights.grad.abs().sum()) == 0.0 for weights in model.parameters() if weights.grad is not None)
+
+
+def test_smoothed_labels_give_part_of_the_weight_to_every_piece(make_recipe: MakeRecipe) -> None:
+    plain, smoothed = make_recipe(train=settings()), make_recipe(train=settings(label_smoothing=0.2))
+    model = model_of(plain)
+    batch = tensors(plain, EVERYTHING)
+    target = batch["target"]
+    wanted = target[:, 1:] != PAD
+    surprise = -model(batch["source"], target[:, :-1], wanted).log_softmax(-1)
+    right = surprise.gather(1, target[:, 1:][wanted][:, None]).sum()
+    assert plain.loss(model, batch).item() == pytest.approx(right.item(), rel=1e-5)
+    expected = 0.8 * right + 0.2 * surprise.mean(1).sum()
+    assert smoothed.loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# Evaluation.
+
+
+def measured(recipe: Recipe, model: nn.Module, parts: int, beam: int = 1) -> Scores:
+    ids = np.arange(recipe.count("valid"))
+    decoded = ids[::2]
+    return recipe.score(
+        "valid",
+        decoded,
+        [
+            recipe.measure(
+                model,
+                "valid",
+                ids[list(block(len(ids), part, parts))],
+                decoded[list(block(len(decoded), part, parts))],
+                beam,
+            )
+            for part in range(parts)
+        ],
+    )
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_scores_do_not_depend_on_how_many_measured(recipe: Recipe, parts: int, beam: int) -> None:
+    model = model_of(recipe)
+    whole, divided = measured(recipe, model, 1, beam), measured(recipe, model, parts, beam)
+    assert divided.values == pytest.approx(whole.values, rel=1e-5)
+    assert divided.samples == whole.samples
+    assert divided.signatures == whole.signatures
+
+
+def test_the_measured_loss_is_a_mean_over_tokens_without_smoothing(make_recipe: MakeRecipe) -> None:
+    smoothed = make_recipe(valid=GREETINGS, train=settings(label_smoothing=0.3))
+    plain = make_recipe(valid=GREETINGS, train=settings())
+    model = model_of(plain)
+    mean = plain.loss(model, tensors(plain, EVERYTHING)).item() / float(plain.costs.sum())
+    assert measured(smoothed, model, 1).values["loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_bleu_is_of_the_texts_and_comes_with_its_signature(recipe: Recipe) -> None:
+    decoded = np.array([0, 1, 2])
+    part = recipe.measure(model_of(recipe), "valid", decoded, decoded, 1)
+    right = [target for _, target in QUESTIONS[:3]]
+    scores = recipe.score("valid", decoded, [type(part)(part.sums, right)])
+    assert scores.values["bleu"] == pytest.approx(100.0)
+    assert "|tok:13a|" in scores.signatures["bleu"]
+    assert [(one.input, one.wanted, one.output) for one in scores.samples] == [
+        (source, target, target) for source, target in QUESTIONS[:3]
+    ]
+
+
+def test_a_score_of_nothing_decoded_has_a_loss_and_no_bleu(recipe: Recipe) -> None:
+    ids, nothing = np.arange(2), np.arange(0)
+    scores = recipe.score("valid", nothing, [recipe.measure(model_of(recipe), "valid", ids, nothing, 1)])
+    assert scores.values.keys() == {"loss"}
+    assert scores.samples == ()
+
+
+def test_a_split_is_counted_and_one_that_is_not_there_is_empty(recipe: Recipe) -> None:
+    assert [recipe.count(split) for split in ("train", "valid", "test")] == [8, 5, 0]
+
+
+def test_an_evaluated_set_with_an_empty_line_is_measured_whole(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(valid=[*QUESTIONS, ("", ""), ("x", "")])
+    assert recipe.count("valid") == len(QUESTIONS) + 2
+    assert math.isfinite(measured(recipe, model_of(recipe), 1).values["loss"])
+
+
+# Predictions.
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_every_input_has_its_output_in_its_place(recipe: Recipe, beam: int) -> None:
+    model = model_of(recipe)
+    inputs = ["good morning", "hello", "see you tomorrow morning", "hello"]
+    outputs = recipe.predict(model, inputs, beam)
+    assert outputs == [recipe.predict(model, [one], beam)[0] for one in inputs]
+    assert len(outputs) == 4
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "\n", "\u3000"])
+def test_nothing_is_translated_to_nothing(recipe: Recipe, empty: str) -> None:
+    outputs = recipe.predict(model_of(recipe), [empty, "hello", empty], 1)
+    assert (outputs[0], outputs[2]) == ("", "")
+    assert outputs[1] == recipe.predict(model_of(recipe), ["hello"], 1)[0]
+
+
+def test_no_inputs_have_no_outputs(recipe: Recipe) -> None:
+    assert recipe.predict(model_of(recipe), [], 4) == []
+
+
+def test_any_script_is_an_input(recipe: Recipe) -> None:
+    inputs = ["доброе утро", "おはよう", "صباح الخير", "😀👨\u200d👩\u200d👧", "a\x00b", "<eos> <pad>"]
+    outputs = recipe.predict(model_of(recipe), inputs, 1)
+    assert len(outputs) == len(inputs)
+    assert all(isinstance(output, str) for output in outputs)
+
+
+def test_a_sentence_that_is_too_long_is_refused_and_not_cut(recipe: Recipe) -> None:
+    too_long = "ж" * 600
+    with pytest.raises(Mistake, match=r"a sentence has 1,\d\d\d pieces, more than 1,000: 'жжж") as refused:
+        recipe.predict(model_of(recipe), ["hello", too_long], 1)
+    assert len(str(refused.value)) < 200
+
+
+def test_marks_in_an_output_are_not_part_of_it(recipe: Recipe) -> None:
+    [output] = recipe.predict(model_of(recipe), ["hello"], 4)
+    assert not any(mark in output for mark in ("<eos>", "<bos>", "<pad>"))
+    assert EOS not in recipe.pack.vocabulary.encode([output])[0]
+
+
+# At the client.
+
+
+def test_a_job_can_be_checked_where_there_is_no_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from packtrain.recipes import recipe_class, recipe_defaults\n"
+        "print(recipe_class('translate').unit, recipe_defaults('translate')['model'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "tokens base\n"

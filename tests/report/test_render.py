@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pack.corpus import job_of
+from packtrain.job import Job
+from packtrain.report import report_place, write_report
+from packtrain.report.render import render
+from packtrain.report.summary import Summary, summary_of
+from packtrain.run import Event, Point, Result, Run, Sample, create_run
+from packtrain.store import Store
+
+EVIL = "<script>alert(1)</script>\"'&"
+VOID = {"meta", "line"}
+
+
+class Page(HTMLParser):
+    """The tags of a page, their attributes and its text; complains of tags that do not match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def trained(step: int, **values: float) -> Point:
+    spans = dict.fromkeys(["data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"], 0.1)
+    measured = {"loss": 4.0, "rate": 0.001, "gradient_norm": 1.0, "tokens": 64.0, "step_seconds": 0.5}
+    return Point("train", 1, step, 100.0 + step, {**measured, **spans, "elapsed_seconds": 9.0 + step, **values})
+
+
+def validated(step: int, samples: tuple[Sample, ...] = (), **values: float) -> Point:
+    return Point("valid", 1, step, 100.0 + step, {**values, "evaluation_seconds": 2.0}, samples)
+
+
+@pytest.fixture
+def run(directory_store: Store, tmp_path: Path) -> Run:
+    return create_run(directory_store, job_of(tmp_path), b"", None)
+
+
+def page_of(run: Run, points: list[Point], result: Result | None = None) -> Page:
+    state = result.status if result else "running"
+    return Page(render(run.job, summary_of(run, state, points, result), points, []))
+
+
+def test_a_run_with_no_points_has_a_page(run: Run) -> None:
+    page = page_of(run, [])
+    assert run.name in page.text
+    assert "svg" not in page.tags
+    assert "Job" in page.text
+
+
+def test_a_program_s_run_has_a_page(directory_store: Store) -> None:
+    job = Job.model_validate({"name": "mine", "program": ["train.py", "--lr", "0.1"]})
+    run = create_run(directory_store, job, b"", None)
+    page = page_of(run, [], Result("finished", "the program ended", 0, 3.0))
+    assert "train.py --lr 0.1" in page.text
+    assert "finished" in page.text
+    assert "svg" not in page.tags
+
+
+def test_a_finished_run_shows_its_scores_curves_times_samples_and_job(run: Run) -> None:
+    points = [trained(1), trained(2), validated(2, (Sample("in", "wanted", "out"),), loss=3.0, bleu=12.345)]
+    result = Result("finished", "reached 10 steps", 2, 60.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
+    page = page_of(run, points, result)
+    said = " ".join(page.text)
+    for words in ("finished", "reached 10 steps", "20.00", "12.35", "tok:13a|v:2", "Where the time went", "Samples"):
+        assert words in said
+    for words in ("in", "wanted", "out"):
+        assert words in page.text
+    charts = [value for name, value in page.attributes if name == "aria-label"]
+    assert charts == ["loss", "validation bleu", "learning rate", "gradient norm", "tokens a second"]
+
+
+def test_the_newest_samples_are_shown(run: Run) -> None:
+    older, newer = Sample("q", "a", "first try"), Sample("q", "a", "second try")
+    page = page_of(run, [validated(1, (older,), loss=3.0), validated(2, (newer,), loss=2.0)])
+    assert "second try" in page.text
+    assert "first try" not in page.text
+
+
+def test_events_are_shown_with_their_time_and_only_the_last_of_many(run: Run) -> None:
+    events = [Event(float(number), "note", f"event {number}") for number in range(250)]
+    html = render(run.job, summary_of(run, "running", [], None), [], events)
+    text = Page(html).text
+    assert "event 249" in text
+    assert "event 49" not in text
+    assert "event 50" in text
+    assert "the last 200 of 250" in text
+    assert "1970-01-01 00:04:09" in text
+
+
+# A page that can do no harm.
+
+
+def test_every_text_is_escaped(run: Run) -> None:
+    names = {f"valid.{EVIL}": 1.0}
+    summary = Summary(
+        run=EVIL, state="failed", reason=EVIL, what=EVIL, step=1, goal=None, loss=None, rate=None, unit=EVIL,
+        units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
+        time_spent={"data": 1.0},
+    )  # fmt: skip
+    points = [
+        trained(1, **{EVIL: 5.0}),
+        validated(1, (Sample(EVIL, EVIL, EVIL),), **{"loss": 1.0, EVIL: 2.0}),
+    ]
+    job = Job.model_validate({"name": "mine", "program": ["train.py", EVIL]})
+    html = render(job, summary, points, [Event(1.0, EVIL, EVIL)])
+    page = Page(html)
+    assert "script" not in page.tags
+    assert "<script" not in html
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    shown = "".join(page.text)
+    assert shown.count("<script>alert(1)</script>") >= 12
+
+
+def test_the_page_may_fetch_and_run_nothing(run: Run) -> None:
+    page = page_of(run, [trained(1), validated(1, loss=2.0)])
+    policies = [value for name, value in page.attributes if name == "content" and "default-src" in value]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert not {"script", "link", "img", "iframe", "object", "form", "a"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "action")]
+    assert not re.search(r"url\(|@import", "".join(page.text))
+
+
+def test_values_that_are_no_numbers_do_not_reach_the_charts(run: Run) -> None:
+    strange = [math.nan, math.inf, -math.inf]
+    points = [trained(1)]
+    points += [trained(2 + n, loss=value, gradient_norm=value, rate=value) for n, value in enumerate(strange)]
+    points += [validated(2 + n, loss=value, bleu=value) for n, value in enumerate(strange)]
+    page = page_of(run, points)
+    placed = [
+        value for name, value in page.attributes if name in ("points", "cx", "cy", "x1", "x2", "y1", "y2", "x", "y")
+    ]
+    assert placed
+    assert not [value for value in placed if "nan" in value or "inf" in value]
+
+
+# In the store.
+
+
+def test_the_report_is_written_where_it_says(any_store: Store, tmp_path: Path) -> None:
+    run = create_run(any_store, job_of(tmp_path), b"", None)
+    metrics, events = run.point_writer("0"), run.event_writer("0")
+    metrics.append(trained(1))
+    events.append(Event(2.0, "later", "came second"))
+    events.append(Event(1.0, "sooner", "came first"))
+    metrics.flush()
+    events.flush()
+    run.finish(Result("finished", "reached 1 step", 1, 5.0))
+    place = write_report(run)
+    assert place == report_place(run) == f"{any_store.url}/runs/{run.name}/report.html"
+    text = Page(any_store.get(run.key("report.html")).decode()).text
+    assert text.index("came first") < text.index("came second")
+    assert "finished" in text
+
+
+def test_a_report_can_be_written_again(directory_store: Store, tmp_path: Path) -> None:
+    run = create_run(directory_store, job_of(tmp_path), b"", None)
+    write_report(run)
+    assert "interrupted" in directory_store.get(run.key("report.html")).decode()
+    run.finish(Result("stopped", "asked to", 0, 5.0))
+    write_report(run)
+    assert "asked to" in directory_store.get(run.key("report.html")).decode()

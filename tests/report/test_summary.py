@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pack.corpus import job_of
+from packtrain.job import Job
+from packtrain.report.summary import Summary, summarise, summary_of, time_spent, units_per_second
+from packtrain.run import Generation, Member, Node, Point, Result, Run, Telemetry, create_run
+from packtrain.store import Store
+
+
+def trained(step: int, **values: float) -> Point:
+    measured = {
+        "loss": 4.0,
+        "rate": 0.001,
+        "gradient_norm": 1.0,
+        "tokens": 64.0,
+        "epoch": 0.1,
+        "elapsed_seconds": 10.0 + step,
+        "step_seconds": 0.5,
+        "data_seconds": 0.1,
+        "forward_seconds": 0.1,
+        "backward_seconds": 0.2,
+        "optimizer_seconds": 0.05,
+    }
+    return Point("train", 1, step, 100.0 + step, {**measured, **values})
+
+
+def validated(step: int, **values: float) -> Point:
+    return Point("valid", 1, step, 100.0 + step, {**values, "evaluation_seconds": 2.0})
+
+
+@pytest.fixture
+def run(directory_store: Store, tmp_path: Path) -> Run:
+    return create_run(directory_store, job_of(tmp_path), b"", None)
+
+
+@pytest.fixture
+def program(directory_store: Store) -> Run:
+    job = Job.model_validate({"name": "mine", "program": ["train.py", "--lr", "0.1"]})
+    return create_run(directory_store, job, b"", None)
+
+
+def test_a_run_with_no_points_is_at_its_beginning(run: Run) -> None:
+    summary = summary_of(run, "running", [], None)
+    assert (summary.run, summary.state, summary.reason) == ("greetings-1", "running", "")
+    assert (summary.step, summary.goal, summary.seconds) == (0, 10, 0.0)
+    assert (summary.loss, summary.rate, summary.units_per_second) == (None, None, None)
+    assert (summary.scores, summary.time_spent, summary.machines, summary.headline) == ({}, {}, (), "")
+
+
+def test_a_run_says_what_it_does(run: Run, program: Run) -> None:
+    assert summary_of(run, "running", [], None).what == "translate tiny, 10 steps, 64 tokens a batch"
+    assert summary_of(program, "running", [], None).what == "train.py --lr 0.1"
+
+
+def test_a_running_one_is_where_its_last_step_is(run: Run) -> None:
+    points = [trained(1, loss=5.0), trained(2, loss=4.0, rate=0.002), validated(2, loss=4.5, bleu=1.5)]
+    summary = summary_of(run, "running", points, None)
+    assert (summary.step, summary.seconds, summary.rate) == (2, 12.0, 0.002)
+    assert summary.loss == pytest.approx(4.5)
+    assert summary.units_per_second == pytest.approx(128)
+    assert summary.scores == {"valid.loss": 4.5, "valid.bleu": 1.5}
+
+
+def test_loss_and_speed_are_those_of_the_last_fifty_steps(run: Run) -> None:
+    points = [trained(step, loss=100.0, step_seconds=100.0) for step in range(1, 51)]
+    points += [trained(step, loss=2.0) for step in range(51, 101)]
+    summary = summary_of(run, "running", points, None)
+    assert summary.loss == pytest.approx(2.0)
+    assert summary.units_per_second == pytest.approx(128)
+
+
+def test_the_last_value_of_each_score_counts(run: Run) -> None:
+    points = [validated(5, loss=4.5, bleu=1.5), validated(10, loss=4.0)]
+    assert summary_of(run, "running", points, None).scores == {"valid.loss": 4.0, "valid.bleu": 1.5}
+
+
+def test_a_finished_run_has_the_scores_and_signatures_of_its_result(run: Run) -> None:
+    result = Result("finished", "reached 10 steps", 10, 99.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a"})
+    summary = summary_of(run, "finished", [trained(10), validated(10, bleu=18.0)], result)
+    assert (summary.reason, summary.step, summary.seconds) == ("reached 10 steps", 10, 99.0)
+    assert summary.scores == {"valid.bleu": 18.0, "test.bleu": 20.0}
+    assert summary.signatures == {"test.bleu": "tok:13a"}
+
+
+def test_a_program_s_run_has_what_can_be_known_of_it(program: Run) -> None:
+    summary = summary_of(program, "failed", [], Result("failed", "exit code 1", 0, 12.0))
+    assert (summary.reason, summary.seconds, summary.step) == ("exit code 1", 12.0, 0)
+    assert (summary.goal, summary.unit, summary.units_per_second) == (None, "", None)
+    assert summary.headline == ""
+
+
+def test_only_steps_are_a_goal_that_is_known(directory_store: Store, tmp_path: Path) -> None:
+    train = {"duration": "2 epochs", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.001}}}
+    run = create_run(directory_store, job_of(tmp_path, train=train), b"", None)
+    assert summary_of(run, "running", [], None).goal is None
+
+
+def headline(**scores: float) -> str:
+    named = {name.replace("_", "."): value for name, value in scores.items()}
+    return Summary("a-1", "running", "", "", 0, None, None, None, "", None, 0.0, named, {}, 0).headline
+
+
+def test_the_headline_is_the_score_that_says_most() -> None:
+    assert headline(valid_loss=4.0, valid_bleu=18.0, test_bleu=20.123) == "test BLEU 20.12"
+    assert headline(valid_loss=4.0, valid_bleu=18.0) == "valid BLEU 18.00"
+    assert headline(valid_loss=4.0) == "valid loss 4.00"
+
+
+def test_machines_work_only_in_a_run_that_is_going(run: Run) -> None:
+    run.renew(Node("n0", "host", "::1", 1, 2, 0, 5, 1.0, telemetry=Telemetry(0.5, 0.25)))
+    run.renew(Node("n1", "host", "::1", 1, 2, 0, 5, 1.0, left=True))
+    going = summary_of(run, "running", [], None).machines
+    assert [(one.node, one.workers, one.working) for one in going] == [("n0", 2, True), ("n1", 2, False)]
+    assert (going[0].cpu_fraction, going[0].memory_fraction) == (0.5, 0.25)
+    assert not any(one.working for one in summary_of(run, "interrupted", [], None).machines)
+
+
+def test_attempts_are_counted_and_everything_is_read_from_the_store(run: Run) -> None:
+    for number in (1, 2):
+        run.propose(Generation(number, (Member("n0", "::1", 1),), 1, "start"))
+    writer = run.point_writer("0")
+    writer.append(trained(1))
+    writer.flush()
+    summary = summarise(run, "running")
+    assert (summary.generations, summary.step) == (2, 1)
+
+
+# Time and speed.
+
+
+def test_speed_is_what_was_done_by_the_time_it_took() -> None:
+    points = [trained(1, tokens=100.0, step_seconds=1.0), trained(2, tokens=50.0, step_seconds=0.5)]
+    assert units_per_second(points, "tokens") == pytest.approx(100)
+    assert units_per_second([], "tokens") is None
+    assert units_per_second([trained(1, step_seconds=0.0)], "tokens") is None
+
+
+def test_the_time_spent_adds_up_to_the_whole() -> None:
+    points = [trained(1), trained(2), validated(2, loss=4.0)]
+    spent = time_spent(points, 60.0)
+    assert spent == pytest.approx(
+        {"data": 0.2, "forward": 0.2, "backward": 0.4, "optimizer": 0.1, "evaluation": 2.0, "other": 57.1}
+    )
+    assert sum(spent.values()) == pytest.approx(60.0)
+
+
+def test_before_the_end_the_whole_is_what_the_last_step_says() -> None:
+    assert sum(time_spent([trained(1), trained(2)], None).values()) == pytest.approx(12.0)
+
+
+def test_no_time_is_less_than_none() -> None:
+    assert time_spent([trained(1, data_seconds=50.0)], 10.0)["other"] == 0.0
+    assert time_spent([], 10.0) == {}
