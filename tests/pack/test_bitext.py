@@ -32,11 +32,6 @@ def test_line_n_of_one_file_goes_with_line_n_of_the_other(tmp_path: Path) -> Non
     assert texts(*paths) == [("one", "eins"), ("two", "zwei")]
 
 
-def test_a_pair_knows_its_place(tmp_path: Path) -> None:
-    paths = two_files(tmp_path, b"one\ntwo\n", b"eins\nzwei\n")
-    assert [pair.place for pair in read_bitext(tuple(map(str, paths)))] == ["a.en:1", "a.en:2"]
-
-
 def test_the_last_line_needs_no_line_feed(tmp_path: Path) -> None:
     assert texts(*two_files(tmp_path, b"one\ntwo", b"eins\nzwei\n")) == [("one", "eins"), ("two", "zwei")]
 

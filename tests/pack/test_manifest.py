@@ -13,7 +13,7 @@ MANIFEST = Manifest(
     "toy-0123",
     {"vocabulary": 300, "splits": {"train": [["bitext", "ab"]]}},
     {"train": Split(3, {"one side is empty": 2}, (Shard("train-00000.safetensors", 99, "ff", 3),))},
-    {"vocabulary.json": PackFile("vocabulary.json", 7, "ee")},
+    PackFile("vocabulary.json", 7, "ee"),
 )
 
 
@@ -58,5 +58,18 @@ def test_a_damaged_manifest_is_refused_in_one_line_that_says_what_to_do(director
 
 def test_a_manifest_of_another_format_is_refused(directory_store: Store) -> None:
     stored(directory_store, json.dumps({**json.loads(MANIFEST.to_json()), "format": FORMAT + 1}).encode())
-    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}; pack it again"):
+    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
+        find_manifest(directory_store, "toy-0123")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/b", ""])
+def test_a_file_s_name_cannot_lead_elsewhere(directory_store: Store, name: str) -> None:
+    stored(directory_store, MANIFEST.to_json().replace(b'"vocabulary.json"', json.dumps(name).encode()))
+    with pytest.raises(PacktrainError, match="is damaged"):
+        find_manifest(directory_store, "toy-0123")
+
+
+def test_a_newer_format_is_not_called_damaged(directory_store: Store) -> None:
+    stored(directory_store, json.dumps({"format": FORMAT + 1, "other": "fields"}).encode())
+    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}"):
         find_manifest(directory_store, "toy-0123")

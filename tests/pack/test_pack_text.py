@@ -83,7 +83,7 @@ def encoded(folder: Path, pairs: list[TextPair]) -> tuple[list[dict[str, Ragged]
 
 
 def test_sources_end_and_targets_begin_and_end_with_a_mark(tmp_path: Path) -> None:
-    pairs = [TextPair("one two", "eins", "a:1"), TextPair("x", "y", "a:2")]
+    pairs = [TextPair("one two", "eins"), TextPair("x", "y")]
     [columns], counts, rows = encoded(tmp_path, pairs)
     assert counts == [2]
     assert [row.tolist() for row in columns["source"]] == [[*row, EOS] for row in rows]
@@ -93,7 +93,7 @@ def test_sources_end_and_targets_begin_and_end_with_a_mark(tmp_path: Path) -> No
 
 def test_a_large_split_is_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_SHARD_SAMPLES", 2)
-    pairs = [TextPair(letter, letter, "a:1") for letter in "abcde"]
+    pairs = [TextPair(letter, letter) for letter in "abcde"]
     shards, counts, rows = encoded(tmp_path, pairs)
     assert counts == [2, 2, 1]
     joined = [row.tolist() for shard in shards for row in shard["source"]]

@@ -43,7 +43,7 @@ def test_a_pack_holds_its_shards_its_vocabulary_and_its_manifest(any_store: Stor
 
 def test_the_manifest_has_the_size_and_hash_of_every_file(directory_store: Store, tmp_path: Path) -> None:
     manifest = quietly(job_of(tmp_path), directory_store)
-    files = [*manifest.files.values(), *(shard for split in manifest.splits.values() for shard in split.shards)]
+    files = [manifest.vocabulary, *(shard for split in manifest.splits.values() for shard in split.shards)]
     assert len(files) == 3
     for file in files:
         data = directory_store.get(f"packs/{manifest.name}/{file.name}")

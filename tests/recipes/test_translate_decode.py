@@ -37,7 +37,7 @@ def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor
 def plain_greedy(model: Transformer, source: Tensor, limit: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < limit:
-        token = int(next_logits(model, source, tokens).argmax())
+        token = int(log_probabilities(model, source, tokens).argmax())
         if token == EOS:
             break
         tokens.append(token)

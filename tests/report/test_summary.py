@@ -101,12 +101,12 @@ def test_only_steps_are_a_goal_that_is_known(directory_store: Store, tmp_path: P
 
 def headline(**scores: float) -> str:
     named = {name.replace("_", "."): value for name, value in scores.items()}
-    return Summary("a-1", "running", "", "", 0, None, None, None, "", None, 0.0, named, {}, 0).headline
+    return Summary("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", None, 0.0, named, {}, 0).headline
 
 
 def test_the_headline_is_the_score_that_says_most() -> None:
-    assert headline(valid_loss=4.0, valid_bleu=18.0, test_bleu=20.123) == "test BLEU 20.12"
-    assert headline(valid_loss=4.0, valid_bleu=18.0) == "valid BLEU 18.00"
+    assert headline(valid_loss=4.0, valid_bleu=18.0, test_bleu=20.123) == "test bleu 20.12"
+    assert headline(valid_loss=4.0, valid_bleu=18.0) == "valid bleu 18.00"
     assert headline(valid_loss=4.0) == "valid loss 4.00"
 
 

@@ -25,7 +25,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's part of a global batch. `cost` is that of the whole; `after` is the position behind it."""
+    """One rank's part of a global batch. `cost` and `samples` are of the whole; `after` is the position behind it."""
 
     arrays: Arrays
     cost: int
@@ -72,6 +72,7 @@ class Loader:
 
     def __init__(self, source: Iterator[Loaded], ahead: int = 4) -> None:
         self._ready: queue.Queue[Loaded | BaseException] = queue.Queue(ahead)
+        self._failure: BaseException | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(source,), name="loader", daemon=True)
         self._thread.start()
@@ -94,10 +95,12 @@ class Loader:
         return False
 
     def next(self) -> Loaded:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        if self._failure is None:
+            item = self._ready.get()
+            if isinstance(item, Loaded):
+                return item
+            self._failure = item
+        raise self._failure
 
     def close(self) -> None:
         self._closed.set()

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.checkpoint import sha256_of
+from packtrain.digest import sha256_of
 from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import Manifest, PackFile, pack_key, read_manifest
-from packtrain.pack.packing import VOCABULARY_FILE
 from packtrain.pack.shard import Ragged, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
@@ -27,7 +26,7 @@ class Pack:
     @property
     def vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
-            path = self._fetch(self.manifest.files[VOCABULARY_FILE])
+            path = self._fetch(self.manifest.vocabulary)
             self._vocabulary = Vocabulary.from_json(path.read_text())
         return self._vocabulary
 

@@ -27,6 +27,9 @@ class Predictor:
     step: int
 
     def predict(self, inputs: Sequence[str], beam: int) -> list[str]:
+        for number, text in enumerate(inputs, 1):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise Mistake(f"input {number} is not valid UTF-8; convert it first")
         return self.recipe.predict(self.model, inputs, beam)
 
 

@@ -18,13 +18,10 @@ from packtrain.errors import Mistake
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextPair:
-    """A sample of raw text with its place, for whoever has to look it up."""
-
     source: str
     target: str
-    place: str
 
 
 def read_bitext(paths: tuple[str, ...]) -> Iterator[TextPair]:
@@ -42,7 +39,7 @@ def _read_two(source: Path, target: Path) -> Iterator[TextPair]:
             raise Mistake(
                 f"{source} has {counts[0]:,} lines and {target} has {counts[1]:,}; aligned files must have equally many"
             )
-        yield TextPair(one, other, f"{source.name}:{number}")
+        yield TextPair(one, other)
 
 
 def _read_tsv(path: Path) -> Iterator[TextPair]:
@@ -50,7 +47,7 @@ def _read_tsv(path: Path) -> Iterator[TextPair]:
         fields = line.split("\t")
         if len(fields) != 2:
             raise Mistake(f"{path}:{number}: a line must be two texts with a tab between them, not {len(fields)}")
-        yield TextPair(fields[0], fields[1], f"{path.name}:{number}")
+        yield TextPair(fields[0], fields[1])
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.store import Store
+from packtrain.store import Store, is_key
 
 FORMAT = 1
 
 
+def _plain(name: str) -> str:
+    if not is_key(name) or "/" in name:
+        raise ValueError(f"{name!r} is not the name of a file")
+    return name
+
+
+@dataclass(frozen=True)
+class Version:
+    """The part of a manifest that every format has."""
+
+    format: int
+
+
 @dataclass(frozen=True)
 class PackFile:
-    name: str
+    name: Annotated[str, AfterValidator(_plain)]
     bytes: int
     sha256: str
 
@@ -32,7 +45,7 @@ class Split:
 
     samples: int
     dropped: dict[str, int]
-    shards: tuple[Shard, ...]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Manifest:
     name: str
     settings: dict[str, Any]
     splits: dict[str, Split]
-    files: dict[str, PackFile]
+    vocabulary: PackFile
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -58,14 +71,14 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     if data is None:
         return None
     try:
-        manifest = TypeAdapter(Manifest).validate_json(data)
+        version = TypeAdapter(Version).validate_json(data).format
+        if version != FORMAT:
+            raise PacktrainError(f"pack {pack} in {store.url} has format {version}, this version reads {FORMAT}")
+        return TypeAdapter(Manifest).validate_json(data)
     except ValidationError as error:
         raise PacktrainError(
             f"the manifest of pack {pack} in {store.url} is damaged; delete it and pack again"
         ) from error
-    if manifest.format != FORMAT:
-        raise PacktrainError(f"pack {pack} has format {manifest.format}, this version reads {FORMAT}; pack it again")
-    return manifest
 
 
 def read_manifest(store: Store, pack: str) -> Manifest:

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from packtrain.digest import sha256_of
 from packtrain.errors import Mistake
 from packtrain.job import Data, Job, Source
 from packtrain.pack.manifest import FORMAT, Manifest, PackFile, Shard, Split, find_manifest, pack_key
 from packtrain.pack.text import Selection, encode_pairs, fit_vocabulary, select
 from packtrain.store import Store
 
-VOCABULARY_FILE = "vocabulary.json"
 Tell = Callable[[str], None]
 
 
@@ -53,8 +53,7 @@ def digest(settings: dict[str, object]) -> str:
 
 def _content_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror}; the job's data must be there to be packed") from error
 
@@ -73,7 +72,7 @@ def _make(job: Job, store: Store, name: str, settings: dict[str, object], tell: 
     tell(f"vocabulary: {len(vocabulary):,} pieces")
 
     vocabulary_json = vocabulary.to_json().encode()
-    files = {VOCABULARY_FILE: _put(store, name, VOCABULARY_FILE, vocabulary_json)}
+    vocabulary_file = _put(store, name, "vocabulary.json", vocabulary_json)
     splits = {}
     for split, selection in selections.items():
         shards = []
@@ -81,7 +80,7 @@ def _make(job: Job, store: Store, name: str, settings: dict[str, object], tell: 
             file = _put(store, name, f"{split}-{number:05d}.safetensors", data)
             shards.append(Shard(file.name, file.bytes, file.sha256, samples))
         splits[split] = Split(len(selection.pairs), dict(selection.dropped), tuple(shards))
-    manifest = Manifest(FORMAT, name, settings, splits, files)
+    manifest = Manifest(FORMAT, name, settings, splits, vocabulary_file)
     store.put(pack_key(name, "manifest.json"), manifest.to_json())
     return manifest
 

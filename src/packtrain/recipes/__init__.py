@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from packtrain.errors import FieldMistake, Mistake, nearest
-from packtrain.job import Job
+from packtrain.job import Job, is_address
 from packtrain.recipes.recipe import Batch, Measured, Recipe, Scores
 
 __all__ = [
@@ -47,7 +47,11 @@ def check_recipe(job: Job) -> None:
             "train.batch", f"{job.recipe} counts its batches in {recipe.unit}, not in {job.train.batch.unit}"
         )
     for split in ("train", "valid", "test"):
-        for source in getattr(job.data, split):
+        for number, source in enumerate(getattr(job.data, split)):
+            if source.weight != 1.0:
+                raise FieldMistake(f"data.{split}.{number}.weight", "sources cannot be weighted yet; leave it out")
+            for path in filter(is_address, source.paths):
+                raise FieldMistake(f"data.{split}.{number}", f"{path} is an address; only local files can be packed yet")
             if source.kind not in recipe.sources:
                 raise FieldMistake(
                     f"data.{split}",

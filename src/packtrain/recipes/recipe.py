@@ -73,7 +73,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def likeness(self) -> NDArray[np.int64]:
-        """Samples with near numbers fit into one batch with little padding."""
+        """Samples that stand together when sorted by this fit into one batch with little padding."""
 
     @property
     @abstractmethod

@@ -29,8 +29,9 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     drawn = [one for one in finite if one.points]
     if not drawn:
         return ""
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
+    lines = [thinned(one.points) for one in drawn]
+    xs = [x for line in lines for x, _ in line]
+    ys = [y for line in lines for _, y in line]
     x_low, x_high = min(xs), max(xs)
     y_ticks = nice_ticks(min(ys), max(ys))
     y_low, y_high = y_ticks[0], y_ticks[-1]
@@ -47,32 +48,36 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     for tick in y_ticks:
         _, y = place(x_low, tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>')
     for tick in nice_ticks(x_low, x_high):
         if x_low <= tick <= x_high:
             x, _ = place(tick, y_low)
             parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
-    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>')
-    for number, one in enumerate(drawn):
-        places = [place(x, y) for x, y in thinned(one.points)]
-        line = " ".join(f"{x},{y}" for x, y in places)
+    parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{HEIGHT - 12}" text-anchor="end">{escape(x_label)}</text>')
+    for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
+        places = [place(x, y) for x, y in points]
+        line = " ".join(f"{across},{down}" for across, down in places)
         parts.append(f'<polyline class="line s{number}" points="{line}"/>')
         if one.marked:
             parts += [
-                f'<circle class="dot s{number}" cx="{place(x, y)[0]}" cy="{place(x, y)[1]}" r="3">'
-                f"<title>{escape(x_label)} {x:,g}: {y:.4g}</title></circle>"
-                for x, y in thinned(one.points)
+                f'<circle class="dot s{number}" cx="{across}" cy="{down}" r="3">'
+                f"<title>{escape(x_label)} {x:,g}: {_number(y)}</title></circle>"
+                for (across, down), (x, y) in zip(places, points, strict=True)
             ]
     parts.append("</svg>")
     legend = "".join(
-        f'<span class="key s{number}">{escape(one.name)} <b>{one.points[-1][1]:.4g}</b></span>'
+        f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
         for number, one in enumerate(drawn)
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most some hundred points: the means of equal runs of neighbours, with the ends as they are."""
+    """A few hundred points at most: the means of equal runs of neighbours, with the ends as they are."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     edges = [round(number * len(points) / _MOST_POINTS) for number in range(_MOST_POINTS + 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from packtrain.recipes import recipe_class
 from packtrain.run import Point, Result, Run, State
 
 _RECENT_STEPS = 50
@@ -32,6 +33,7 @@ class Summary:
     goal: int | None
     loss: float | None
     rate: float | None
+    measure: str
     unit: str
     units_per_second: float | None
     seconds: float
@@ -44,10 +46,9 @@ class Summary:
     @property
     def headline(self) -> str:
         """The score that says most, in a few words."""
-        for name in ("test.bleu", "valid.bleu", "valid.loss"):
+        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss"):
             if name in self.scores:
-                split, _, measure = name.partition(".")
-                return f"{split} {measure.upper() if measure != 'loss' else measure} {self.scores[name]:.2f}"
+                return f"{name.replace('.', ' ')} {self.scores[name]:.2f}"
         return ""
 
 
@@ -70,6 +71,7 @@ def summary_of(run: Run, state: State, points: Sequence[Point], result: Result |
         goal=goal,
         loss=_mean([point.values["loss"] for point in recent]),
         rate=recent[-1].values["rate"] if recent else None,
+        measure=recipe_class(job.recipe).measure_of_best if job.recipe else "",
         unit=unit,
         units_per_second=units_per_second(recent, unit),
         seconds=result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,

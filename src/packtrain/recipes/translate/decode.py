@@ -54,56 +54,46 @@ def beam_search(model: Transformer, source_BS: Tensor, beam: int) -> list[list[i
     device = source_BS.device
     sentences = torch.arange(len(source_BS), device=device)
     limits = (source_BS != PAD).sum(1) + _LONGER_THAN_SOURCE
+    reachable = ((5 + limits) / 6) ** _LENGTH_PENALTY
     rows = sentences.repeat_interleave(beam)
     caches, mask = model.start(memory_BSD[rows]), mask[rows]
     scores_BK = torch.full((len(sentences), beam), -torch.inf, device=device)
     scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
     history = torch.full((len(rows), 1), BOS, device=device)
-    best: list[tuple[float, list[int]]] = [(-torch.inf, []) for _ in range(len(source_BS))]
+    best_scores = torch.full((len(sentences),), -torch.inf, device=device)
+    best: list[list[int]] = [[] for _ in range(len(source_BS))]
 
     for position in range(int(limits.max()) if len(sentences) else 0):
         logits = model.step(history[:, -1], position, caches, mask)
-        vocabulary = logits.shape[-1]
-        logits[:, PAD] = logits[:, BOS] = -torch.inf
-        totals = scores_BK[:, :, None] + logits.log_softmax(-1).view(len(sentences), beam, vocabulary)
+        totals = scores_BK[:, :, None] + logits.log_softmax(-1).view(len(sentences), beam, -1)
         # Twice the beam, so that K hypotheses go on even when K of the candidates end here.
         candidate_scores, candidates = totals.flatten(1).topk(2 * beam, dim=1)
-        origins, tokens = candidates // vocabulary, candidates % vocabulary
+        origins, tokens = candidates // logits.shape[-1], candidates % logits.shape[-1]
         ended = tokens == EOS
-        penalty = length_penalty(position + 1)
-        for b, c in (ended & candidate_scores.isfinite()).nonzero().tolist():
-            score = float(candidate_scores[b, c]) / penalty
-            sentence = int(sentences[b])
-            if score > best[sentence][0]:
-                best[sentence] = (score, history[b * beam + int(origins[b, c]), 1:].tolist())
 
-        going_scores = candidate_scores.masked_fill(ended, -torch.inf)
-        scores_BK, kept = going_scores.topk(beam, dim=1)
+        ended_scores, ended_at = candidate_scores.masked_fill(~ended, -torch.inf).max(dim=1)
+        ended_scores = ended_scores / length_penalty(position + 1)
+        for b in (ended_scores > best_scores).nonzero()[:, 0].tolist():
+            best_scores[b] = ended_scores[b]
+            best[int(sentences[b])] = history[b * beam + int(origins[b, ended_at[b]]), 1:].tolist()
+
+        scores_BK, kept = candidate_scores.masked_fill(ended, -torch.inf).topk(beam, dim=1)
         origins, tokens = origins.gather(1, kept), tokens.gather(1, kept)
         parents = (torch.arange(len(sentences), device=device)[:, None] * beam + origins).flatten()
         history = torch.cat([history[parents], tokens.flatten()[:, None]], dim=1)
-        reachable = length_penalty(int(limits.max()))
-        live = torch.tensor(
-            [
-                position + 1 < int(limits[sentence]) and float(scores_BK[b, 0]) / reachable > best[sentence][0]
-                for b, sentence in enumerate(sentences.tolist())
-            ],
-            device=device,
-        )
-        for b in (~live).nonzero()[:, 0].tolist():
-            sentence = int(sentences[b])
-            if best[sentence][0] == -torch.inf:  # nothing ended within the limit: the best so far
-                best[sentence] = (float(scores_BK[b, 0]), history[b * beam, 1:].tolist())
-        if not live.any():
+        going = (position + 1 < limits) & (scores_BK[:, 0] / reachable > best_scores)
+        for b in (~going & best_scores.isneginf()).nonzero()[:, 0].tolist():
+            best[int(sentences[b])] = history[b * beam, 1:].tolist()  # nothing ended within the limit
+        if not going.any():
             break
-        staying = live.nonzero()[:, 0]
+        if going.all():
+            for cache in caches:
+                cache.select(parents, same_sources=True)
+            continue
+        staying = going.nonzero()[:, 0]
         rows = (staying[:, None] * beam + torch.arange(beam, device=device)).flatten()
-        sentences, scores_BK, history, mask = (
-            sentences[staying],
-            scores_BK[staying],
-            history[rows],
-            mask[rows],
-        )
+        sentences, limits, reachable = sentences[staying], limits[staying], reachable[staying]
+        scores_BK, best_scores, history, mask = scores_BK[staying], best_scores[staying], history[rows], mask[rows]
         for cache in caches:
             cache.select(parents[rows])
-    return [tokens for _, tokens in best]
+    return best

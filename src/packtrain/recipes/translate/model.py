@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packtrain.pack.vocabulary import PAD
+from packtrain.pack.vocabulary import BOS, PAD
 from packtrain.recipes.translate.shape import Shape
 
 
@@ -27,8 +27,10 @@ class Cache:
     keys: Tensor
     values: Tensor
 
-    def select(self, rows: Tensor) -> None:
-        self.memory_keys, self.memory_values = self.memory_keys[rows], self.memory_values[rows]
+    def select(self, rows: Tensor, same_sources: bool = False) -> None:
+        """Goes on with these rows alone; the memory stays as it is if each row keeps its source."""
+        if not same_sources:
+            self.memory_keys, self.memory_values = self.memory_keys[rows], self.memory_values[rows]
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 
@@ -121,9 +123,8 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape, vocabulary: int) -> None:
         super().__init__()
         self.shape = shape
-        # Whole tiles for the matrix units of a GPU. The filler rows are never a target, so training
-        # pushes them out of reach.
-        padded = -(-vocabulary // 8) * 8
+        self.vocabulary = vocabulary
+        padded = -(-vocabulary // 8) * 8  # whole tiles for the matrix units of a GPU
         self.embedding = nn.Embedding(padded, shape.width)
         self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
         self.encoder_norm = nn.LayerNorm(shape.width)
@@ -168,11 +169,13 @@ class Transformer(nn.Module):
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
 
     def step(self, tokens_B: Tensor, position: int, caches: list[Cache], mask_B11S: Tensor) -> Tensor:
-        """Logits of the next token after `tokens_B`, which stand at `position`."""
+        """Logits of the next token after `tokens_B`, which stand at `position`; never of one that cannot follow."""
         x_B1D = self.embed(tokens_B[:, None], position)
         for layer, cache in zip(self.decoder, caches, strict=True):
             x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
-        return self.logits(self.decoder_norm(x_B1D[:, 0]))
+        logits_BV = self.logits(self.decoder_norm(x_B1D[:, 0]))[:, : self.vocabulary]
+        logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
+        return logits_BV
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
