@@ -7,7 +7,7 @@ import pytest
 from pack.corpus import Pairs, data_of, write_pairs
 from packtrain.job import Bitext, Data
 from packtrain.pack import text
-from packtrain.pack.bitext import TextPair
+from packtrain.pack.raw import TextPair
 from packtrain.pack.shard import Ragged, open_shard
 from packtrain.pack.text import Selection, encode_pairs, fit_vocabulary, select
 from packtrain.pack.vocabulary import BOS, EOS

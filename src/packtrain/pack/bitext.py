@@ -8,20 +8,14 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from packtrain.errors import Mistake
+from packtrain.pack.raw import TextPair
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class TextPair:
-    source: str
-    target: str
 
 
 def read_bitext(paths: tuple[str, ...]) -> Iterator[TextPair]:

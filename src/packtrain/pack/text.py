@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from packtrain.job import Data, Source
-from packtrain.pack.bitext import TextPair, read_bitext
+from packtrain.pack.bitext import read_bitext
+from packtrain.pack.raw import TextPair
 from packtrain.pack.shard import Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 
