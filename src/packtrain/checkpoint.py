@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from packtrain.errors import PacktrainError
 from packtrain.run import Run
+from packtrain.store import ObjectNotFound, is_key
 
 FORMAT = 1
 
@@ -53,7 +55,7 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     name = f"{step:09d}-{generation:06d}-{uuid.uuid4().hex[:12]}"
     stored = []
     for file_name, path in sorted(files.items()):
-        run.store.put_file(run.key(f"checkpoints/{name}/{file_name}"), path)
+        run.store.put_file(_file_key(run, name, file_name), path)
         stored.append(StoredFile(file_name, path.stat().st_size, sha256_of(path)))
     checkpoint = Checkpoint(FORMAT, name, step, generation, score, tuple(stored))
     latest = run.latest_generation()
@@ -63,21 +65,31 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     return checkpoint
 
 
-def committed(run: Run) -> list[Checkpoint]:
+def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:
     """All checkpoints with a readable manifest, the oldest first; order is by generation and step, not by time."""
     found = []
-    for entry in run.store.list(run.key("checkpoints/")):
-        if entry.key.endswith("/manifest.json"):
-            data = run.store.find(entry.key)
+    for name in run.store.folders(run.key("checkpoints/")):
+        data = run.store.find(_manifest_key(run, name))
+        if data is not None:
             try:
-                found.append(TypeAdapter(Checkpoint).validate_json(data or b""))
-            except ValidationError:
-                continue  # damaged or deleted meanwhile: as good as not there
+                found.append(_read_manifest(name, data))
+            except CorruptCheckpoint as error:
+                complain(f"{error}; passed over")
     return sorted(found, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
 
 
+def _read_manifest(name: str, data: bytes) -> Checkpoint:
+    try:
+        checkpoint = TypeAdapter(Checkpoint).validate_json(data)
+    except ValidationError as error:
+        raise CorruptCheckpoint(f"the manifest of checkpoint {name} cannot be read") from error
+    if checkpoint.name != name:
+        raise CorruptCheckpoint(f"the manifest of checkpoint {name} is that of another one")
+    return checkpoint
+
+
 def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
-    """Brings the files into the directory; raises CorruptCheckpoint unless every hash holds."""
+    """Brings the files into the empty directory; raises CorruptCheckpoint unless every hash holds."""
     if checkpoint.format != FORMAT:
         raise CorruptCheckpoint(
             f"checkpoint {checkpoint.name} has format {checkpoint.format}, this version reads {FORMAT}"
@@ -85,41 +97,39 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     for file in checkpoint.files:
         path = directory / _safe(file.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        key = run.key(f"checkpoints/{checkpoint.name}/{file.name}")
-        if not run.store.exists(key):
-            raise CorruptCheckpoint(f"checkpoint {checkpoint.name} lacks its file {file.name}")
-        run.store.get_file(key, path)
+        try:
+            run.store.get_file(_file_key(run, checkpoint.name, file.name), path)
+        except ObjectNotFound as error:
+            raise CorruptCheckpoint(f"checkpoint {checkpoint.name} lacks its file {file.name}") from error
         if sha256_of(path) != file.sha256:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not have the hash it should")
 
 
 def fetch_newest(run: Run, directory: Path, complain: Callable[[str], None]) -> Checkpoint | None:
-    """Brings the newest checkpoint that holds; those passed over are complained of."""
-    for checkpoint in reversed(committed(run)):
+    """Brings the newest checkpoint that holds into the empty directory; those passed over are complained of."""
+    for checkpoint in reversed(committed(run, complain)):
         try:
             fetch(run, checkpoint, directory)
             return checkpoint
         except CorruptCheckpoint as error:
             complain(f"{error}; passed over")
+            _empty(directory)
     return None
 
 
 def best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the best score; where none has one, the newest."""
-    scored = list(checkpoints)
-    return max(
-        scored,
-        key=lambda one: (one.score is not None, one.score or 0.0, one.generation, one.step),
-        default=None,
-    )
+    """The checkpoint with the best score, of equals the newest; where none has one, the newest."""
+    return max(checkpoints, key=_merit, default=None)
+
+
+def _merit(checkpoint: Checkpoint) -> tuple[bool, float, int, int]:
+    return checkpoint.score is not None, checkpoint.score or 0.0, checkpoint.generation, checkpoint.step
 
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
     """Those that neither rule keeps. `checkpoints` are in the order of `committed`."""
     newest = checkpoints[-max(1, keep_last) :]
-    scored = sorted(
-        (one for one in checkpoints if one.score is not None), key=lambda one: one.score or 0.0, reverse=True
-    )
+    scored = sorted((one for one in checkpoints if one.score is not None), key=_merit, reverse=True)
     kept = {one.name for one in [*newest, *scored[:keep_best]]}
     return [one for one in checkpoints if one.name not in kept]
 
@@ -129,7 +139,7 @@ def prune(run: Run, keep_last: int, keep_best: int) -> None:
     for checkpoint in superfluous(committed(run), keep_last, keep_best):
         run.store.delete(_manifest_key(run, checkpoint.name))
         for file in checkpoint.files:
-            run.store.delete(run.key(f"checkpoints/{checkpoint.name}/{file.name}"))
+            run.store.delete(_file_key(run, checkpoint.name, file.name))
 
 
 def sha256_of(path: Path) -> str:
@@ -141,9 +151,21 @@ def _manifest_key(run: Run, name: str) -> str:
     return run.key(f"checkpoints/{name}/manifest.json")
 
 
+def _file_key(run: Run, name: str, file_name: str) -> str:
+    """Files have a folder of their own: a person's program may call one of them manifest.json."""
+    return run.key(f"checkpoints/{name}/files/{file_name}")
+
+
 def _safe(name: str) -> Path:
     """A file's name out of a manifest as a path that cannot leave the directory it is put into."""
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise CorruptCheckpoint(f"a manifest names the file {name!r}, which leaves its directory")
-    return path
+    if not is_key(name):
+        raise CorruptCheckpoint(f"a manifest names the file {name!r}, which no checkpoint can have")
+    return Path(name)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -6,10 +6,11 @@ it. Readers remember the last chunk they saw of each writer, so following costs 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -27,27 +28,31 @@ class ChunkWriter(Generic[Record]):
 
     def __init__(self, store: Store, stream: str, writer: str) -> None:
         self._store, self._folder = store, f"{stream}/{writer}"
-        self._adapter: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
-        self._records: list[bytes] = []
-        self._chunk = 0
+        self._records: list[str] = []
+        self._chunk, self._unsure = 0, b""
         self._collecting, self._flushing = threading.Lock(), threading.Lock()
 
     def append(self, record: Record) -> None:
-        line = self._adapter.dump_json(asdict(record))  # type: ignore[call-overload]
+        line = json.dumps(asdict(record), ensure_ascii=False)  # type: ignore[call-overload]
         with self._collecting:
             self._records.append(line)
 
     def flush(self) -> None:
-        """Puts what was collected; on an error it stays collected, for the next flush."""
+        """Puts what was collected; what fails is kept for the next flush.
+
+        A put that failed may have reached the store and been read there, so it is repeated as it was.
+        """
         with self._flushing:
+            self._put(self._unsure)
             with self._collecting:
-                pending = list(self._records)
-            if not pending:
-                return
-            self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", b"\n".join(pending) + b"\n")
-            self._chunk += 1
-            with self._collecting:
-                del self._records[: len(pending)]
+                self._unsure = "".join(f"{line}\n" for line in self._records).encode(errors="replace")
+                self._records.clear()
+            self._put(self._unsure)
+
+    def _put(self, chunk: bytes) -> None:
+        if chunk:
+            self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", chunk)
+            self._chunk, self._unsure = self._chunk + 1, b""
 
 
 class ChunkReader(Generic[Record]):
@@ -60,11 +65,13 @@ class ChunkReader(Generic[Record]):
 
     def read(self) -> list[Record]:
         records: list[Record] = []
+        seen = dict(self._seen)
         for writer in self._store.folders(f"{self._stream}/"):
             folder = f"{self._stream}/{writer}/"
             for entry in self._store.list(folder, after=self._seen.get(writer)):
                 records += self._parse(entry.key)
-                self._seen[writer] = entry.key
+                seen[writer] = entry.key
+        self._seen = seen  # only now: after an error the next call reads all of it again
         return records
 
     def _parse(self, key: str) -> list[Record]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
 LARGEST_BYTES = 20_000_000
+_UNPACKED_BYTES = 4 * LARGEST_BYTES  # many small files take more room in a tar
 _NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".env", ".ssh", ".aws", ".netrc", "store"}
 _SECRET_SUFFIXES = {".pem", ".key", ".p12", ".pfx"}
 
@@ -29,17 +30,19 @@ def snapshot(directory: Path) -> bytes:
             f"the code in {directory} takes {show_bytes(total)}, more than {show_bytes(LARGEST_BYTES)} (largest:"
             f" {largest.relative_to(directory)}); point `code:` to a smaller directory or let .gitignore leave data out"
         )
-    return archive({str(path.relative_to(directory)): path.read_bytes() for path in paths})
+    files = {str(path.relative_to(directory)): path for path in paths}
+    executable = {name for name, path in files.items() if path.stat().st_mode & 0o100}
+    return archive({name: path.read_bytes() for name, path in files.items()}, executable)
 
 
-def archive(files: dict[str, bytes]) -> bytes:
+def archive(files: Mapping[str, bytes], executable: Set[str] = frozenset()) -> bytes:
     import zstandard
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in files.items():
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o644
+            entry.size, entry.mode = len(data), 0o755 if name in executable else 0o644
             tar.addfile(entry, io.BytesIO(data))
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
@@ -49,18 +52,22 @@ def unpack(data: bytes, directory: Path) -> None:
     import zstandard
 
     try:
-        content = zstandard.ZstdDecompressor().decompress(data, max_output_size=4 * LARGEST_BYTES)
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        # Not decompress(): it believes the size that the data itself claims.
+        content = zstandard.ZstdDecompressor().stream_reader(data).read(_UNPACKED_BYTES + 1)
+        if len(content) > _UNPACKED_BYTES:
+            raise PacktrainError(f"the run's code takes more than {show_bytes(_UNPACKED_BYTES)}, which is refused")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)
-                if not entry.isfile() or name.is_absolute() or ".." in name.parts:
+                if not entry.isfile() or entry.issparse() or name.is_absolute() or ".." in name.parts:
                     raise PacktrainError(f"the run's code has the entry {entry.name!r}, which is refused")
                 path = directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 reader = tar.extractfile(entry)
                 assert reader is not None
                 path.write_bytes(reader.read())
-    except (zstandard.ZstdError, tarfile.TarError) as error:
+                path.chmod(0o755 if entry.mode & 0o100 else 0o644)
+    except (zstandard.ZstdError, tarfile.TarError, OSError, ValueError) as error:
         raise PacktrainError(f"the run's code cannot be unpacked ({error})") from error
 
 

@@ -44,9 +44,9 @@ class Control:
         path.with_suffix(".part").rename(path)
 
     def errors(self) -> list[WorkerError]:
-        """What workers told; the first of the ranks comes first."""
-        paths = self.directory.glob("error-*.json")
-        return sorted((WorkerError(**json.loads(path.read_text())) for path in paths), key=lambda one: one.rank)
+        """What workers told, the most telling first: one that gives up for good takes others with it."""
+        errors = [WorkerError(**json.loads(path.read_text())) for path in self.directory.glob("error-*.json")]
+        return sorted(errors, key=lambda error: (not error.hopeless, error.rank))
 
 
 def cache_directory() -> Path:

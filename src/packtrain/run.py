@@ -172,7 +172,10 @@ class Run:
             data = self.store.find(self.key("job.json"))
             if data is None:
                 raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` shows those there")
-            self._job = Job.model_validate_json(data)
+            try:
+                self._job = Job.model_validate_json(data)
+            except ValidationError as error:
+                raise self._damaged("job.json") from error
         return self._job
 
     def pack_name(self) -> str:
@@ -227,8 +230,9 @@ class Run:
     def result(self) -> Result | None:
         return self._find("result.json", Result)
 
-    def finish(self, result: Result) -> None:
-        self.store.put(self.key("result.json"), _json(result))
+    def finish(self, result: Result) -> bool:
+        """Whether this result is the first, and so holds."""
+        return self.store.put_if_absent(self.key("result.json"), _json(result))
 
     def stop_request(self) -> Stop | None:
         return self._find("stop.json", Stop)
@@ -255,7 +259,10 @@ class Run:
         try:
             return TypeAdapter(kind).validate_json(data)
         except ValidationError as error:
-            raise PacktrainError(f"{name} of run {self.name} in {self.store.url} is damaged") from error
+            raise self._damaged(name) from error
+
+    def _damaged(self, name: str) -> PacktrainError:
+        return PacktrainError(f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url} is damaged")
 
 
 def _json(record: Any) -> bytes:
@@ -265,19 +272,20 @@ def _json(record: Any) -> bytes:
 def surviving(points: Iterable[Point]) -> list[Point]:
     """The points that later generations went on from, in the order of training.
 
-    A generation that starts from step s makes every point after s of those before it void.
+    A generation that starts from step s makes every point after s of those before it void, and what it
+    measures at s again replaces what was measured before.
     """
     ordered = sorted(points, key=lambda point: (point.generation, point.step))
     starts: dict[int, int] = {}
     for point in ordered:
         if point.kind == "start":
             starts[point.generation] = point.step
-    kept = []
+    kept: dict[tuple[str, int], Point] = {}
     for point in ordered:
         later = [step for generation, step in starts.items() if generation > point.generation]
         if all(point.step <= step for step in later):
-            kept.append(point)
-    return sorted(kept, key=lambda point: (point.step, point.generation))
+            kept[point.kind, point.step] = point
+    return sorted(kept.values(), key=lambda point: (point.step, point.generation))
 
 
 def states(runs: Sequence[Run]) -> list[State]:
@@ -292,7 +300,8 @@ def states(runs: Sequence[Run]) -> list[State]:
     while any(watched[index] for index in watched.keys() - alive) and time.monotonic() < deadline:
         time.sleep(LEASE_SECONDS / 4)
         for index in watched.keys() - alive:
-            if watched[index] and _renewals(runs[index]) != watched[index]:
+            before = watched[index]
+            if before and any(before.get(node) != count for node, count in _renewals(runs[index]).items()):
                 alive.add(index)
     return [
         result.status if result is not None else "running" if index in alive else "interrupted"
@@ -307,7 +316,7 @@ def _renewals(run: Run) -> dict[str, int]:
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """A new folder named after the job with the next free number; `pack` is what a recipe learns from."""
     for number in range(1 + last_number(store, job.name), 1_000_000):
-        run = Run(store, f"{job.name[:56]}-{number}")
+        run = Run(store, f"{_stem(job.name)}-{number}")
         if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
             store.put(run.key("code.tar.zst"), code)
             if pack is not None:
@@ -317,15 +326,26 @@ def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
 
 
 def last_number(store: Store, job_name: str) -> int:
-    stem = f"{job_name[:56]}-"
-    numbers = [name.removeprefix(stem) for name in store.folders("runs/") if name.startswith(stem)]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    split = [_split(name) for name in store.folders("runs/")]
+    return max((number for stem, number in split if stem == _stem(job_name)), default=0)
+
+
+def _stem(job_name: str) -> str:
+    """What the names of a job's runs begin with: there is room for a number behind it."""
+    return job_name[:56]
+
+
+def _split(run_name: str) -> tuple[str, int]:
+    stem, _, number = run_name.rpartition("-")
+    return stem, int(number) if is_name(run_name) and number.isdigit() else 0
 
 
 def run_names(store: Store) -> list[str]:
-    """The names of the runs in a store, the oldest first."""
-    entries = [entry for name in store.folders("runs/") for entry in store.list(f"runs/{name}/job.json")]
-    return [entry.key.split("/")[1] for entry in sorted(entries, key=lambda entry: entry.modified)]
+    """The names of the runs in a store, the oldest first; servers know times to the second only."""
+    names = [name for name in store.folders("runs/") if is_name(name)]
+    entries = [(store.entry(f"runs/{name}/job.json"), name) for name in names]
+    created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]
+    return [name for *_, name in sorted(created)]
 
 
 def open_run(store: Store, name: str | None) -> Run:
@@ -337,7 +357,7 @@ def open_run(store: Store, name: str | None) -> Run:
         return Run(store, names[-1])
     if name in names:
         return Run(store, name)
-    newest: Sequence[str] = [known for known in names if known.rpartition("-")[0] == name]
-    if newest:
-        return Run(store, newest[-1])
+    of_job = [known for known in names if _split(known)[0] == _stem(name)]
+    if of_job:
+        return Run(store, max(of_job, key=_split))
     raise NotFound(f"no run {name!r} in {store.url}; the newest are {', '.join(names[:-4:-1])}")

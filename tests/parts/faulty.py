@@ -27,18 +27,18 @@ class FaultyStore(Store):
         self._inner = inner
         self.url, self.is_directory = inner.url, inner.is_directory
         self.operations: list[tuple[str, str]] = []
-        self.fault: Callable[[str, str], BaseException | None] = lambda operation, key: None
+        self.fault: Callable[[str, str], BaseException | None] = lambda _operation, _key: None
         self.answers_get_lost = False
 
     def kill_at(self, number: int) -> None:
         """Dies at the operation of that number, counted from 0 and from now."""
         last = len(self.operations) + number
-        self.fault = lambda operation, key: Killed() if len(self.operations) > last else None
+        self.fault = lambda _operation, _key: Killed() if len(self.operations) > last else None
 
     def refuse(self, *operations: str) -> None:
         """These operations fail, as those on a store that is away."""
         away = StoreError("the store is away", temporary=True)
-        self.fault = lambda operation, key: away if operation in operations else None
+        self.fault = lambda operation, _key: away if operation in operations else None
 
     def changes(self) -> list[tuple[str, str]]:
         return [(operation, key) for operation, key in self.operations if operation in CHANGES]

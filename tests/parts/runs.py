@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from packtrain.runs import Generation, Member, Node, Run, create_run
+
 from packtrain.code import archive
 from packtrain.job import Job
-from packtrain.runs import Generation, Member, Node, Run, create_run
 from packtrain.store import Store
 
 
 def program_job(name: str = "job", **fields: Any) -> Job:
     return Job.model_validate({"name": name, "program": ["train.py"], **fields})
+
+
+def recipe_job(name: str = "job", **sections: Any) -> Job:
+    """Its data is never looked at."""
+    train = {"duration": "10 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.01}}}
+    given = {"model": "tiny", "data": {"train": [{"bitext": ["a", "b"]}]}, **sections}
+    return Job.model_validate(
+        {"name": name, "recipe": "translate", **given, "train": {**train, **sections.get("train", {})}}
+    )
 
 
 def new_run(store: Store, job: Job | None = None, script: str = "") -> Run:

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -29,10 +30,11 @@ from packtrain.node.launch import Directories, Launch, launcher_arguments, worke
 from packtrain.node.lease import Lease
 from packtrain.node.logs import LogShipper
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.run import Event, Generation, Node, Result, Run
+from packtrain.run import Event, Generation, Node, Result, Run, Status
 from packtrain.store import StoreError
 
 TICK_SECONDS = 0.5
+_NOTICE = "this machine is to leave (SIGTERM)"
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Agent:
         self._watch = LeaseWatch()
         self._attempt: Attempt | None = None
         self._program = ProgramCheckpoints(run, self._home / "checkpoints", run.job.checkpoint, self._tell)
+        self._last_tried = 0
+        self._wanted: str | None = None  # why the generation that was last tried needs a next one
         self._signalled = False
         self._over = False
 
@@ -125,9 +129,9 @@ class Agent:
             elif (code := attempt.launch.poll()) is not None:
                 self._after(attempt, code)
             else:
-                self._look_after(attempt, latest)
+                self._look_after(attempt)
         elif self._leaving() is not None:
-            self._finish_stopped()
+            self._finish_stopped(latest)
         elif latest is not None and latest.rank_of(self.name) is not None and not self._has_tried(latest):
             self._start(latest)
         else:
@@ -135,8 +139,6 @@ class Agent:
 
     def _has_tried(self, generation: Generation) -> bool:
         return self._last_tried >= generation.number
-
-    _last_tried = 0
 
     def _leaving(self) -> str | None:
         """Why the run is to end before its goal."""
@@ -146,19 +148,19 @@ class Agent:
         hours = self._job.budget.hours
         if hours is not None and self._lease.used_seconds() >= hours * 3600:
             return f"the budget of {hours:g} hours is used up"
-        return "this machine is to leave (SIGTERM)" if self._signalled else None
+        return _NOTICE if self._signalled else None
 
     # Attempts.
 
     def _start(self, generation: Generation) -> None:
         rank = generation.rank_of(self.name)
         assert rank is not None
-        self._last_tried = generation.number
+        if self._job.program is not None:
+            self._program.restore()
+        self._last_tried, self._wanted = generation.number, None
         home = self._home / f"{generation.number:06d}"
         directories = Directories(home / "logs", home / "control", self._home / "code", self._home / "checkpoints")
         directories.logs.mkdir(parents=True)
-        if self._job.program is not None:
-            self._program.restore()
         first_rank = sum(member.workers for member in generation.members[:rank])
         self._attempt = Attempt(
             generation,
@@ -182,10 +184,11 @@ class Agent:
             self._attempt = None
             self._lease.offer_port(free_port())
 
-    def _look_after(self, attempt: Attempt, latest: Generation | None) -> None:
+    def _look_after(self, attempt: Attempt) -> None:
         """While the workers work."""
         if self._job.program is not None and attempt.is_first:
-            self._program.commit_if_due(attempt.generation.number)
+            with suppress(Superseded):  # the next look at the world ends the attempt
+                self._program.commit_if_due(attempt.generation.number)
         reason = self._leaving()
         if reason is not None and not attempt.asked_to_stop:
             attempt.asked_to_stop = True
@@ -194,9 +197,9 @@ class Agent:
             if self._job.program is not None:
                 attempt.launch.terminate()
         elif len(attempt.generation.members) > 1:
-            self._watch_members(attempt, latest)
+            self._watch_members(attempt)
 
-    def _watch_members(self, attempt: Attempt, latest: Generation | None) -> None:
+    def _watch_members(self, attempt: Attempt) -> None:
         """The first machine watches all others, and they watch the first."""
         now = time.monotonic()
         self._watch.observe(self._run.nodes(), now)
@@ -206,11 +209,11 @@ class Agent:
             if self._watch.lost(member.node, now) and self._run.result() is None:
                 self._tell("lost", f"{member.node} does not renew its lease")
                 self._end_attempt()
-                self._propose(latest, f"{FAILURE}machine {member.node} is lost")
+                self._want(attempt.generation, f"{FAILURE}machine {member.node} is lost")
                 return
 
     def _after(self, attempt: Attempt, code: int) -> None:
-        """When the workers have ended, one way or another."""
+        """When the workers have ended, one way or another. The attempt stays until the store knows about it."""
         errors = attempt.control.errors()
         program_done = self._job.program is not None and code == 0
         if attempt.is_first and self._job.program is not None:
@@ -218,31 +221,35 @@ class Agent:
                 self._program.commit(attempt.generation.number)
             except Superseded:
                 program_done = False
+        attempt.launch.kill()
         leaving = self._leaving()
-        self._end_attempt()
         if self._run.result() is not None:
             self._over = True
         elif attempt.is_first and program_done and not attempt.asked_to_stop:
             self._conclude("finished", "the program ended with exit code 0")
         elif leaving is not None:
-            self._finish_stopped()
+            self._finish_stopped(attempt.generation)
+        elif code == 0 and attempt.is_first:
+            self._want(attempt.generation, "the workers ended before the goal")
         elif code == 0:
-            pass  # the first machine's workers write the result; the others wait for it
+            pass  # the first machine has the result or goes on; the others wait for it
         elif errors and errors[0].hopeless:
             self._conclude("failed", errors[0].text)
         else:
             text = (
                 errors[0].text if errors else f"a worker ended with exit code {code}; `packtrain logs` has its output"
             )
-            self._tell("failure", text)
-            self._retry(text)
+            self._retry(attempt.generation, text)
+        self._end_attempt()
 
-    def _retry(self, text: str) -> None:
-        generations = self._run.generations()
-        if failures_in_a_row(generations) >= self._job.fleet.failures:
+    def _retry(self, failed: Generation, text: str) -> None:
+        # Other machines may have proposed the next one already: theirs is not one more failure.
+        tried = [generation for generation in self._run.generations() if generation.number <= failed.number]
+        if failures_in_a_row(tried) >= self._job.fleet.failures:
             self._conclude("failed", f"{text} (after {self._job.fleet.failures} more attempts)")
         else:
-            self._propose(generations[-1], f"{FAILURE}{text}")
+            self._want(failed, f"{FAILURE}{text}")
+            self._tell("failure", text)
 
     # Proposals.
 
@@ -252,8 +259,15 @@ class Agent:
         self._watch.observe(self._run.nodes(), now)
         if latest is None:
             self._propose(latest, "start")
+        elif self._wanted is not None and latest.number == self._last_tried:
+            self._propose(latest, self._wanted)
         elif all(self._watch.lost(member.node, now) or member.node == self.name for member in latest.members):
             self._propose(latest, "resumed")
+
+    def _want(self, ended: Generation, reason: str) -> None:
+        """Proposes the generation after `ended`: now, or as soon as there are enough machines."""
+        self._wanted = reason
+        self._propose(ended, reason)
 
     def _propose(self, latest: Generation | None, reason: str) -> None:
         now = time.monotonic()
@@ -266,19 +280,25 @@ class Agent:
 
     # Endings.
 
-    def _finish_stopped(self) -> None:
+    def _finish_stopped(self, latest: Generation | None) -> None:
         """A person's stop and the budget end the run; a machine that has to go only leaves it."""
         reason = self._leaving()
-        if reason is not None and not self._signalled:
+        if reason not in (None, _NOTICE) and self._speaks_for(latest):
             self._conclude("stopped", reason)
-        self._over = True
+        self._over = self._over or self._signalled
 
-    def _conclude(self, status: str, reason: str) -> None:
+    def _speaks_for(self, latest: Generation | None) -> bool:
+        """The first machine has the last checkpoint, so it says that the run is over; another if it is lost."""
+        if latest is None or latest.members[0].node == self.name:
+            return True
+        now = time.monotonic()
+        self._watch.observe(self._run.nodes(), now)
+        return self._watch.lost(latest.members[0].node, now)
+
+    def _conclude(self, status: Status, reason: str) -> None:
         steps = [checkpoint.step for checkpoint in committed(self._run)]
-        self._run.finish(
-            Result(status, reason, max(steps, default=0), self._lease.used_seconds())  # type: ignore[arg-type]
-        )
-        self._tell(status, reason)
+        if self._run.finish(Result(status, reason, max(steps, default=0), self._lease.used_seconds())):
+            self._tell(status, reason)
         self._over = True
 
 

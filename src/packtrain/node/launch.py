@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,7 @@ class Launch:
         directories: Directories,
     ) -> None:
         self.generation = generation
+        self._mark = str(directories.control)
         with (directories.logs / "launcher.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -120,20 +122,28 @@ class Launch:
         self._process.terminate()
 
     def kill(self) -> None:
-        """Ends the launcher and all below it, now."""
-        try:
-            launcher = psutil.Process(self._process.pid)
-            family = [*launcher.children(recursive=True), launcher]
-        except psutil.NoSuchProcess:
-            family = []
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        """Ends the launcher and all that came of it, now."""
+        family = self._family()
         self._process.kill()
         self._process.wait()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
+
+    def _family(self) -> list[psutil.Process]:
+        """What the launcher and its workers started; those whose parents are gone are known by their environment."""
+        family = {process for process in psutil.process_iter() if self._has_mark(process)}
+        if self._process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                family.update(psutil.Process(self._process.pid).children(recursive=True))
+        return list(family)
+
+    def _has_mark(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(CONTROL_VARIABLE) == self._mark
+        except (psutil.Error, OSError):
+            return False
 
 
 def _end_with_parent() -> None:

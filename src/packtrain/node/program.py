@@ -15,6 +15,7 @@ from pathlib import Path
 from packtrain.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.job import Checkpoint as Settings
 from packtrain.run import Run
+from packtrain.store import is_key
 
 Fingerprint = dict[str, tuple[int, int]]
 _ATTEMPTS = 5
@@ -72,13 +73,14 @@ class ProgramCheckpoints:
 
 
 def fingerprint(directory: Path) -> Fingerprint:
-    """The size and time of every plain file below the directory."""
+    """The size and time of every plain file below the directory that a store can hold by its name."""
     found: Fingerprint = {}
     for path in sorted(directory.rglob("*")):
+        name = str(path.relative_to(directory))
         try:
-            if path.is_file() and not path.is_symlink():
+            if path.is_file() and not path.is_symlink() and is_key(name):
                 status = path.stat()
-                found[str(path.relative_to(directory))] = (status.st_size, status.st_mtime_ns)
+                found[name] = (status.st_size, status.st_mtime_ns)
         except FileNotFoundError:
             continue
     return found

@@ -27,7 +27,7 @@ def read_bitext(paths: tuple[str, ...]) -> Iterator[TextPair]:
 
 
 def _read_two(source: Path, target: Path) -> Iterator[TextPair]:
-    for number, (one, other) in enumerate(zip_longest(_lines(source), _lines(target)), 1):
+    for one, other in zip_longest(_lines(source), _lines(target)):
         if one is None or other is None:
             counts = [sum(1 for _ in _lines(path)) for path in (source, target)]
             raise Mistake(

@@ -51,7 +51,7 @@ def check_recipe(job: Job) -> None:
             if source.weight != 1.0:
                 raise FieldMistake(f"data.{split}.{number}.weight", "sources cannot be weighted yet; leave it out")
             for path in filter(is_address, source.paths):
-                raise FieldMistake(f"data.{split}.{number}", f"{path} is an address; only local files can be packed yet")
+                raise FieldMistake(f"data.{split}.{number}", f"{path}: only local files can be packed yet")
             if source.kind not in recipe.sources:
                 raise FieldMistake(
                     f"data.{split}",

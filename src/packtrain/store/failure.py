@@ -10,19 +10,26 @@ import os
 import re
 from collections.abc import Mapping
 
-from packtrain.errors import NotFound, PacktrainError
+from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, NotFound, PacktrainError
 
 
 class StoreError(PacktrainError):
-    """`temporary`: the same call may well succeed later, so a caller that can wait should."""
+    """`temporary`: the same call may well succeed later, so a caller that can wait should.
+
+    What will not pass by itself (wrong keys, no such bucket) is the caller's to mend.
+    """
+
+    exit_code = EXIT_MISTAKE
 
     def __init__(self, message: str, *, temporary: bool = False) -> None:
         super().__init__(message)
         self.temporary = temporary
+        if temporary:
+            self.exit_code = EXIT_FAILED
 
 
 class ObjectNotFound(StoreError, NotFound):
-    pass
+    exit_code = EXIT_NOT_FOUND
 
 
 _FULL = "the disk is full: free some space, or choose a store with more"

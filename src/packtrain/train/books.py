@@ -33,11 +33,11 @@ class Books:
         self._points.flush()
 
     def close(self) -> None:
+        self._flusher.close()  # first: from here on nobody else flushes
         try:
             self._tensorboard.flush(now=True)
         except StoreError as error:
             self._complain(error)
-        self._flusher.close()
 
     def _complain(self, error: StoreError) -> None:
         print(f"warning: {error}", flush=True)

@@ -60,7 +60,6 @@ class Engine:
             self.model,
             device_ids=[self._world.device.index] if on_gpu else None,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
 
     @property

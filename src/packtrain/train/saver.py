@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from packtrain.checkpoint import Checkpoint, Superseded, commit, prune
-from packtrain.errors import PacktrainError
 from packtrain.job import Checkpoint as Settings
 from packtrain.run import Run
-from packtrain.store import StoreError
 from packtrain.train.state import Snapshot
 
 
@@ -34,7 +32,7 @@ class Saver:
         self._before, self._tell = before, tell
         self._changed = threading.Condition()
         self._waiting: tuple[Snapshot, float | None] | None = None
-        self._busy = self._closed = False
+        self._closed = False
         self.superseded: Superseded | None = None
         self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
         self._thread.start()
@@ -71,7 +69,7 @@ class Saver:
             prune(self._run, self._settings.keep_last, self._settings.keep_best)
         except Superseded as error:
             self.superseded = error
-        except (StoreError, OSError, PacktrainError) as error:
+        except Exception as error:
             self._tell("warning", f"step {snapshot.step} could not be saved: {error}")
 
     def _commit(self, snapshot: Snapshot, score: float | None) -> Checkpoint:

@@ -64,9 +64,13 @@ class Trainer:
         self._saver = Saver(run, generation, run.job.checkpoint, self._books.flush_points, self._books.tell)
 
     def train(self) -> None:
-        """Returns at the goal, with the result written, or once a stop is committed, without a result."""
+        """Returns at the goal, with the result written, or once a stop is committed, without a result.
+
+        The result comes last: agents that see it end what is still running.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        result: Result | None = None
         try:
             self._restore()
             self._record("start", self._progress.step, {})
@@ -75,9 +79,11 @@ class Trainer:
             if self._saver.superseded is not None:
                 raise self._saver.superseded
             if reached_goal:
-                self._finish()
+                result = self._finish()
         finally:
             self._books.close()
+        if result is not None:
+            self._run.finish(result)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._signalled = True
@@ -186,8 +192,8 @@ class Trainer:
             self._progress = replace(self._progress, loss_scale=scale, clean_steps=clean_steps)
             self._saver.save(take(self._engine, self._description()), self._score())
 
-    def _finish(self) -> None:
-        """The last measure, on the test split or else on all of the validation split, and the result."""
+    def _finish(self) -> Result | None:
+        """The last measure, on the test split or else on all of the validation split; the result, on the first rank."""
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
         if self._recipe.count(split):
@@ -198,21 +204,19 @@ class Trainer:
             values = {**scores.values, "evaluation_seconds": time.perf_counter() - started}
             self._record("test", self._progress.step, values, scores)
         if not self._world.is_first:
-            return
+            return None
         newest = committed(self._run)
         if not newest or newest[-1].step != self._progress.step:
             raise PacktrainError("the last checkpoint did not reach the store; the run is not finished")
         self._books.flush_points()
-        self._run.finish(
-            Result(
-                "finished",
-                f"reached {self._job.train.duration}",
-                self._progress.step,
-                self._seconds_so_far(),
-                {f"{split}.{name}": value for name, value in scores.values.items()},
-                {f"{split}.{name}": text for name, text in scores.signatures.items()},
-                scores.samples,
-            )
+        return Result(
+            "finished",
+            f"reached {self._job.train.duration}",
+            self._progress.step,
+            self._seconds_so_far(),
+            {f"{split}.{name}": value for name, value in scores.values.items()},
+            {f"{split}.{name}": text for name, text in scores.signatures.items()},
+            scores.samples,
         )
 
     # The state.

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from packtrain.fleet import FLEETS, Start, fleet_of
+from packtrain.fleet.local import LocalFleet
+from packtrain.job import FLEETS as KINDS
+from packtrain.job import Local
+from packtrain.store import Store
+from parts.runs import new_run
+
+SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_every_kind_of_a_job_file_has_its_fleet() -> None:
+    assert set(KINDS.values()) == set(FLEETS)
+    assert isinstance(fleet_of(Local()), LocalFleet)
+
+
+def test_a_plan_is_the_command_for_each_machine(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    command = (
+        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--address", "127.0.0.1",
+    )  # fmt: skip
+    assert LocalFleet(Local(machines=3)).plan(run) == [Start("this machine", command)] * 3
+
+
+def test_a_plan_holds_no_secret(s3_store: Store) -> None:
+    """The keys are in the environment, where the node finds them too."""
+    plan = LocalFleet(Local()).plan(new_run(s3_store))
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert os.environ[variable]
+        assert os.environ[variable] not in repr(plan)
+
+
+def test_a_node_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
+    arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
+    [node] = LocalFleet(Local()).start([Start("this machine", arguments)], tied=False)
+    while node.exit_code() is None:
+        time.sleep(0.02)
+    assert node.exit_code() == 7
+    assert node.log is not None
+    assert node.log.is_relative_to(own_cache)
+    assert sorted(node.log.read_text().split()) == ["err", "out"]
+
+
+STARTER = f"""
+import sys, time
+from packtrain.fleet import Start
+from packtrain.fleet.local import LocalFleet
+from packtrain.job import Local
+tied = sys.argv[1] == "tied"
+[node] = LocalFleet(Local()).start([Start("this machine", {SLEEPER!r})], tied)
+while "up" not in node.log.read_text():
+    time.sleep(0.02)
+print(node._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def started(how: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A client and the node that it started."""
+    client = subprocess.Popen([sys.executable, "-c", STARTER, how], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    return client, psutil.Process(int(client.stdout.readline()))
+
+
+def test_a_tied_node_ends_with_its_client() -> None:
+    client, node = started("tied")
+    assert node.is_running()
+    client.kill()
+    client.wait()
+    gone, _ = psutil.wait_procs([node], timeout=30)
+    assert gone == [node]
+
+
+def test_another_node_goes_on_without_its_client_in_a_session_of_its_own() -> None:
+    client, node = started("free")
+    try:
+        assert os.getsid(node.pid) == node.pid
+        client.kill()
+        client.wait()
+        with pytest.raises(psutil.TimeoutExpired):
+            node.wait(0.3)
+        assert node.status() != psutil.STATUS_ZOMBIE
+    finally:
+        node.kill()

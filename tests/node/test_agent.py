@@ -1,0 +1,399 @@
+"""Agents as fleets start them, each a process of its own, with torch's launcher and programs that need no torch.
+
+Moments that cannot be hit with real processes come last: there an agent lives in the test and looks at the world
+when it is told to, and its workers end when the test says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from packtrain.runs import Generation, Run
+
+from packtrain.checkpoint import committed, fetch_newest
+from packtrain.control import CONTROL_VARIABLE
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED
+from packtrain.node import agent as agent_module
+from packtrain.node.agent import Agent
+from packtrain.node.generations import FAILURE
+from packtrain.store import Store, StoreError, open_store
+from parts.faulty import FaultyStore
+from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job
+
+PATIENCE_SECONDS = 60.0
+
+SAY_WHO = """
+import os
+print("I am", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["LOCAL_RANK"], flush=True)
+"""
+# Works until it is asked to stop, and takes a while to write its last words.
+WORK = """
+import os, pathlib, signal, sys, time
+directory, rank = pathlib.Path(os.environ["PACKTRAIN_CHECKPOINTS"]), os.environ["RANK"]
+if (directory / "last").exists():
+    sys.exit()
+
+def leave(number, frame):
+    if rank == "0":
+        time.sleep(1.5)
+        (directory / "last").write_text("words")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, leave)
+(directory / "state").write_text("some")
+(pathlib.Path(os.environ["SCRATCH"]) / rank).touch()
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class Machine:
+    """This one, with a cache and a store of the test's own, and what was started on it."""
+
+    directory: Path
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def store(self) -> Store:
+        return open_store(str(self.directory / "store"))
+
+    @property
+    def scratch(self) -> Path:
+        return self.directory / "scratch"
+
+    def run_of(self, script: str, **fields: Any) -> Run:
+        return new_run(self.store, program_job(checkpoint={"every": "1 h"}, **fields), script)
+
+    def start(self, run: Run) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "PACKTRAIN_CACHE": str(self.directory / "cache"),
+            "SCRATCH": str(self.scratch),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self.directory / "agent.log").open("ab") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+        self.agents.append(agent)
+        return agent
+
+    def exit_code(self, agent: subprocess.Popen[bytes]) -> int:
+        try:
+            return agent.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the agent does not end:\n{(self.directory / 'agent.log').read_text()}")
+
+    def working(self, *ranks: int) -> bool:
+        return all((self.scratch / str(rank)).exists() for rank in ranks)
+
+    def processes(self) -> list[psutil.Process]:
+        """Launchers, workers and what they started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mark = process.environ().get(CONTROL_VARIABLE, "")
+                if mark.startswith(str(self.directory)) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    made.scratch.mkdir()
+    yield made
+    for agent in made.agents:
+        agent.kill()
+        agent.wait()
+    for process in made.processes():
+        process.kill()
+
+
+def committed_files(run: Run, scratch: Path) -> dict[str, bytes]:
+    scratch.mkdir()
+    fetch_newest(run, scratch, pytest.fail)
+    return read_files(scratch)
+
+
+def said(run: Run) -> list[tuple[int | None, str]]:
+    return sorted((line.rank, line.text) for line in run.log_lines().read() if line.text.startswith("I am"))
+
+
+def test_a_program_that_ends_well_finishes_the_run(machine: Machine) -> None:
+    save = "\nimport pathlib; (pathlib.Path(os.environ['PACKTRAIN_CHECKPOINTS']) / os.environ['RANK']).write_text('x')"
+    run = machine.run_of(SAY_WHO + save, fleet={"local": {}, "workers": 2})
+    assert machine.exit_code(machine.start(run)) == EXIT_DONE
+    result = run.result()
+    assert result is not None
+    assert (result.status, result.reason) == ("finished", "the program ended with exit code 0")
+    assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 1")]
+    assert committed_files(run, machine.directory / "back") == {"0": b"x", "1": b"x"}
+    assert [node.left for node in run.nodes()] == [True]
+    assert machine.processes() == []
+    assert list((machine.directory / "cache" / "nodes").iterdir()) == []
+
+
+def test_a_program_that_fails_is_tried_again_and_then_the_run_is_failed(machine: Machine) -> None:
+    script = "import sys; print('it broke', file=sys.stderr); sys.exit(3)"
+    run = machine.run_of(script, fleet={"local": {}, "workers": 1, "failures": 1})
+    assert machine.exit_code(machine.start(run)) == EXIT_FAILED
+    result = run.result()
+    assert result is not None
+    assert result.status == "failed"
+    assert result.reason.startswith("a worker ended with exit code")
+    assert result.reason.endswith("(after 1 more attempts)")
+    reasons = [generation.reason for generation in run.generations()]
+    assert reasons[0] == "start"
+    assert len(reasons) == 2
+    assert reasons[1].startswith(FAILURE)
+    broken = [line.generation for line in run.log_lines().read() if line.text == "it broke"]
+    assert sorted(broken) == [1, 2]
+    assert machine.processes() == []
+
+
+def test_a_stop_commits_what_the_program_last_wrote_and_resume_brings_it_back(machine: Machine) -> None:
+    run = machine.run_of(WORK)
+    agent = machine.start(run)
+    until(lambda: machine.working(0), "the worker")
+    run.request_stop("enough")
+    assert machine.exit_code(agent) == EXIT_STOPPED
+    result = run.result()
+    assert result is not None
+    assert (result.status, result.reason, result.step) == ("stopped", "enough", 1)
+    assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
+
+    run.reopen()
+    assert machine.exit_code(machine.start(run)) == EXIT_DONE
+    assert [generation.reason for generation in run.generations()] == ["start", "resumed"]
+    assert len(committed(run)) == 1
+    assert machine.processes() == []
+
+
+def test_a_machine_that_has_to_leave_commits_and_leaves_the_run_open(machine: Machine) -> None:
+    run = machine.run_of(WORK)
+    agent = machine.start(run)
+    until(lambda: machine.working(0), "the worker")
+    agent.send_signal(signal.SIGTERM)
+    assert machine.exit_code(agent) == EXIT_UNFINISHED
+    assert run.result() is None
+    assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
+    assert [node.left for node in run.nodes()] == [True]
+    assert machine.processes() == []
+
+
+def test_a_stop_is_answered_even_by_a_machine_that_has_to_leave(machine: Machine) -> None:
+    """Whoever asked for the stop waits for the result."""
+    run = machine.run_of(WORK)
+    agent = machine.start(run)
+    until(lambda: machine.working(0), "the worker")
+    run.request_stop("enough")
+    agent.send_signal(signal.SIGTERM)
+    assert machine.exit_code(agent) == EXIT_STOPPED
+    assert machine.processes() == []
+
+
+def test_launcher_and_workers_end_with_an_agent_that_is_killed(machine: Machine) -> None:
+    run = machine.run_of(WORK, fleet={"local": {}, "workers": 2})
+    agent = machine.start(run)
+    until(lambda: machine.working(0, 1), "the workers")
+    assert len(machine.processes()) == 3
+    agent.kill()
+    until(lambda: machine.processes() == [], "the end of all processes")
+    assert run.result() is None
+
+
+def test_two_machines_form_one_generation_and_their_common_failure_counts_once(machine: Machine) -> None:
+    script = "import os, sys\nif os.environ['PACKTRAIN_GENERATION'] == '1': sys.exit(3)\n" + SAY_WHO
+    run = machine.run_of(script, fleet={"local": {"machines": 2}, "workers": 1, "failures": 1})
+    agents = [machine.start(run) for _ in range(2)]
+    assert [machine.exit_code(agent) for agent in agents] == [EXIT_DONE, EXIT_DONE]
+    assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 0")]
+    generations = run.generations()
+    assert [len(generation.members) for generation in generations] == [2, 2]
+    assert machine.processes() == []
+
+
+def test_a_stop_of_two_machines_waits_for_the_last_words_of_the_first(machine: Machine) -> None:
+    run = machine.run_of(WORK, fleet={"local": {"machines": 2}, "workers": 1})
+    agents = [machine.start(run) for _ in range(2)]
+    until(lambda: machine.working(0, 1), "the workers")
+    run.request_stop("enough")
+    assert [machine.exit_code(agent) for agent in agents] == [EXIT_STOPPED, EXIT_STOPPED]
+    assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
+    assert machine.processes() == []
+
+
+# One look at a time.
+
+
+class StandIn:
+    """Workers that end when the test says so."""
+
+    def __init__(self, *_: object) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@dataclass
+class Stepped:
+    """An agent that looks at the world only when it is told to."""
+
+    agent: Agent
+    store: FaultyStore
+
+    def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.agent._tick()
+
+    def end_workers(self, code: int) -> None:
+        assert self.agent._attempt is not None
+        self.agent._attempt.launch.code = code  # type: ignore[attr-defined]
+
+    def checkpoint(self, **files: str) -> None:
+        for name, text in files.items():
+            (self.agent._home / "checkpoints" / name).write_text(text)
+
+
+@pytest.fixture
+def stepped(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Stepped]]:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(agent_module, "Launch", StandIn)
+    agents: list[Agent] = []
+
+    def make(run: Run) -> Stepped:
+        store = FaultyStore(directory_store)
+        agents.append(Agent(Run(store, run.name), "127.0.0.1", 1, {}))
+        return Stepped(agents[-1], store)
+
+    yield make
+    for agent in agents:
+        agent._lease.leave()
+
+
+def with_another(run: Run, name: str, agent: Agent) -> None:
+    """The agent sees another machine renew its lease."""
+    for renewal in (1, 2):
+        run.renew(a_node(name, renewal, joined=2))
+        agent._watch.observe(run.nodes(), time.monotonic())
+
+
+def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_starts_again(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    run = new_run(directory_store)
+    one = stepped(run)
+    one.look(2)
+    one.end_workers(0)
+    one.store.refuse("put_if_absent")
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            one.look()
+    one.store.refuse()
+    one.look()
+    result = run.result()
+    assert result is not None
+    assert result.status == "finished"
+    assert len(run.generations()) == 1
+
+
+def test_a_commit_that_comes_too_late_does_not_end_the_agent(
+    directory_store: Store, stepped: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation begins between the look at the store and the commit."""
+    run = new_run(directory_store, program_job(checkpoint={"every": "1 s"}))
+    one = stepped(run)
+    one.look(2)
+    one.checkpoint(state="some")
+    monkeypatch.setattr(one.agent._program, "_last", -1e9)
+    monkeypatch.setattr(run.__class__, "latest_generation", seen_first(a_generation(1, one.agent.name)))
+    run.propose(a_generation(2, "another"))
+    one.look()
+    assert committed(run) == []
+    one.look()
+    assert one.agent._attempt is None
+    assert run.result() is None
+
+
+def seen_first(generation: Generation) -> Callable[[Run], Generation | None]:
+    """`latest_generation`, which at first still sees what was there before."""
+    original, looks = Run.latest_generation, iter([generation])
+    return lambda run: next(looks, None) or original(run)
+
+
+def test_a_failure_that_another_machine_has_answered_already_is_not_answered_again(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"local": {"machines": 2}, "failures": 1}))
+    one = stepped(run)
+    with_another(run, "other", one.agent)
+    one.look(2)
+    one.end_workers(1)
+    attempt = one.agent._attempt
+    assert attempt is not None
+    run.propose(replace(attempt.generation, number=2, reason=f"{FAILURE}as the other saw it"))
+    one.agent._after(attempt, 1)
+    assert [generation.number for generation in run.generations()] == [1, 2]
+    assert run.result() is None
+
+
+def test_workers_that_end_well_without_a_result_are_started_again(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    """A recipe's workers end so when somebody signals one of them: all commit and leave."""
+    run = new_run(directory_store, recipe_job(fleet={"local": {"machines": 2}}))
+    one = stepped(run)
+    with_another(run, "other", one.agent)
+    one.look(2)
+    one.end_workers(0)
+    one.look()
+    assert [generation.rank_of("other") for generation in run.generations()] == [1, 1]
+
+
+def test_the_next_generation_is_proposed_once_there_are_enough_machines(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"local": {"machines": 2}}))
+    one = stepped(run)
+    with_another(run, "other", one.agent)
+    one.look(2)
+    run.renew(a_node("other", 3, joined=2, left=True))
+    one.end_workers(1)
+    one.look(3)
+    assert len(run.generations()) == 1
+    with_another(run, "third", one.agent)
+    one.look()
+    assert [generation.rank_of("third") for generation in run.generations()] == [None, 1]
+    assert run.generations()[-1].reason.startswith(FAILURE)

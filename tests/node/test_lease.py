@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packtrain.runs import Node, Run
+
+from packtrain.node import lease as lease_module
+from packtrain.node.lease import Lease
+from packtrain.store import Store
+from parts.faulty import FaultyStore
+from parts.runs import a_node
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.05)
+
+
+def stored(store: Store) -> Node:
+    [node] = Run(store, "job-1").nodes()
+    return node
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another thread; the test's own time limit ends what never comes."""
+    while not condition():
+        threading.Event().wait(0.01)
+
+
+def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: Store, tmp_path: Path) -> None:
+    lease = Lease(Run(any_store, "job-1"), a_node("a"), tmp_path)
+    assert stored(any_store) == a_node("a")
+    until(lambda: stored(any_store).renewal >= 2)
+    assert not stored(any_store).left
+    lease.leave()
+    assert stored(any_store).left
+    last = stored(any_store).renewal
+    threading.Event().wait(0.15)
+    assert stored(any_store).renewal == last
+
+
+def test_a_lease_tells_what_the_machine_is_doing(directory_store: Store, tmp_path: Path) -> None:
+    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
+    lease.leave()
+    telemetry = stored(directory_store).telemetry
+    assert telemetry.memory_bytes > 0
+    assert 0 < telemetry.memory_fraction < 1
+    assert telemetry.disk_free_bytes > 0
+    assert telemetry.sent_bytes_per_second >= 0
+
+
+def test_time_is_counted_on_from_earlier_attempts(directory_store: Store, tmp_path: Path) -> None:
+    lease = Lease(Run(directory_store, "job-1"), a_node("a", used_seconds=500.0), tmp_path)
+    assert lease.used_seconds() >= 500.0
+    lease.leave()
+    assert 500.0 < stored(directory_store).used_seconds < 600.0
+
+
+def test_a_fresh_port_is_told_with_the_next_renewal(directory_store: Store, tmp_path: Path) -> None:
+    lease = Lease(Run(directory_store, "job-1"), a_node("a", port=1), tmp_path)
+    lease.offer_port(2)
+    until(lambda: stored(directory_store).port == 2)
+    lease.leave()
+    assert lease.node.port == 2
+
+
+def test_a_store_that_is_away_is_tried_again(
+    directory_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = FaultyStore(directory_store)
+    lease = Lease(Run(store, "job-1"), a_node("a"), tmp_path)
+    store.refuse("put")
+    missed = lease.node.renewal
+    until(lambda: lease.node.renewal > missed + 2)
+    store.refuse()
+    until(lambda: stored(directory_store).renewal > missed + 2)
+    lease.leave()
+    assert "warning: the lease could not be renewed: the store is away" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packtrain.runs import LogLine, Run
+
+from packtrain.node.logs import LogShipper
+from packtrain.store import Store, open_store
+
+
+class Shipping:
+    """A shipper, the folder that it follows, and a reader at the other end."""
+
+    def __init__(self, store: Store, folder: Path, first_rank: int = 0) -> None:
+        run = Run(store, "job-1")
+        self.folder = folder
+        folder.mkdir()
+        self._writer, self._reader = run.log_writer("node-a"), run.log_lines()
+        self._shipper = LogShipper(folder, self._writer, "node-a", 3, first_rank)
+
+    def write(self, data: bytes, name: str = "run/attempt_0/0/stdout.log") -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (self.folder / name).open("ab") as file:
+            file.write(data)
+
+    def arrived(self, all_of_it: bool = False) -> list[LogLine]:
+        self._shipper.ship(all_of_it)
+        self._writer.flush()
+        return self._reader.read()
+
+    def texts(self, all_of_it: bool = False) -> list[str]:
+        return [line.text for line in self.arrived(all_of_it)]
+
+
+@pytest.fixture
+def shipping(directory_store: Store, tmp_path: Path) -> Shipping:
+    return Shipping(directory_store, tmp_path / "logs")
+
+
+def test_whole_lines_are_shipped_once(shipping: Shipping) -> None:
+    assert shipping.texts() == []
+    shipping.write(b"one\ntwo\n")
+    assert shipping.texts() == ["one", "two"]
+    assert shipping.texts() == []
+
+
+def test_a_line_waits_for_its_end(shipping: Shipping) -> None:
+    shipping.write(b"one\nhalf a ")
+    assert shipping.texts() == ["one"]
+    shipping.write(b"line\n\n")
+    assert shipping.texts() == ["half a line", ""]
+
+
+def test_a_last_line_without_an_end_is_shipped_when_nothing_more_comes(shipping: Shipping) -> None:
+    shipping.write(b"one\nkilled in the mid")
+    assert shipping.texts(all_of_it=True) == ["one", "killed in the mid"]
+    assert shipping.texts(all_of_it=True) == []
+
+
+def test_of_a_progress_bar_its_last_word_is_kept(shipping: Shipping) -> None:
+    shipping.write(b"\r 10%\r 50%")
+    assert shipping.texts() == []
+    shipping.write(b"\r100%\nwindows\r\n\rgone back\r\n")
+    assert shipping.texts() == ["100%", "windows", "gone back"]
+
+
+def test_bytes_that_are_not_text_do_not_stop_the_rest(shipping: Shipping) -> None:
+    shipping.write(b"\xff\xfe\n" + "ä".encode()[:1])
+    shipping.write("ä".encode()[1:] + b"\nafter\n")
+    assert shipping.texts() == ["\ufffd\ufffd", "ä", "after"]
+
+
+def test_lines_tell_their_rank_their_stream_and_where_they_come_from(directory_store: Store, tmp_path: Path) -> None:
+    """Ranks are counted over all machines: the first worker of this one is number 4."""
+    shipping = Shipping(directory_store, tmp_path / "logs", first_rank=4)
+    shipping.write(b"a\n", "run/attempt_0/0/stdout.log")
+    shipping.write(b"b\n", "run/attempt_0/11/stderr.log")
+    shipping.write(b"c\n", "launcher.log")
+    lines = {line.text: line for line in shipping.arrived()}
+    assert {text: (line.rank, line.stream) for text, line in lines.items()} == {
+        "a": (4, "out"),
+        "b": (15, "err"),
+        "c": (None, "err"),
+    }
+    assert {(line.node, line.generation) for line in lines.values()} == {("node-a", 3)}
+
+
+def test_files_that_appear_later_are_followed_too(shipping: Shipping) -> None:
+    shipping.write(b"first\n", "run/attempt_0/0/stdout.log")
+    assert shipping.texts() == ["first"]
+    shipping.write(b"second\n", "run/attempt_0/1/stdout.log")
+    assert shipping.texts() == ["second"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([b"a", "ü".encode(), b"\n", b"bc\n", b"\r\n", b"\xff", None]), max_size=25))
+def test_nothing_is_lost_and_nothing_comes_twice_however_it_is_cut(tmp_path_factory, pieces) -> None:  # type: ignore[no-untyped-def]
+    """None stands for a look at the file between two pieces."""
+    folder = tmp_path_factory.mktemp("shipping")
+    shipping = Shipping(open_store(str(folder / "store")), folder / "logs")
+    texts = []
+    for piece in pieces:
+        if piece is None:
+            texts += shipping.texts()
+        else:
+            shipping.write(piece)
+    texts += shipping.texts(all_of_it=True)
+    written = b"".join(piece for piece in pieces if piece is not None)
+    lines = written.split(b"\n")
+    expected = lines if lines[-1] else lines[:-1]
+    assert texts == [line.rstrip(b"\r").decode(errors="replace") for line in expected]

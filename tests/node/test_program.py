@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from packtrain.runs import Run
+
+from packtrain.checkpoint import Superseded, committed, fetch
+from packtrain.job import Checkpoint as Settings
+from packtrain.node import program
+from packtrain.node.program import ProgramCheckpoints
+from packtrain.store import Store
+from parts.runs import a_generation, new_run, read_files, write_files
+
+
+class Told(list[tuple[str, str]]):
+    def __call__(self, kind: str, text: str) -> None:
+        self.append((kind, text))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self]
+
+
+def checkpoints(run: Run, directory: Path, told: Told | None = None, **settings: object) -> ProgramCheckpoints:
+    return ProgramCheckpoints(
+        run, directory, Settings.model_validate({"keep_best": 0, **settings}), Told() if told is None else told
+    )
+
+
+def newest_files(run: Run, scratch: Path) -> dict[str, bytes]:
+    scratch.mkdir()
+    fetch(run, committed(run)[-1], scratch)
+    return read_files(scratch)
+
+
+def test_a_new_run_begins_with_an_empty_directory(any_store: Store, tmp_path: Path) -> None:
+    write_files(tmp_path / "ckpt", {"left over": b"x"})
+    told = Told()
+    checkpoints(new_run(any_store), tmp_path / "ckpt", told).restore()
+    assert list((tmp_path / "ckpt").iterdir()) == []
+    assert told == []
+
+
+def test_the_directory_comes_back_as_it_was_committed(any_store: Store, tmp_path: Path) -> None:
+    run, told = new_run(any_store), Told()
+    files = {"epoch-1.pt": b"1", "deep/manifest.json": b"{}", "manifest.json": b"mine", "empty": b""}
+    first = checkpoints(run, tmp_path / "one")
+    first.restore()
+    write_files(tmp_path / "one", files)
+    first.commit(generation=1)
+    checkpoints(run, tmp_path / "other", told).restore()
+    assert read_files(tmp_path / "other") == files
+    assert told.kinds() == ["restored"]
+
+
+def test_what_the_program_deleted_stays_deleted(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "one")
+    keeping.restore()
+    write_files(tmp_path / "one", {"a": b"1", "b": b"2"})
+    keeping.commit(1)
+    (tmp_path / "one" / "a").unlink()
+    keeping.commit(1)
+    assert newest_files(run, tmp_path / "back") == {"b": b"2"}
+
+
+def test_a_directory_that_did_not_change_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    keeping.restore()
+    keeping.commit(1)
+    assert committed(run) == []
+    write_files(tmp_path / "ckpt", {"a": b"1"})
+    keeping.commit(1)
+    keeping.commit(1)
+    assert len(committed(run)) == 1
+
+
+def test_what_was_restored_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    first = checkpoints(run, tmp_path / "one")
+    first.restore()
+    write_files(tmp_path / "one", {"a": b"1"})
+    first.commit(1)
+    second = checkpoints(run, tmp_path / "other")
+    second.restore()
+    second.commit(2)
+    assert len(committed(run)) == 1
+
+
+def test_a_directory_that_changes_all_the_time_is_not_committed(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program writes while every copy is made."""
+    run, told = new_run(directory_store), Told()
+    keeping = checkpoints(run, tmp_path / "ckpt", told)
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"a": b"1", "b": b"1"})
+    copies = []
+
+    def copy(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes())
+        copies.append(source)
+        write_files(tmp_path / "ckpt", {"b": b"x" * len(copies)})
+
+    monkeypatch.setattr(program.shutil, "copyfile", copy)
+    monkeypatch.setattr(program.time, "sleep", lambda _: None)
+    keeping.commit(1)
+    assert committed(run) == []
+    assert told.kinds() == ["warning"]
+
+
+def test_a_directory_that_changes_once_is_committed_as_it_is_then(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"a": b"1", "b": b"1"})
+    original = program.shutil.copyfile
+
+    def copy(source: Path, target: Path) -> None:
+        original(source, target)
+        monkeypatch.setattr(program.shutil, "copyfile", original)
+        write_files(tmp_path / "ckpt", {"a": b"two", "b": b"two"})
+
+    monkeypatch.setattr(program.shutil, "copyfile", copy)
+    keeping.commit(1)
+    assert newest_files(run, tmp_path / "back") == {"a": b"two", "b": b"two"}
+
+
+def test_a_file_that_vanishes_while_it_is_copied_is_no_trouble(directory_store: Store, tmp_path: Path) -> None:
+    """As programs do that write under a temporary name and rename."""
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"model.pt": b"0"})
+    over = threading.Event()
+
+    def rewrite() -> None:
+        for number in range(200):
+            (tmp_path / "ckpt" / "model.pt.new").write_bytes(b"%d" % number)
+            (tmp_path / "ckpt" / "model.pt.new").rename(tmp_path / "ckpt" / "model.pt")
+        over.set()
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    while not over.is_set():
+        keeping.commit(1)
+    thread.join()
+    keeping.commit(1)
+    assert newest_files(run, tmp_path / "back") == {"model.pt": b"199"}
+
+
+def test_what_no_store_can_hold_and_what_is_a_link_is_left_out(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"a": b"1", ".tmp-half": b"x", "line\nbreak": b"x"})
+    (tmp_path / "ckpt" / "latest").symlink_to("a")
+    keeping.commit(1)
+    assert newest_files(run, tmp_path / "back") == {"a": b"1"}
+
+
+def test_a_commit_is_due_once_the_time_has_passed(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = new_run(directory_store), {"now": 1000.0}
+    monkeypatch.setattr(program.time, "monotonic", lambda: clock["now"])
+    keeping = checkpoints(run, tmp_path / "ckpt", every="5 min")
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"a": b"1"})
+    keeping.commit_if_due(1)
+    assert committed(run) == []
+    clock["now"] += 300
+    keeping.commit_if_due(1)
+    assert len(committed(run)) == 1
+    write_files(tmp_path / "ckpt", {"a": b"22"})
+    keeping.commit_if_due(1)
+    assert len(committed(run)) == 1
+
+
+def test_only_the_last_few_are_kept_and_later_ones_have_greater_numbers(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt", keep_last=2)
+    keeping.restore()
+    for number in range(5):
+        write_files(tmp_path / "ckpt", {"a": b"x" * number})
+        os.utime(tmp_path / "ckpt" / "a", (number, number))
+        keeping.commit(generation=1 + number // 3)
+    assert [one.step for one in committed(run)] == [4, 5]
+
+
+def test_a_superseded_generation_commits_nothing(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    keeping.restore()
+    write_files(tmp_path / "ckpt", {"a": b"1"})
+    run.propose(a_generation(2))
+    with pytest.raises(Superseded):
+        keeping.commit(1)
+    assert committed(run) == []

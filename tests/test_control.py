@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packtrain.control import Control, WorkerError, cache_directory
+
+
+def test_a_request_to_stop_is_seen_by_whoever_shares_the_directory(tmp_path: Path) -> None:
+    agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
+    assert not worker.asked_to_stop()
+    agent.ask_to_stop()
+    agent.ask_to_stop()
+    assert worker.asked_to_stop()
+
+
+def test_without_errors_there_are_none(tmp_path: Path) -> None:
+    assert Control(tmp_path).errors() == []
+
+
+def test_errors_are_told_as_they_were_the_first_rank_first(tmp_path: Path) -> None:
+    told = [WorkerError(10, "späte\nZeilen", False), WorkerError(2, "", False)]
+    for error in told:
+        Control(tmp_path).tell_error(error)
+    assert Control(tmp_path).errors() == told[::-1]
+
+
+def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) -> None:
+    cause, consequence = WorkerError(3, "the pack is not there", True), WorkerError(0, "connection closed", False)
+    for error in (consequence, cause):
+        Control(tmp_path).tell_error(error)
+    assert Control(tmp_path).errors() == [cause, consequence]
+
+
+def test_an_error_that_is_half_written_is_not_there_yet(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    (tmp_path / "error-0.part").write_text('{"rank": 0,')
+    assert control.errors() == []
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACKTRAIN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_directory() == Path("/home/somebody/.cache/packtrain")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_directory() == Path("/cache/packtrain")
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path

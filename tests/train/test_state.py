@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
+
+from packtrain.checkpoint import CorruptCheckpoint
+from packtrain.data.loader import Position
+from packtrain.train.engine import Engine
+from packtrain.train.state import (
+    AVERAGE_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    Description,
+    Progress,
+    restore,
+    take,
+    versions,
+)
+
+AVERAGED = tiny_job(train={"ema": 0.9})
+PROGRESS = Progress(7, Position(1, 3), 12.5, None, 0, -0.25)
+DESCRIPTION = Description("translate", "pack-1", {"size": "tiny", "dropout": 0.3}, versions(), PROGRESS)
+
+
+def step(engine: Engine, numbers: range) -> list[float]:
+    recipe, losses = Tiny(AVERAGED), []
+    for number in numbers:
+        ids = torch.arange(number, number + 4).numpy() % SAMPLES
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids).items()}
+        losses.append(float(engine.step(number, batch, 4).loss))
+    return losses
+
+
+def saved(directory: Path, description: Description = DESCRIPTION) -> Engine:
+    engine = tiny_engine(AVERAGED)
+    step(engine, range(7))
+    directory.mkdir()
+    take(engine, description).write(directory)
+    return engine
+
+
+def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    straight = saved(tmp_path / "saved")
+    resumed = tiny_engine(tiny_job(train={"ema": 0.9}))
+    assert restore(resumed, tmp_path / "saved", DESCRIPTION) == PROGRESS
+    assert step(resumed, range(7, 12)) == step(straight, range(7, 12))
+    for name, tensor in straight.evaluated.state_dict().items():
+        assert torch.equal(tensor, resumed.evaluated.state_dict()[name]), name
+
+
+def test_a_snapshot_does_not_change_with_the_training_that_goes_on(tmp_path: Path) -> None:
+    engine = tiny_engine(AVERAGED)
+    step(engine, range(3))
+    snapshot = take(engine, DESCRIPTION)
+    before = {name: {key: tensor.clone() for key, tensor in part.items()} for name, part in snapshot.tensors.items()}
+    step(engine, range(3, 6))
+    for name, part in snapshot.tensors.items():
+        for key, tensor in part.items():
+            assert torch.equal(tensor, before[name][key]), f"{name} {key}"
+
+
+def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
+    files = take(saved(tmp_path / "saved"), DESCRIPTION).write(tmp_path)
+    assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE}
+    assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
+    without = take(tiny_engine(), DESCRIPTION)
+    assert AVERAGE_FILE not in without.tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"recipe": "classify"}, "the checkpoint's recipe is 'translate' and not the run's 'classify'"),
+        ({"pack": "pack-2"}, "the checkpoint's pack is 'pack-1' and not the run's 'pack-2'"),
+        ({"model": {"size": "base"}}, "the checkpoint's model is .* and not the run's {'size': 'base'}"),
+    ],
+)
+def test_a_state_is_not_loaded_into_something_else(tmp_path: Path, change: dict[str, object], line: str) -> None:
+    saved(tmp_path / "saved")
+    engine = tiny_engine(AVERAGED)
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    with pytest.raises(CorruptCheckpoint, match=line):
+        restore(engine, tmp_path / "saved", replace(DESCRIPTION, **change))  # type: ignore[arg-type]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_other_versions_and_another_progress_do_not_matter(tmp_path: Path) -> None:
+    saved(tmp_path / "saved", replace(DESCRIPTION, versions={"torch": "1.0"}))
+    expected = replace(DESCRIPTION, progress=Progress())
+    assert restore(tiny_engine(AVERAGED), tmp_path / "saved", expected).step == 7
+
+
+def test_a_model_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    engine = tiny_engine(AVERAGED)
+    engine.model[0] = torch.nn.Linear(5, 4)  # type: ignore[operator]
+    with pytest.raises(CorruptCheckpoint, match=f"^{MODEL_FILE} does not fit the model: .*size mismatch"):
+        restore(engine, tmp_path / "saved", DESCRIPTION)
+
+
+@pytest.mark.parametrize("name", [STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE])
+@pytest.mark.parametrize("damage", ["missing", "garbage", "cut off"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    saved(tmp_path / "saved")
+    path = tmp_path / "saved" / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(b"\xff" * 20 if damage == "garbage" else data[: len(data) // 2])
+    with pytest.raises(CorruptCheckpoint, match=name):
+        restore(tiny_engine(AVERAGED), tmp_path / "saved", DESCRIPTION)
