@@ -28,7 +28,7 @@ from packtrain.job import Job
 from packtrain.jobfile import load_job
 from packtrain.pack.packing import pack
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
-from packtrain.run import create_run
+from packtrain.runs import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer

@@ -1,7 +1,7 @@
 """Turns what a terminal showed into docs/demo.svg.
 
-    TTY_COMPATIBLE=1 TTY_INTERACTIVE=0 COLUMNS=110 make demo > demo.txt
-    python docs/picture.py demo.txt
+TTY_COMPATIBLE=1 TTY_INTERACTIVE=0 COLUMNS=110 make demo > demo.txt
+python docs/picture.py demo.txt
 """
 
 from __future__ import annotations

@@ -60,10 +60,15 @@ def faults(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Call):
             plain, dotted = called_name(node)
             is_method = isinstance(node.func, ast.Attribute)
-            if dotted in FORBIDDEN_CALLS or (plain in FORBIDDEN_CALLS and not (is_method and plain in ("eval", "exec"))):
+            if dotted in FORBIDDEN_CALLS or (
+                plain in FORBIDDEN_CALLS and not (is_method and plain in ("eval", "exec"))
+            ):
                 yield f"line {node.lineno} calls {dotted}"
             for keyword in node.keywords:
-                if isinstance(keyword.value, ast.Constant) and (keyword.arg, keyword.value.value) in FORBIDDEN_ARGUMENTS:
+                if (
+                    isinstance(keyword.value, ast.Constant)
+                    and (keyword.arg, keyword.value.value) in FORBIDDEN_ARGUMENTS
+                ):
                     yield f"line {node.lineno} passes {keyword.arg}={keyword.value.value}"
 
 

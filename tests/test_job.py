@@ -79,9 +79,7 @@ def test_a_program_s_job_has_no_recipe_sections() -> None:
     ],
 )
 def test_short_forms_mean_their_full_ones(field: str, short: object, full: object) -> None:
-    assert Job.model_validate(with_field(RECIPE, field, short)) == Job.model_validate(
-        with_field(RECIPE, field, full)
-    )
+    assert Job.model_validate(with_field(RECIPE, field, short)) == Job.model_validate(with_field(RECIPE, field, full))
 
 
 @pytest.mark.parametrize(

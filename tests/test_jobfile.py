@@ -108,8 +108,7 @@ def nested(depth: int) -> str:
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + last] * 10)}]\n"
-    for last, name in zip("abcdefg", "bcdefgh", strict=True)
+    f"{name}: &{name} [{', '.join(['*' + last] * 10)}]\n" for last, name in zip("abcdefg", "bcdefgh", strict=True)
 )
 
 
@@ -208,13 +207,9 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(directory: Path) -> No
 
 
 def test_aliases_are_written_out(directory: Path) -> None:
-    job = load(
-        VALID.replace("  train: {", "  test: &pairs {") + "budget: {}\n", "data.train={bitext: a.tsv}"
-    ).job
+    job = load(VALID.replace("  train: {", "  test: &pairs {") + "budget: {}\n", "data.train={bitext: a.tsv}").job
     assert job.data.test[0].paths == (f"{directory}/train.en", f"{directory}/train.de")
-    job = load(
-        VALID.replace("  train: {", "  test: &pairs {").replace("  valid:", "  train: *pairs\n  valid:")
-    ).job
+    job = load(VALID.replace("  train: {", "  test: &pairs {").replace("  valid:", "  train: *pairs\n  valid:")).job
     assert job.data.train == job.data.test
 
 
@@ -273,9 +268,7 @@ def test_what_is_no_secret_passes(text: str) -> None:
 
 def test_names_that_only_resemble_secrets_pass() -> None:
     assert not any(map(names_secret, ("max_tokens", "tokenizer", "vocabulary", "key", "passes")))
-    assert all(
-        map(names_secret, ("token", "api_key", "apiKey", "AWS_ACCESS_KEY_ID", "authToken", "my.password"))
-    )
+    assert all(map(names_secret, ("token", "api_key", "apiKey", "AWS_ACCESS_KEY_ID", "authToken", "my.password")))
 
 
 # Overrides and defaults.
@@ -372,10 +365,7 @@ def test_an_override_goes_on_top_of_the_defaults(directory: Path) -> None:
 
 
 def test_a_field_that_neither_the_file_nor_the_recipe_gives_is_asked_for(directory: Path) -> None:
-    assert (
-        refusal(SHORT, defaults={**DEFAULTS, "train": {}})
-        == "a.yaml:1: train.duration is needed (and 2 more)"
-    )
+    assert refusal(SHORT, defaults={**DEFAULTS, "train": {}}) == "a.yaml:1: train.duration is needed (and 2 more)"
     assert refusal("name: a\nrecipe: x\n", defaults=DEFAULTS) == "a.yaml:1: data.train is needed"
 
 
@@ -435,9 +425,7 @@ def job_or_one_line(path: Path, content: bytes, overrides: tuple[str, ...] = ())
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    content=st.binary(max_size=300) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
-)
+@given(content=st.binary(max_size=300) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")))
 def test_any_bytes_give_a_job_or_one_line(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     job_or_one_line(tmp_path_factory.getbasetemp() / "any.yaml", content)
 
@@ -461,9 +449,7 @@ def test_a_damaged_job_file_gives_a_job_or_one_line(
     field=st.sampled_from(["train.seed", "data.train.0.bitext", "model", "fleet", "data.train", "", "a.0.b"]),
     value=st.text(max_size=40) | st.sampled_from(["{}", "[]", "{a: 1}", "[[]]", "&a [*a]", "-1", "1 steps"]),
 )
-def test_any_override_gives_a_job_or_one_line(
-    tmp_path_factory: pytest.TempPathFactory, field: str, value: str
-) -> None:
+def test_any_override_gives_a_job_or_one_line(tmp_path_factory: pytest.TempPathFactory, field: str, value: str) -> None:
     path = tmp_path_factory.getbasetemp() / "override.yaml"
     job_or_one_line(path, VALID.encode(), (f"{field}={value}",))
 

@@ -1,9 +1,9 @@
 """Pack your data once, train it anywhere, bring the model home.
 
-    import packtrain as pt
-    run = pt.run("job.yaml")
-    run.wait()
-    run.metrics()
+import packtrain as pt
+run = pt.run("job.yaml")
+run.wait()
+run.metrics()
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from packtrain.errors import PacktrainError
-from packtrain.run import Run
+from packtrain.runs import Run
 from packtrain.store import ObjectNotFound, is_key
 
 FORMAT = 1

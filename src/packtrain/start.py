@@ -13,7 +13,7 @@ from packtrain.fleet import Started, fleet_of
 from packtrain.jobfile import LoadedJob, load_job
 from packtrain.pack.packing import pack
 from packtrain.recipes import check_recipe, recipe_defaults
-from packtrain.run import Run, create_run
+from packtrain.runs import Run, create_run
 from packtrain.store import Store, open_store
 
 Tell = Callable[[str], None]

@@ -12,7 +12,7 @@ from packtrain.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
-from packtrain.run import Event, Point, Result, Run, Sample, create_run
+from packtrain.runs import Event, Point, Result, Run, Sample, create_run
 from packtrain.store import Store
 
 EVIL = "<script>alert(1)</script>\"'&"

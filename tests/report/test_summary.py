@@ -7,7 +7,7 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.report.summary import Summary, summarise, summary_of, time_spent, units_per_second
-from packtrain.run import Generation, Member, Node, Point, Result, Run, Telemetry, create_run
+from packtrain.runs import Generation, Member, Node, Point, Result, Run, Telemetry, create_run
 from packtrain.store import Store
 
 

@@ -18,7 +18,7 @@ from packtrain.fleet import Started
 from packtrain.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.summary import Summary, summarise, units_per_second
-from packtrain.run import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
+from packtrain.runs import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
 from packtrain.units import show_count, show_seconds
 
 _POLL_SECONDS = 0.5

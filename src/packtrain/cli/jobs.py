@@ -11,7 +11,7 @@ import typer
 from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, teller
 
 if TYPE_CHECKING:
-    from packtrain.run import Run
+    from packtrain.runs import Run
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return at once.")]

@@ -24,7 +24,7 @@ def node(
     """Take part in a run on this machine until it ends. Fleets start this; people may, too."""
     from packtrain.node.agent import Agent
     from packtrain.report import write_report
-    from packtrain.run import EXIT_CODES, Run
+    from packtrain.runs import EXIT_CODES, Run
 
     run = Run(find_store(store), name)
     count = workers or run.job.fleet.workers or gpu_count() or 1

@@ -37,7 +37,7 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     from rich.table import Table
 
     from packtrain.report.summary import summarise
-    from packtrain.run import Run, run_names, states
+    from packtrain.runs import Run, run_names, states
     from packtrain.units import show_seconds
 
     found = find_store(store)
@@ -70,7 +70,7 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
     """Show how a run stands: its state, scores, machines and last events."""
     from packtrain.cli.follow import print_summary
     from packtrain.report.summary import summarise
-    from packtrain.run import EXIT_CODES
+    from packtrain.runs import EXIT_CODES
 
     run = find_run(store, name)
     summary = summarise(run, run.state())
@@ -105,7 +105,7 @@ def logs(
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run: its workers commit a checkpoint and end. `resume` goes on from there."""
-    from packtrain.run import Result
+    from packtrain.runs import Result
 
     run = find_run(store, name)
     result = run.result()

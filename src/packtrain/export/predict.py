@@ -14,7 +14,7 @@ from packtrain.control import cache_directory
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFinished
 from packtrain.recipes import Recipe, recipe_class
-from packtrain.run import Run
+from packtrain.runs import Run
 
 if TYPE_CHECKING:
     from torch import nn

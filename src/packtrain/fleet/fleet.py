@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.run import Run
+from packtrain.runs import Run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from packtrain.control import cache_directory
 from packtrain.fleet.fleet import Fleet, Start, Started
 from packtrain.job import Local
-from packtrain.run import Run
+from packtrain.runs import Run
 
 _PR_SET_PDEATHSIG = 1
 _ADDRESS = "127.0.0.1"

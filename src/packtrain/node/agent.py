@@ -30,7 +30,7 @@ from packtrain.node.launch import Directories, Launch, launcher_arguments, worke
 from packtrain.node.lease import Lease
 from packtrain.node.logs import LogShipper
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.run import Event, Generation, Node, Result, Run, Status
+from packtrain.runs import Event, Generation, Node, Result, Run, Status
 from packtrain.store import StoreError
 
 TICK_SECONDS = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packtrain.run import LEASE_LOST_SECONDS, Generation, Member, Node
+from packtrain.runs import LEASE_LOST_SECONDS, Generation, Member, Node
 
 FAILURE = "failure: "
 

@@ -21,7 +21,7 @@ from packtrain.control import (
     RUN_VARIABLE,
     STORE_VARIABLE,
 )
-from packtrain.run import Generation, Run
+from packtrain.runs import Generation, Run
 
 _PR_SET_PDEATHSIG = 1
 _KILL_WAIT_SECONDS = 5.0

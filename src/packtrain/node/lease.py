@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from packtrain.node.telemetry import TelemetrySampler
-from packtrain.run import LEASE_SECONDS, Node, Run
+from packtrain.runs import LEASE_SECONDS, Node, Run
 from packtrain.store import StoreError
 
 

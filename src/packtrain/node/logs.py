@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.chunks import ChunkWriter
-from packtrain.run import LogLine
+from packtrain.runs import LogLine
 
 _LONGEST_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packtrain.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.job import Checkpoint as Settings
-from packtrain.run import Run
+from packtrain.runs import Run
 from packtrain.store import is_key
 
 Fingerprint = dict[str, tuple[int, int]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.run import Telemetry
+from packtrain.runs import Telemetry
 
 
 class TelemetrySampler:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job import Job
-from packtrain.run import Sample
+from packtrain.runs import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packtrain.report.render import render
 from packtrain.report.summary import summary_of
-from packtrain.run import Run
+from packtrain.runs import Run
 
 __all__ = ["report_place", "write_report"]
 

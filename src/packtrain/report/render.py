@@ -10,7 +10,7 @@ from html import escape
 from packtrain.job import Job
 from packtrain.report.chart import Series, line_chart
 from packtrain.report.summary import Summary
-from packtrain.run import Event, Point, Sample
+from packtrain.runs import Event, Point, Sample
 from packtrain.units import show_count, show_seconds
 
 _STYLE = """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from packtrain.recipes import recipe_class
-from packtrain.run import Point, Result, Run, State
+from packtrain.runs import Point, Result, Run, State
 
 _RECENT_STEPS = 50
 SPANS = ("data", "forward", "backward", "optimizer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from packtrain.chunks import Flusher
-from packtrain.run import Event, Point, Run
+from packtrain.runs import Event, Point, Run
 from packtrain.store import StoreError
 from packtrain.train.tensorboard import TensorBoardWriter
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packtrain.checkpoint import Checkpoint, Superseded, commit, prune
 from packtrain.job import Checkpoint as Settings
-from packtrain.run import Run
+from packtrain.runs import Run
 from packtrain.train.state import Snapshot
 
 

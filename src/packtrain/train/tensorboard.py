@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 
-from packtrain.run import Point, Run
+from packtrain.runs import Point, Run
 
 _SECONDS_BETWEEN_FILES = 30.0
 

@@ -27,7 +27,7 @@ from packtrain.control import Control
 from packtrain.data.loader import Loaded, Loader, Order, parts
 from packtrain.errors import PacktrainError
 from packtrain.recipes import Recipe, Scores
-from packtrain.run import Point, Result, Run
+from packtrain.runs import Point, Result, Run
 from packtrain.train.books import Books
 from packtrain.train.engine import Engine, Stepped
 from packtrain.train.evaluation import evaluate

@@ -24,7 +24,7 @@ from packtrain.control import (
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.recipes import recipe_class
-from packtrain.run import Run
+from packtrain.runs import Run
 from packtrain.store import open_store
 from packtrain.train.engine import NotANumber
 from packtrain.train.trainer import Trainer

@@ -17,7 +17,7 @@ from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
 from packtrain.recipes.recipe import Batch, Measured, Recipe, Scores
 from packtrain.recipes.translate.shape import shape_of
-from packtrain.run import Sample
+from packtrain.runs import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
