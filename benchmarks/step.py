@@ -101,7 +101,8 @@ def main() -> None:
     ]
     overhead = bench.median(ratios) - 1
     notes = [
-        f"overhead: {overhead:+.1%} (median of {options.rounds} rounds, {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
+        f"overhead: {overhead:+.1%} (median of {options.rounds} rounds;"
+        f" {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
     ]
     bench.show("A training step", rows, notes, options.json)
 

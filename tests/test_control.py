@@ -19,15 +19,18 @@ def test_without_errors_there_are_none(tmp_path: Path) -> None:
     assert Control(tmp_path).errors() == []
 
 
-def test_errors_are_told_as_they_were_the_first_rank_first(tmp_path: Path) -> None:
-    told = [WorkerError(10, "späte\nZeilen", False), WorkerError(2, "", False)]
+def test_errors_are_told_as_they_were_the_first_in_time_first(tmp_path: Path) -> None:
+    told = [WorkerError(2, "späte\nZeilen", False, 2.0), WorkerError(10, "", False, 1.0)]
     for error in told:
         Control(tmp_path).tell_error(error)
     assert Control(tmp_path).errors() == told[::-1]
 
 
 def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) -> None:
-    cause, consequence = WorkerError(3, "the pack is not there", True), WorkerError(0, "connection closed", False)
+    cause, consequence = (
+        WorkerError(3, "the pack is not there", True, 2.0),
+        WorkerError(0, "connection closed", False, 1.0),
+    )
     for error in (consequence, cause):
         Control(tmp_path).tell_error(error)
     assert Control(tmp_path).errors() == [cause, consequence]

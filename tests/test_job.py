@@ -193,7 +193,7 @@ OUTSIDE = "must be a relative path that stays inside the job file's directory"
         ("budget", {"dollars": 0}, "budget.dollars: must be more than 0"),
         ("name", "En_De", "name: 'En_De' must be 1 to 63 of the characters a-z, 0-9 and -"),
         ("name", "a" * 64, f"name: '{'a' * 57}...' must be 1 to 63 of the characters a-z, 0-9 and -"),
-        ("store", "../elsewhere", "store: '../elsewhere' leaves the job file's directory; use an absolute path for a store elsewhere"),
+        ("store", "../elsewhere", "store: '../elsewhere' leaves the current directory; use an absolute path for a store elsewhere"),
         ("code", "..", f"code: '..' {OUTSIDE}"),
         ("code", "/etc", f"code: '/etc' {OUTSIDE}"),
         ("environment", ["A=b"], "environment.0: must be the name of a variable alone; its value is read where the job is started"),

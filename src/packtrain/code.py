@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import tarfile
 from collections.abc import Iterable, Mapping, Set
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, PacktrainError
@@ -13,16 +15,22 @@ from packtrain.units import show_bytes
 
 LARGEST_BYTES = 20_000_000
 _UNPACKED_BYTES = 4 * LARGEST_BYTES  # many small files take more room in a tar
-_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".env", ".ssh", ".aws", ".netrc", "store"}
-_SECRET_SUFFIXES = {".pem", ".key", ".p12", ".pfx"}
+_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}
+_SECRETS = (
+    ".env", ".env.*", ".netrc", ".npmrc", ".pypirc", "credentials", "credentials.*", "*.pem", "*.key", "*.p12", "*.pfx",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
+)  # fmt: skip
 
 
-def snapshot(directory: Path) -> bytes:
+def snapshot(directory: Path, leave_out: Path | None = None) -> bytes:
     """The directory's files that git does not ignore (all, without git), without anything that holds keys.
+
+    `leave_out` is a folder in it that is no code: a store that lies beside the job file.
 
     The same files give the same bytes: names are sorted, owners and times left out.
     """
-    paths = sorted(path for path in _candidates(directory) if _wanted(directory, path))
+    candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
+    paths = sorted(path for path in candidates if _wanted(directory, path))
     total = sum(path.stat().st_size for path in paths)
     if total > LARGEST_BYTES:
         largest = max(paths, key=lambda path: path.stat().st_size)
@@ -78,7 +86,7 @@ def _candidates(directory: Path) -> Iterable[Path]:
         check=False,
     )
     if listed.returncode == 0:
-        return [directory / name for name in listed.stdout.decode().split("\0") if name]
+        return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]
     return directory.rglob("*")
 
 
@@ -86,8 +94,7 @@ def _wanted(directory: Path, path: Path) -> bool:
     parts = path.relative_to(directory).parts
     return (
         not any(part in _NEVER or part.endswith(".egg-info") for part in parts)
-        and path.suffix not in _SECRET_SUFFIXES
-        and not path.name.startswith("id_")
+        and not any(fnmatchcase(path.name, pattern) for pattern in _SECRETS)
         and path.is_file()
         and not path.is_symlink()
     )

@@ -5,8 +5,11 @@ A file needs no handler and no moment of its own: a worker looks at it once a st
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +19,8 @@ GENERATION_VARIABLE = "PACKTRAIN_GENERATION"
 CONTROL_VARIABLE = "PACKTRAIN_CONTROL"
 CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
 
+_PR_SET_PDEATHSIG = 1
+
 
 @dataclass(frozen=True)
 class WorkerError:
@@ -24,6 +29,7 @@ class WorkerError:
     rank: int
     text: str
     hopeless: bool
+    time: float
 
 
 class Control:
@@ -44,9 +50,15 @@ class Control:
         path.with_suffix(".part").rename(path)
 
     def errors(self) -> list[WorkerError]:
-        """What workers told, the most telling first: one that gives up for good takes others with it."""
+        """What workers told, the most telling first: one that gives up takes the others with it."""
         errors = [WorkerError(**json.loads(path.read_text())) for path in self.directory.glob("error-*.json")]
-        return sorted(errors, key=lambda error: (not error.hopeless, error.rank))
+        return sorted(errors, key=lambda error: (not error.hopeless, error.time))
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """From now on this process gets the signal when its parent ends, however that ends. Linux alone can promise it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def cache_directory() -> Path:

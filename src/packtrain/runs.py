@@ -92,12 +92,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """One attempt: who takes part, and where the first of them can be met."""
+    """One attempt: who takes part, where the first of them can be met, and the step committed when it began."""
 
     number: int
     members: tuple[Member, ...]
     port: int
     reason: str
+    step: int = 0
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)

@@ -45,8 +45,8 @@ def pack_data(loaded: LoadedJob, store: Store, tell: Tell) -> str | None:
 def create(loaded: LoadedJob, tell: Tell) -> Run:
     """The run's folder with everything that nodes need. Whatever can be refused is refused before."""
     require_torch()
-    code = _code(loaded)
     store = open_store(loaded.job.store)
+    code = _code(loaded, store)
     machines: int = getattr(loaded.job.fleet.kind, "machines", 1)
     if machines > 1 and not store.holds_put_if_absent():
         raise loaded.mistake(
@@ -67,11 +67,11 @@ def require_torch() -> None:
         raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")
 
 
-def _code(loaded: LoadedJob) -> bytes:
+def _code(loaded: LoadedJob, store: Store) -> bytes:
     """What the run takes along: a program's directory, or just the job file."""
     if loaded.job.program is None:
         return archive({"job.yaml": loaded.text.encode()})
     script = loaded.code / loaded.job.program[0]
     if script.suffix == ".py" and not script.is_file():
         raise loaded.mistake("program.0", f"there is no file {script}")
-    return snapshot(loaded.code)
+    return snapshot(loaded.code, Path(store.url) if store.is_directory else None)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packtrain.runs import Generation, Member, Node
 
 from packtrain.node.generations import FAILURE, LeaseWatch, failures_in_a_row, proposal
+from packtrain.runs import Generation, Member, Node
 from parts.runs import a_generation, a_node
 
 LOST = 12.0
@@ -83,23 +85,23 @@ def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, 
 def test_the_machines_that_came_first_are_chosen_and_the_first_of_them_is_met() -> None:
     late = a_node("a", joined=3)
     first, second = a_node("z", joined=1, port=4000, address="10.0.0.1"), a_node("b", joined=2, workers=2)
-    assert proposal(None, [late, second, first], 2, "start") == Generation(
-        1, (Member("z", "10.0.0.1", 1), Member("b", "127.0.0.1", 2)), 4000, "start"
+    assert proposal(None, [late, second, first], 2, "start", 7) == Generation(
+        1, (Member("z", "10.0.0.1", 1), Member("b", "127.0.0.1", 2)), 4000, "start", 7
     )
 
 
 def test_those_who_came_together_are_ordered_by_name_so_that_all_propose_the_same() -> None:
     nodes = [a_node(name, joined=1) for name in "cab"]
-    assert proposal(None, nodes, 3, "start") == proposal(None, nodes[::-1], 3, "start")
+    assert proposal(None, nodes, 3, "start", 0) == proposal(None, nodes[::-1], 3, "start", 0)
 
 
 def test_nothing_is_proposed_while_there_are_not_enough_machines() -> None:
-    assert proposal(None, [a_node("a")], 2, "start") is None
-    assert proposal(None, [], 1, "start") is None
+    assert proposal(None, [a_node("a")], 2, "start", 0) is None
+    assert proposal(None, [], 1, "start", 0) is None
 
 
 def test_the_next_generation_has_the_next_number() -> None:
-    proposed = proposal(a_generation(41), [a_node("a")], 1, "resumed")
+    proposed = proposal(a_generation(41), [a_node("a")], 1, "resumed", 0)
     assert proposed is not None
     assert proposed.number == 42
 
@@ -118,3 +120,9 @@ def test_failures_are_counted_from_the_latest_back_to_what_was_none() -> None:
     assert failures_in_a_row(generations("start", failure, failure)) == 2
     assert failures_in_a_row(generations("start", failure, "resumed")) == 0
     assert failures_in_a_row(generations("start", failure, "resumed", failure)) == 1
+
+
+def test_failures_with_progress_between_them_are_not_in_a_row() -> None:
+    failed = [a_generation(number, reason=f"{FAILURE}it broke") for number in (1, 2, 3)]
+    steps = (100, 200, 200)
+    assert failures_in_a_row([replace(one, step=step) for one, step in zip(failed, steps, strict=True)]) == 2

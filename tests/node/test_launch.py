@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from packtrain.runs import Generation, Member
 
 from packtrain.control import CONTROL_VARIABLE
 from packtrain.node.launch import Directories, Launch, interface_of, launcher_arguments, worker_environment
+from packtrain.runs import Generation, Member
 from packtrain.store import Store
 from parts.runs import a_generation, new_run
 
@@ -130,7 +130,7 @@ def launched(stand_in: Path, script: str, directories: Directories) -> tuple[Lau
     """A launcher and what it started, once that is there."""
     stand_in.write_text(script)
     environment = {**os.environ, CONTROL_VARIABLE: str(directories.control)}
-    launch = Launch(a_generation(1), [], environment, directories)
+    launch = Launch([], environment, directories)
     log = directories.logs / "launcher.log"
     while not log.read_text().endswith("\n"):
         assert launch.poll() is None or log.read_text().endswith("\n"), "it ended without a word"
@@ -193,7 +193,7 @@ import os, time
 from pathlib import Path
 from packtrain.node.launch import Directories, Launch
 directories = Directories(*(Path({str(tmp_path / "node")!r}) / name for name in ("logs", "control", "code", "ckpt")))
-Launch(None, [], dict(os.environ), directories)
+Launch([], dict(os.environ), directories)
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", agent])

@@ -122,8 +122,8 @@ def test_events_are_shown_with_their_time_and_only_the_last_of_many(run: Run) ->
 def test_every_text_is_escaped(run: Run) -> None:
     names = {f"valid.{EVIL}": 1.0}
     summary = Summary(
-        run=EVIL, state="failed", reason=EVIL, what=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL, unit=EVIL,
-        units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
+        run=EVIL, state="failed", reason=EVIL, what=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
+        unit=EVIL, units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
         time_spent={"data": 1.0},
     )  # fmt: skip
     points = [

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from packtrain.runs import Point, Run
 from safetensors import SafetensorError
 
 from packtrain.checkpoint import committed
 from packtrain.job import Checkpoint as Settings
+from packtrain.runs import Point, Run
 from packtrain.store import Store
 from packtrain.train.saver import Saver
 from packtrain.train.state import Description, Progress, Snapshot
@@ -107,7 +107,22 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_made(directory_store: Sto
     saving.saver.save(a_snapshot(2), None)
     saving.saver.close()
     assert steps(Run(directory_store, "job-1")) == [2]
-    assert saving.told[0] == ("warning", "step 1 could not be saved: the store is away")
+    assert saving.told[0] == ("warning", "step 1 is not saved yet: the store is away")
+
+
+def test_the_last_snapshot_waits_for_the_store(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    saving = Saving(Run(store, "job-1"))
+    store.refuse("put_file")
+    saving.saver.save(a_snapshot(1), None)
+    closing = threading.Thread(target=saving.saver.close)
+    closing.start()
+    while not saving.told:
+        threading.Event().wait(0.01)
+    assert closing.is_alive()
+    store.refuse()
+    closing.join(30)
+    assert steps(Run(directory_store, "job-1")) == [1]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: disk full")])

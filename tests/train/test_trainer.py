@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from packtrain.runs import Run
 from safetensors.torch import load_file
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
@@ -18,7 +17,9 @@ from packtrain.checkpoint import Superseded, committed, fetch
 from packtrain.control import Control
 from packtrain.errors import PacktrainError
 from packtrain.recipes import Batch
+from packtrain.runs import Run
 from packtrain.store import Store
+from packtrain.train import saver
 from packtrain.train.engine import NotANumber
 from packtrain.train.state import MODEL_FILE
 from packtrain.train.trainer import Trainer
@@ -141,13 +142,18 @@ def test_a_run_that_was_at_its_goal_already_only_writes_the_result(directory_sto
     assert len([point for point in run.metrics() if point.kind == "test"]) == 1
 
 
-def test_without_its_last_checkpoint_a_run_is_not_finished(directory_store: Store, control: Control) -> None:
-    store = FaultyStore(directory_store)
-    run = tiny_run(store)
-    store.refuse("put_file")
+def test_without_its_last_checkpoint_a_run_is_not_finished(
+    directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(directory_store)
+    monkeypatch.setattr(saver, "commit", refusing_commit)
     with pytest.raises(PacktrainError, match="the last checkpoint did not reach the store"):
         train(run, control)
     assert run.result() is None
+
+
+def refusing_commit(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_superseded_generation_writes_no_result(directory_store: Store, control: Control) -> None:

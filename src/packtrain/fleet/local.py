@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import subprocess
 import sys
@@ -10,12 +9,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from packtrain.control import cache_directory
+from packtrain.control import cache_directory, end_with_parent
 from packtrain.fleet.fleet import Fleet, Start, Started
 from packtrain.job import Local
 from packtrain.runs import Run
 
-_PR_SET_PDEATHSIG = 1
 _ADDRESS = "127.0.0.1"
 
 
@@ -50,12 +48,11 @@ class LocalFleet(Fleet):
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if tied else None,  # noqa: PLW1509 - prctl alone
+                    preexec_fn=_end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
                 )
             nodes.append(LocalNode(process, log))
         return nodes
 
 
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with_client() -> None:
+    end_with_parent(signal.SIGTERM)

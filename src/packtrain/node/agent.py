@@ -32,8 +32,10 @@ from packtrain.node.logs import LogShipper
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.runs import Event, Generation, Node, Result, Run, Status
 from packtrain.store import StoreError
+from packtrain.units import show_seconds
 
 TICK_SECONDS = 0.5
+STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 _NOTICE = "this machine is to leave (SIGTERM)"
 
 
@@ -47,6 +49,7 @@ class Attempt:
     control: Control
     shipper: LogShipper
     asked_to_stop: bool = False
+    asked_at: float = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -166,7 +169,6 @@ class Agent:
             generation,
             rank,
             Launch(
-                generation,
                 launcher_arguments(generation, rank, self._job.program, directories.logs),
                 worker_environment(self._run, generation, rank, directories, self._inherited),
                 directories,
@@ -191,11 +193,16 @@ class Agent:
                 self._program.commit_if_due(attempt.generation.number)
         reason = self._leaving()
         if reason is not None and not attempt.asked_to_stop:
-            attempt.asked_to_stop = True
+            attempt.asked_to_stop, attempt.asked_at = True, time.monotonic()
             self._tell("stopping", reason)
             attempt.control.ask_to_stop()
             if self._job.program is not None:
                 attempt.launch.terminate()
+        elif attempt.asked_to_stop and time.monotonic() - attempt.asked_at > STOP_GRACE_SECONDS:
+            self._tell(
+                "warning", f"the workers did not stop within {show_seconds(STOP_GRACE_SECONDS)}: they are killed"
+            )
+            attempt.launch.kill()
         elif len(attempt.generation.members) > 1:
             self._watch_members(attempt)
 
@@ -273,8 +280,10 @@ class Agent:
         now = time.monotonic()
         nodes = self._run.nodes()
         self._watch.observe(nodes, now)
-        alive = [node for node in nodes if node.node == self.name or self._watch.alive(node.node, now)]
-        generation = proposal(latest, alive, self._machines, reason)
+        # Its own lease as it is now: the one in the store may still offer the port of the last generation.
+        others = [node for node in nodes if node.node != self.name and self._watch.alive(node.node, now)]
+        alive = [self._lease.node, *others]
+        generation = proposal(latest, alive, self._machines, reason, self._committed_step())
         if generation is not None:
             self._run.propose(generation)
 
@@ -296,10 +305,12 @@ class Agent:
         return self._watch.lost(latest.members[0].node, now)
 
     def _conclude(self, status: Status, reason: str) -> None:
-        steps = [checkpoint.step for checkpoint in committed(self._run)]
-        if self._run.finish(Result(status, reason, max(steps, default=0), self._lease.used_seconds())):
+        if self._run.finish(Result(status, reason, self._committed_step(), self._lease.used_seconds())):
             self._tell(status, reason)
         self._over = True
+
+    def _committed_step(self) -> int:
+        return max((checkpoint.step for checkpoint in committed(self._run)), default=0)
 
 
 def free_port() -> int:

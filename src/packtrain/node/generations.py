@@ -39,21 +39,23 @@ class LeaseWatch:
         return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
 
 
-def proposal(previous: Generation | None, alive: Sequence[Node], machines: int, reason: str) -> Generation | None:
+def proposal(
+    previous: Generation | None, alive: Sequence[Node], machines: int, reason: str, step: int
+) -> Generation | None:
     """The next generation, of those who came first; None while there are not enough machines."""
     chosen = sorted(alive, key=lambda node: (node.joined, node.node))[:machines]
     if len(chosen) < machines:
         return None
     members = tuple(Member(node.node, node.address, node.workers) for node in chosen)
     number = 1 if previous is None else previous.number + 1
-    return Generation(number, members, chosen[0].port, reason)
+    return Generation(number, members, chosen[0].port, reason, step)
 
 
 def failures_in_a_row(generations: Sequence[Generation]) -> int:
-    """How many generations up to the latest one were started because the one before had failed."""
+    """How many generations up to the latest began because the one before had failed, with nothing committed between."""
     count = 0
     for generation in reversed(generations):
-        if not generation.reason.startswith(FAILURE):
+        if not generation.reason.startswith(FAILURE) or generation.step != generations[-1].step:
             break
         count += 1
     return count

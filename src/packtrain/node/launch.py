@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,10 +19,10 @@ from packtrain.control import (
     GENERATION_VARIABLE,
     RUN_VARIABLE,
     STORE_VARIABLE,
+    end_with_parent,
 )
 from packtrain.runs import Generation, Run
 
-_PR_SET_PDEATHSIG = 1
 _KILL_WAIT_SECONDS = 5.0
 
 
@@ -64,7 +63,9 @@ def worker_environment(
     """What workers find in their environment beside what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
     threads = max(1, (os.cpu_count() or 1) // member.workers)
-    environment = {
+    interface = interface_of(member.address)
+    return {
+        **({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin steal the core of the worker beside them
         "PYTHONUNBUFFERED": "1",
@@ -76,10 +77,6 @@ def worker_environment(
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
     }
-    interface = interface_of(member.address)
-    if interface is not None:
-        environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return environment
 
 
 def interface_of(address: str) -> str | None:
@@ -95,12 +92,10 @@ class Launch:
 
     def __init__(
         self,
-        generation: Generation,
         arguments: list[str],
         environment: dict[str, str],
         directories: Directories,
     ) -> None:
-        self.generation = generation
         self._mark = str(directories.control)
         with (directories.logs / "launcher.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -111,7 +106,7 @@ class Launch:
                 cwd=directories.code,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - prctl alone, before any thread of the child
+                preexec_fn=_end_with_agent,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
 
     def poll(self) -> int | None:
@@ -146,7 +141,6 @@ class Launch:
             return False
 
 
-def _end_with_parent() -> None:
+def _end_with_agent() -> None:
     """If the agent dies, the launcher hears SIGTERM, and ends its workers."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)

@@ -1,14 +1,19 @@
-"""What raw formats have in common: samples as they come, before anything is decoded."""
+"""What raw formats have in common: samples as they come, before anything is decoded, their names and classes."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packtrain.errors import Mistake
+
 Drop = Callable[[str, str], None]
 """Tells of a sample that is left out: the reason, which is counted, and the sample's own name."""
+
+MISSING_FILE = "missing file"
 
 _FIRST_NAMES = 10
 
@@ -55,3 +60,47 @@ class Dropped:
         first = self.names.setdefault(reason, [])
         if len(first) < _FIRST_NAMES:
             first.append(name)
+
+
+def printable(name: str) -> str:
+    """The name as it can be shown and stored: escaped where it would break a line, steer a terminal or is not UTF-8."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+def in_order(classes: Iterable[str], where: str) -> tuple[str, ...]:
+    """Classes numbered by name. A single one leaves nothing to learn."""
+    names = tuple(sorted(set(classes)))
+    if len(names) < 2:
+        found = f"only the class {printable(names[0])!r}" if names else "no classes"
+        raise Mistake(f"{where}: {found}; a classifier needs at least two")
+    return names
+
+
+def number_of(name: str, numbers: Mapping[str, int], where: str) -> int:
+    """The class's number in training, which every other split goes by."""
+    if name not in numbers:
+        raise Mistake(f"{where}: class {printable(name)!r} is not one of the {len(numbers):,} of the training data")
+    return numbers[name]
+
+
+def file_inside(folder: str, name: str, place: str) -> str | None:
+    """The path of a file that a list names, or None if there is none. Names and links that lead out are refused."""
+    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        raise Mistake(f"{place}: {printable(name)!r} must be a path below {folder}, without '..'")
+    path = folder
+    try:
+        for part in name.split("/"):
+            path = f"{path}/{part}"
+            if Path(path).is_symlink():
+                refuse_leading_out(folder, path, place)
+        return path if Path(path).is_file() else None
+    except OSError:  # a name longer than the file system has
+        return None
+
+
+def refuse_leading_out(folder: str, path: str, place: str) -> None:
+    root = os.path.realpath(folder)
+    if os.path.commonpath([root, os.path.realpath(path)]) != root:
+        raise Mistake(f"{place}: {printable(path)} is a link that leads out of {folder}; copy what it points to")

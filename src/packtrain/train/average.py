@@ -14,6 +14,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
+        self._buffers = list(model.buffers())
         self._followed: list[Tensor] = list(model.parameters())
         self._averages: list[Tensor] = list(self.model.parameters())
 
@@ -21,3 +22,5 @@ class Average:
         decay = min(self._decay, (step + 1) / (step + 10))
         with torch.no_grad():
             torch._foreach_lerp_(self._averages, self._followed, 1 - decay)
+            for buffer, followed in zip(self.model.buffers(), self._buffers, strict=True):
+                buffer.copy_(followed)  # statistics of norms are averages already

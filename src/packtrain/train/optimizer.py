@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.job import Adam, Optimizer
 
 
@@ -41,6 +42,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
+    unknown = {key.rpartition("/")[0] for key in tensors} ^ parameters.keys()
+    if tensors and unknown:
+        raise CorruptCheckpoint(f"the optimiser's state does not fit the model: {sorted(unknown)[0]}")
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]

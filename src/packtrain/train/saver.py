@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from packtrain.checkpoint import Checkpoint, Superseded, commit, prune
+from packtrain.checkpoint import Superseded, commit, prune
 from packtrain.job import Checkpoint as Settings
 from packtrain.runs import Run
+from packtrain.store import StoreError
 from packtrain.train.state import Snapshot
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 class Saver:
@@ -60,20 +64,35 @@ class Saver:
             self._commit_or_complain(snapshot, score)
 
     def _commit_or_complain(self, snapshot: Snapshot, score: float | None) -> None:
-        """A save that fails is told and training goes on: the last good checkpoint is still there."""
-        try:
-            started = time.monotonic()
-            checkpoint = self._commit(snapshot, score)
-            took = time.monotonic() - started
-            self._tell("checkpoint", f"committed {checkpoint.name} in {took:.1f} s")
-            prune(self._run, self._settings.keep_last, self._settings.keep_best)
-        except Superseded as error:
-            self.superseded = error
-        except Exception as error:
-            self._tell("warning", f"step {snapshot.step} could not be saved: {error}")
+        """A save that fails is told and training goes on: the last good checkpoint is still there.
 
-    def _commit(self, snapshot: Snapshot, score: float | None) -> Checkpoint:
+        While the store is away it is tried again, until a newer snapshot waits: the last one waits for the store.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                self._commit(snapshot, score)
+                return
+            except Superseded as error:
+                self.superseded = error
+                return
+            except Exception as error:
+                self._tell("warning", f"step {snapshot.step} is not saved yet: {error}")
+                if not (isinstance(error, StoreError) and error.temporary):
+                    return
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is not None, pause * random.uniform(0.5, 1.0)):  # noqa: S311
+                    return
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _commit(self, snapshot: Snapshot, score: float | None) -> None:
+        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="packtrain-save-") as directory:
             files = snapshot.write(Path(directory))
             self._before()
-            return commit(self._run, snapshot.step, self._generation, score, files)
+            checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
+        self._tell("checkpoint", f"committed {checkpoint.name} in {time.monotonic() - started:.1f} s")
+        try:
+            prune(self._run, self._settings.keep_last, self._settings.keep_best)
+        except StoreError as error:
+            self._tell("warning", f"old checkpoints could not be deleted: {error}")

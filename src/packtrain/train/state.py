@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
+from packtrain.errors import Mistake
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors
 
@@ -96,7 +97,7 @@ def restore(engine: Engine, directory: Path, expected: Description) -> Progress:
     for trait in ("recipe", "pack", "model"):
         found, wanted = getattr(description, trait), getattr(expected, trait)
         if found != wanted:
-            raise CorruptCheckpoint(f"the checkpoint's {trait} is {found!r} and not the run's {wanted!r}")
+            raise Mistake(f"the checkpoint's {trait} is {found!r} and not the run's {wanted!r}")
     load_weights(engine.model, directory / MODEL_FILE)
     if engine.average is not None:
         load_weights(engine.average.model, directory / AVERAGE_FILE)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
-from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
@@ -20,6 +19,7 @@ from packtrain.control import (
     Control,
     WorkerError,
     cache_directory,
+    end_with_parent,
 )
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, PacktrainError
@@ -30,12 +30,11 @@ from packtrain.train.engine import NotANumber
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
-_PR_SET_PDEATHSIG = 1
-_HOPELESS = (Mistake, NotANumber, CorruptCheckpoint)
+_HOPELESS = (Mistake, NotANumber)
 
 
 def main() -> int:
-    die_with_parent()
+    end_with_parent(signal.SIGKILL)
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     rank = int(os.environ["RANK"])
     try:
@@ -43,12 +42,12 @@ def main() -> int:
         return 0
     except PacktrainError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        control.tell_error(WorkerError(rank, str(error), isinstance(error, _HOPELESS)))
+        control.tell_error(WorkerError(rank, str(error), isinstance(error, _HOPELESS), time.time()))
     except Exception as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-        control.tell_error(WorkerError(rank, text, hopeless=False))
+        control.tell_error(WorkerError(rank, text, False, time.time()))
     return 1
 
 
@@ -64,12 +63,6 @@ def work(control: Control) -> None:
         Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control).train()
     finally:
         world.leave()
-
-
-def die_with_parent() -> None:
-    """A worker never outlives its launcher, however that ends. Only Linux can promise it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
