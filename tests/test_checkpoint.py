@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packtrain.runs import Run
 
 from packtrain.checkpoint import (
     Checkpoint,
@@ -21,6 +20,7 @@ from packtrain.checkpoint import (
     prune,
     superfluous,
 )
+from packtrain.runs import Run
 from packtrain.store import Store, StoreError
 from parts.faulty import FaultyStore, Killed
 from parts.runs import a_generation, new_run, read_files, write_files

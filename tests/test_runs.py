@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import packtrain.runs as run_module
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import packtrain.runs as run_module
+from packtrain.errors import NotFound, PacktrainError
 from packtrain.runs import (
     Generation,
     Node,
@@ -22,8 +24,6 @@ from packtrain.runs import (
     states,
     surviving,
 )
-
-from packtrain.errors import NotFound, PacktrainError
 from packtrain.store import Store
 from parts.runs import a_generation, a_node, new_run, program_job
 

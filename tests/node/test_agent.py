@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import pytest
-from packtrain.runs import Generation, Run
 
 from packtrain.checkpoint import committed, fetch_newest
 from packtrain.control import CONTROL_VARIABLE
@@ -26,6 +25,7 @@ from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISH
 from packtrain.node import agent as agent_module
 from packtrain.node.agent import Agent
 from packtrain.node.generations import FAILURE
+from packtrain.runs import Generation, Run
 from packtrain.store import Store, StoreError, open_store
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from packtrain.runs import Node, Run
 
 from packtrain.node import lease as lease_module
 from packtrain.node.lease import Lease
+from packtrain.runs import Node, Run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.runs import a_node

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packtrain.runs import LogLine, Run
 
 from packtrain.node.logs import LogShipper
+from packtrain.runs import LogLine, Run
 from packtrain.store import Store, open_store
 
 

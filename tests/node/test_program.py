@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from packtrain.runs import Run
 
 from packtrain.checkpoint import Superseded, committed, fetch
 from packtrain.job import Checkpoint as Settings
 from packtrain.node import program
 from packtrain.node.program import ProgramCheckpoints
+from packtrain.runs import Run
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, read_files, write_files
 

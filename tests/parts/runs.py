@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from packtrain.runs import Generation, Member, Node, Run, create_run
-
 from packtrain.code import archive
 from packtrain.job import Job
+from packtrain.runs import Generation, Member, Node, Run, create_run
 from packtrain.store import Store
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from packtrain.runs import Point, Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from packtrain.runs import Point, Run
 from packtrain.store import Store, StoreError
 from packtrain.train.tensorboard import TensorBoardWriter
 from parts.faulty import FaultyStore

@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from packtrain.runs import Run, create_run
 from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.recipes import Batch, Measured, Recipe, Scores
+from packtrain.runs import Run, create_run
 from packtrain.store import Store
 from packtrain.train.engine import Engine
 from packtrain.train.world import World

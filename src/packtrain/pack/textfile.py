@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake
-from packtrain.pack.raw import printable
 
 Encoding = Literal["utf-8", "windows-1252"]
 
@@ -137,5 +136,5 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(fields) != len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {printable(again)!r} is there twice in one object")
+        raise ValueError(f"the key {again!r} is there twice in one object")
     return fields
