@@ -7,6 +7,7 @@ python docs/picture.py demo.txt
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,8 @@ WIDTH = 110
 
 def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(Path(sys.argv[1]).read_text()))
+    shown = re.sub(r"\x1b\[\?25[hl]", "", Path(sys.argv[1]).read_text())  # the cursor's coming and going
+    console.print(Text.from_ansi(shown))
     console.save_svg(str(PICTURE), title="make demo")
 
 
