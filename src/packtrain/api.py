@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.export.predict import load_predictor
+from packtrain.pack.progress import Plain
 from packtrain.report import write_report
 from packtrain.runs import LogLine, Point, Result, Run, State, open_run
 from packtrain.start import create, load, require_torch, start
@@ -72,7 +73,7 @@ class RunHandle:
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
     """Packs if needed, starts the run and returns; it goes on by itself."""
-    created = create(load(job, overrides), tell=print)
+    created = create(load(job, overrides), Plain(print))
     start(created, tied=False)
     return RunHandle(created)
 

@@ -40,10 +40,10 @@ MISTAKE = "mistake"
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
-_DATA_SCHEMES = ("s3://", "http://", "https://")
+_DATA_SCHEMES = ("s3://", "http://", "https://", "store:")
 
 
 def is_name(text: str) -> bool:
@@ -52,7 +52,7 @@ def is_name(text: str) -> bool:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is a URL (`s3://bucket/key`) and so stands for itself, whatever the directory."""
+    """Whether a path is a URL (`s3://bucket/key`, `store:key`) and so stands for itself, whatever the directory."""
     return _ADDRESS.match(path) is not None
 
 
@@ -425,7 +425,59 @@ class Bitext(Source):
     kind: str = "bitext"
 
 
-SOURCES: Mapping[str, type[Source]] = {"bitext": Bitext}
+class Dialogue(Source):
+    """Cornell Movie-Dialogs (its folder, or lines and conversations), or one TSV of prompts and replies."""
+
+    path_counts = (1, 2)
+    example = "[movie_lines.txt, movie_conversations.txt]"
+
+    kind: str = "dialogue"
+
+
+class ImageNet(Source):
+    """A folder or a tar with a part for each class; or a flat one with the ground truth and the synset list."""
+
+    path_counts = (1, 2, 3)
+    example = "[ILSVRC2012_img_val.tar, ILSVRC2012_validation_ground_truth.txt, synsets.txt]"
+
+    kind: str = "imagenet"
+
+
+class Coco(Source):
+    """Captions in COCO's JSON, and the folder of its images."""
+
+    path_counts = (2,)
+    example = "[captions_train2014.json, train2014]"
+
+    kind: str = "coco"
+
+
+class VizWiz(Source):
+    """Captions in VizWiz' JSON, and the folder of its images."""
+
+    path_counts = (2,)
+    example = "[train.json, train]"
+
+    kind: str = "vizwiz"
+
+
+class Folder(Source):
+    """JSON lines: an image with its label or captions, or a source with its target."""
+
+    path_counts = (1,)
+    example = "samples.jsonl"
+
+    kind: str = "folder"
+
+
+SOURCES: Mapping[str, type[Source]] = {
+    "bitext": Bitext,
+    "dialogue": Dialogue,
+    "imagenet": ImageNet,
+    "coco": Coco,
+    "vizwiz": VizWiz,
+    "folder": Folder,
+}
 
 
 def _read_source(value: object) -> Source:
@@ -473,10 +525,14 @@ class Data(Part):
     vocabulary: Annotated[int, Field(strict=True, ge=SMALLEST_VOCABULARY, le=1_000_000)] = 8000
     max_words: Ordinal = 80
     max_ratio: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 9.0
+    joint: Annotated[bool, Field(strict=True)] = True
+    sizes: tuple[Annotated[int, Field(strict=True, ge=8, le=8192)], ...] = ()
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.train:
             yield ("train",), "must have at least one source"
+        if len(set(self.sizes)) != len(self.sizes):
+            yield ("sizes",), "has a size twice"
 
 
 Option = bool | int | float | str
@@ -607,7 +663,7 @@ _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget")
 
 
 class Job(Part):
-    """A recipe with its data, or any program, and how it is to be run.
+    """A recipe with its data, or any program, and how it is to be run. With data alone it can be packed, not run.
 
     Relative source paths are made absolute when a job is loaded; `store` and `code` stay as written.
     """
@@ -642,7 +698,7 @@ class Job(Part):
             checkpoint = given.setdefault("checkpoint", {})
             if isinstance(checkpoint, Mapping):
                 given["checkpoint"] = {"keep_best": 0, **checkpoint}
-        else:
+        elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):
             wrongs.append(_wrong("is needed, or a program", "recipe", kind=NEEDED))
         return given
 

@@ -2,104 +2,103 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pack.corpus import GREETINGS, QUESTIONS, job_of
+from data.handmade import NAME, Remote, put_file, put_pack
 from packtrain.data.pack import Pack
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.pack import text
-from packtrain.pack.manifest import pack_key
-from packtrain.pack.packing import pack
+from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 
-
-def packed(store: Store, folder: Path) -> str:
-    return pack(job_of(folder), store, lambda _: None).name
-
-
-def spelled(opened: Pack, split: str, column: str) -> list[str]:
-    return opened.vocabulary.decode([row.tolist() for row in opened.columns(split)[column]])
+ROWS = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
 
 
 @pytest.fixture
-def fetched(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were brought from the store, as they are brought."""
-    names: list[str] = []
-    get_file = directory_store.get_file
-
-    def noted(key: str, path: Path) -> None:
-        names.append(key.rpartition("/")[2])
-        get_file(key, path)
-
-    monkeypatch.setattr(directory_store, "get_file", noted)
-    return names
+def remote(tmp_path: Path) -> Remote:
+    return Remote(tmp_path / "store")
 
 
-def test_the_columns_of_a_split_are_what_was_packed(any_store: Store, tmp_path: Path) -> None:
-    opened = Pack(any_store, packed(any_store, tmp_path), tmp_path / "cache")
-    assert spelled(opened, "train", "source") == [source for source, _ in GREETINGS]
-    assert spelled(opened, "train", "target") == [target for _, target in GREETINGS]
-    assert spelled(opened, "valid", "source") == [source for source, _ in QUESTIONS]
+def rows_of(opened: Pack) -> list[list[int]]:
+    column = opened.split("train").column("tokens")
+    return [column[number].tolist() for number in range(len(column))]
 
 
-def test_a_split_that_the_pack_does_not_have_has_no_columns(directory_store: Store, tmp_path: Path) -> None:
-    assert Pack(directory_store, packed(directory_store, tmp_path), tmp_path / "cache").columns("test") == {}
+def with_vocabulary(store: Store, name: str, text: str) -> Manifest:
+    """The pack again, with a vocabulary learned from the text."""
+    file = put_file(store, f"{name}.json", Vocabulary.fit([text] * 3, 300).to_json().encode())
+    manifest = put_pack(store, ROWS, 2)
+    changed = Manifest(**{**vars(manifest), name: file, "vocabulary": manifest.vocabulary or file})
+    store.put(pack_key(NAME, "manifest.json"), changed.to_json())
+    return changed
 
 
-def test_files_are_fetched_once_for_all_who_use_the_directory(
-    directory_store: Store, tmp_path: Path, fetched: list[str]
-) -> None:
-    name = packed(directory_store, tmp_path)
+def test_a_split_is_what_was_packed(any_store: Store, tmp_path: Path) -> None:
+    put_pack(any_store, ROWS, 2)
+    assert rows_of(Pack(any_store, NAME, tmp_path / "cache")) == ROWS
+
+
+def test_a_split_that_the_pack_does_not_have_is_named(directory_store: Store, tmp_path: Path) -> None:
+    put_pack(directory_store, ROWS, 2)
+    with pytest.raises(NotFound, match=f"^pack {NAME} has no split 'test'; it has train$"):
+        Pack(directory_store, NAME, tmp_path / "cache").split("test")
+
+
+def test_files_are_fetched_once_for_all_who_use_the_cache(remote: Remote, tmp_path: Path) -> None:
+    with_vocabulary(remote, "vocabulary", "hello")
     for _ in range(3):
-        opened = Pack(directory_store, name, tmp_path / "cache")
-        assert len(opened.columns("train")["source"]) == len(GREETINGS)
+        opened = Pack(remote, NAME, tmp_path / "cache")
+        assert rows_of(opened) == ROWS
         assert len(opened.vocabulary) > 256
-    assert sorted(fetched) == ["train-00000.safetensors", "vocabulary.json"]
+    assert sorted(remote.fetched) == ["train-00000", "train-00001", "train-00002", "vocabulary.json"]
 
 
-def test_nothing_is_fetched_before_it_is_asked_for(directory_store: Store, tmp_path: Path, fetched: list[str]) -> None:
-    opened = Pack(directory_store, packed(directory_store, tmp_path), tmp_path / "cache")
-    assert opened.manifest.splits["valid"].samples == len(QUESTIONS)
-    assert fetched == []
-    opened.columns("valid")
-    assert fetched == ["valid-00000.safetensors"]
+def test_nothing_is_fetched_before_it_is_asked_for(remote: Remote, tmp_path: Path) -> None:
+    put_pack(remote, ROWS, 2)
+    assert len(Pack(remote, NAME, tmp_path / "cache").split("train")) == len(ROWS)
+    assert remote.fetched == []
 
 
-def test_a_damaged_copy_is_fetched_again(directory_store: Store, tmp_path: Path, fetched: list[str]) -> None:
-    name = packed(directory_store, tmp_path)
-    Pack(directory_store, name, tmp_path / "cache").columns("train")
-    copy = tmp_path / "cache" / name / "train-00000.safetensors"
-    copy.write_bytes(copy.read_bytes()[:-1] + b"\xff")
-    opened = Pack(directory_store, name, tmp_path / "cache")
-    assert spelled(opened, "train", "source") == [source for source, _ in GREETINGS]
-    assert fetched.count("train-00000.safetensors") == 2
+def test_a_directory_is_read_where_it_is(directory_store: Store, tmp_path: Path) -> None:
+    manifest = put_pack(directory_store, ROWS, 2)
+    assert rows_of(Pack(directory_store, NAME, tmp_path / "cache")) == ROWS
+    assert not any((tmp_path / "cache" / shard.sha256).exists() for shard in manifest.splits["train"].shards)
 
 
-@pytest.mark.parametrize("file", ["train-00000.safetensors", "vocabulary.json"])
-def test_a_file_that_is_damaged_in_the_store_is_named(any_store: Store, tmp_path: Path, file: str) -> None:
-    name = packed(any_store, tmp_path)
-    data = any_store.get(pack_key(name, file))
-    any_store.put(pack_key(name, file), bytes([data[0] ^ 1]) + data[1:])
-    opened = Pack(any_store, name, tmp_path / "cache")
+@pytest.mark.parametrize("name", ["train-00001", "vocabulary.json"])
+def test_a_file_that_is_damaged_in_the_store_is_named(any_store: Store, tmp_path: Path, name: str) -> None:
+    with_vocabulary(any_store, "vocabulary", "hello")
+    data = any_store.get(pack_key(NAME, name))
+    any_store.put(pack_key(NAME, name), bytes([data[0] ^ 1]) + data[1:])
+    opened = Pack(any_store, NAME, tmp_path / "cache")
     with pytest.raises(PacktrainError) as refused:
-        spelled(opened, "train", "source")
-    assert str(refused.value).startswith(f"{file} of pack {name} in {any_store.url} does not have the hash it should")
+        print(rows_of(opened), opened.vocabulary)
+    assert str(refused.value).startswith(f"{name} of pack {NAME} in {any_store.url} does not have the hash it should")
     assert str(refused.value).endswith("pack again")
 
 
-def test_the_shards_of_a_split_are_joined(
-    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text, "_SHARD_SAMPLES", 3)
-    opened = Pack(directory_store, packed(directory_store, tmp_path), tmp_path / "cache")
-    assert [shard.samples for shard in opened.manifest.splits["train"].shards] == [3, 3, 2]
-    column = opened.columns("train")["target"]
-    assert len(column) == len(GREETINGS)
-    assert column.offsets[-1] == len(column.values)
-    assert (column.lengths == np.diff(column.offsets)).all()
-    assert spelled(opened, "train", "target") == [target for _, target in GREETINGS]
-    assert spelled(opened, "train", "source") == [source for source, _ in GREETINGS]
+def test_a_pack_that_is_open_stays_in_the_cache(remote: Remote, tmp_path: Path) -> None:
+    manifest = put_pack(remote, ROWS, 2)
+    opened, other = (Pack(remote, NAME, tmp_path / "cache", cache_bytes=1) for _ in range(2))
+    for _ in range(2):
+        assert rows_of(opened) == rows_of(other) == ROWS
+    assert sorted(remote.fetched) == [shard.name for shard in manifest.splits["train"].shards]
+
+
+def test_both_sides_share_a_vocabulary_unless_the_target_has_its_own(directory_store: Store, tmp_path: Path) -> None:
+    with_vocabulary(directory_store, "vocabulary", "hello")
+    shared = Pack(directory_store, NAME, tmp_path / "cache")
+    assert shared.target_vocabulary is shared.vocabulary
+    with_vocabulary(directory_store, "target_vocabulary", "hallo")
+    own = Pack(directory_store, NAME, tmp_path / "cache")
+    assert own.target_vocabulary.decode(own.target_vocabulary.encode(["hallo"])) == ["hallo"]
+    assert own.target_vocabulary is not own.vocabulary
+
+
+def test_a_pack_without_a_vocabulary_says_what_it_has(directory_store: Store, tmp_path: Path) -> None:
+    put_pack(directory_store, ROWS, 2)
+    with pytest.raises(PacktrainError, match=f"^pack {NAME} has no vocabulary: it has pairs$"):
+        print(Pack(directory_store, NAME, tmp_path / "cache").vocabulary)
 
 
 def test_a_pack_that_is_not_there_is_refused(directory_store: Store, tmp_path: Path) -> None:

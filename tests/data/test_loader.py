@@ -117,8 +117,9 @@ def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
     loader = Loader(source())
     try:
         assert seen([loader.next(), loader.next()]) == seen(batches(Position(), 2))
-        with pytest.raises(ValueError, match="a sample that cannot be read"):
-            loader.next()
+        for _ in range(3):  # and again wherever somebody asks for more
+            with pytest.raises(ValueError, match="a sample that cannot be read"):
+                loader.next()
     finally:
         loader.close()
 
@@ -163,3 +164,72 @@ def test_closing_twice_is_closing_once(ahead: int) -> None:
     loader.close()
     loader.close()
     assert loader_threads() == before
+
+
+def test_a_closed_loader_gives_nothing_and_keeps_nobody_waiting() -> None:
+    loader = Loader(endless())
+    loader.close()
+    with pytest.raises(RuntimeError, match="the loader is closed"):
+        loader.next()
+
+
+def test_who_waits_for_a_batch_is_told_when_the_loader_is_closed() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    told: list[BaseException] = []
+
+    def stuck() -> Iterator[Loaded]:
+        begun.set()
+        go_on.wait(PATIENCE_SECONDS)
+        yield from endless()
+
+    loader = Loader(stuck())
+
+    def wait() -> None:
+        try:
+            loader.next()
+        except RuntimeError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert begun.wait(PATIENCE_SECONDS)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    waiting.join(PATIENCE_SECONDS)
+    assert [str(error) for error in told] == ["the loader is closed"]
+    go_on.set()
+    closing.join(PATIENCE_SECONDS)
+    assert not closing.is_alive()
+
+
+def test_a_source_that_ends_is_an_error_and_not_a_silence() -> None:
+    loader = Loader(iter(batches(Position(), 1)))
+    try:
+        loader.next()
+        with pytest.raises(RuntimeError, match="there are no more batches"):
+            loader.next()
+    finally:
+        loader.close()
+
+
+# Mixes and limits.
+
+
+def test_an_order_goes_through_its_sources_by_their_weights() -> None:
+    order = Order(COSTS, COSTS, 10, 1, sources=(4, 8), weights=(2.0, 0.5))
+    times = np.bincount(np.concatenate(order.batches(0)), minlength=len(COSTS))
+    assert times[:4].tolist() == [2, 2, 2, 2]
+    assert sorted(times[4:].tolist()) == [0] * 4 + [1] * 4
+    assert [ids.tolist() for ids in order.batches(0)] != [ids.tolist() for ids in order.batches(1)]
+
+
+def test_sources_of_weight_one_change_nothing() -> None:
+    order = Order(COSTS, COSTS, 10, 1, sources=(4, 8), weights=(1.0, 1.0))
+    assert [ids.tolist() for ids in order.batches(3)] == [ids.tolist() for ids in ORDER.batches(3)]
+
+
+def test_an_order_bounds_the_positions_of_a_padded_batch() -> None:
+    lengths = np.ones(100, np.int64)
+    lengths[5] = 1000
+    order = Order(np.ones(100, np.int64), lengths, 50, 1, lengths)
+    assert [5] in [ids.tolist() for ids in order.batches(0)]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, block, epoch_batches, permutation, philox_words, share
+from packtrain.data.order import Ids, block, epoch_batches, mixed_epoch, permutation, philox_words, share
+from packtrain.data.text import likeness
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.vocabulary import Vocabulary
 
@@ -133,30 +134,134 @@ def test_blocks_cut_everything_into_consecutive_parts(count: int, num_ranks: int
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
+# Mixes of sources.
+
+sources = st.lists(
+    st.tuples(st.integers(0, 30), st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.5, 2.0, 2.7])), min_size=1, max_size=5
+)
+
+
+@given(st.lists(st.integers(0, 50), max_size=5), seeds, st.integers(0, 1000))
+def test_sources_of_weight_one_are_one_plain_permutation(counts: list[int], seed: int, epoch: int) -> None:
+    mixed = mixed_epoch(counts, [1.0] * len(counts), seed, epoch)
+    assert mixed.tolist() == permutation(sum(counts), seed, epoch, 1).tolist()
+
+
+@given(sources, seeds, st.integers(0, 1000))
+def test_a_source_comes_as_often_as_its_weight_says(drawn: list[tuple[int, float]], seed: int, epoch: int) -> None:
+    counts, weights = [count for count, _ in drawn], [weight for _, weight in drawn]
+    times = np.bincount(mixed_epoch(counts, weights, seed, epoch), minlength=sum(counts))
+    for count, weight, own in zip(counts, weights, np.split(times, np.cumsum(counts)[:-1]), strict=True):
+        assert own.sum() == round(weight * count)
+        if count:
+            assert own.max() - own.min() <= 1  # whole passes, and a part in which nothing comes twice
+        if weight == 1.0:
+            assert own.tolist() == [1] * count
+
+
+@given(sources, seeds, st.integers(0, 1000))
+def test_a_mix_depends_on_seed_and_epoch_alone(drawn: list[tuple[int, float]], seed: int, epoch: int) -> None:
+    counts, weights = [count for count, _ in drawn], [weight for _, weight in drawn]
+    once, again = (mixed_epoch(counts, weights, seed, epoch).tolist() for _ in range(2))
+    assert once == again
+
+
+def test_the_part_of_a_source_is_another_in_every_epoch_and_for_every_seed() -> None:
+    parts = [set(mixed_epoch([100], [0.5], seed, epoch).tolist()) for seed in (1, 2) for epoch in range(3)]
+    assert all(one != other for number, one in enumerate(parts) for other in parts[:number])
+    assert len(set().union(*parts)) > 90
+
+
+def test_two_sources_do_not_draw_the_same_part() -> None:
+    mixed = mixed_epoch([100, 100], [0.5, 0.5], 1, 0)
+    assert {one for one in mixed.tolist() if one < 100} != {one - 100 for one in mixed.tolist() if one >= 100}
+
+
+def test_sources_are_mixed_and_not_one_after_the_other() -> None:
+    mixed = mixed_epoch([1000, 10], [1.0, 100.0], 1, 0)
+    assert 400 < np.count_nonzero(mixed[:1000] >= 1000) < 600
+
+
+def test_mixes_are_these_for_ever() -> None:
+    assert mixed_epoch([4, 3, 4], [1.0, 2.0, 0.5], 1, 0).tolist() == [6, 9, 0, 2, 10, 3, 6, 5, 1, 4, 4, 5]
+
+
+def test_every_source_needs_a_weight() -> None:
+    with pytest.raises(ValueError, match="2 sources have 1 weights"):
+        mixed_epoch([1, 2], [1.0], 1, 0)
+
+
+@given(samples(), budgets, seeds)
+def test_all_that_was_drawn_is_in_the_batches(drawn: Samples, budget: int, seed: int) -> None:
+    costs, alike = drawn
+    half = len(costs) // 2
+    ids = mixed_epoch([half, len(costs) - half], [2.0, 0.5], seed, 0)
+    batches = epoch_batches(costs, alike, budget, seed, 0, ids)
+    assert sorted(chain.from_iterable(lists(batches))) == sorted(ids.tolist())
+    assert all(costs[batch].sum() <= budget or len(batch) == 1 for batch in batches)
+
+
 # Padding.
 
 
-def padding(lengths: NDArray[np.int64], batches: list[Ids]) -> float:
+@given(samples(), budgets, seeds, st.data())
+def test_a_padded_batch_has_at_most_four_times_the_budget_of_positions(
+    drawn: Samples, budget: int, seed: int, data: st.DataObject
+) -> None:
+    costs, alike = drawn
+    lengths = np.array(data.draw(st.lists(st.integers(0, 400), min_size=len(costs), max_size=len(costs))), np.int64)
+    batches = epoch_batches(costs, alike, budget, seed, 0, None, lengths)
+    assert sorted(chain.from_iterable(lists(batches))) == list(range(len(costs)))
+    longer = max(1.0, lengths.mean() / max(1.0, costs.mean())) if len(costs) else 1.0
+    for batch in batches:
+        assert len(batch) * lengths[batch].max() <= 4 * budget * longer or len(batch) == 1
+        assert costs[batch].sum() <= budget or len(batch) == 1
+
+
+def test_one_long_source_among_short_targets_does_not_make_a_huge_batch() -> None:
+    target = np.full(5000, 3)
+    source = np.full(5000, 4)
+    source[17] = 1000
+    with_it = [
+        next(batch for batch in epoch_batches(target, target, 8192, 1, 0, None, limits) if 17 in batch)
+        for limits in (None, np.maximum(source, target))
+    ]
+    unbounded, bounded = (len(batch) * source[batch].max() for batch in with_it)
+    assert unbounded > 2_000_000
+    assert bounded <= 4 * 8192 * source.mean() / 3
+
+
+def test_sources_that_are_long_throughout_do_not_make_batches_small() -> None:
+    target, source = np.full(1000, 10), np.full(1000, 200)
+    batches = epoch_batches(target, target, 500, 1, 0, None, source)
+    assert [len(batch) for batch in batches] == [50] * 20
+
+
+def padding(lengths: Sequence[NDArray[np.int64]], batches: list[Ids]) -> float:
     """The part of the batches' positions that holds nothing."""
-    return 1 - lengths.sum() / sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    padded = sum(len(batch) * int(side[batch].max()) for batch in batches for side in lengths)
+    return 1 - sum(int(side.sum()) for side in lengths) / padded
 
 
 @pytest.fixture(scope="module")
 def lengths() -> Samples:
-    """The lengths of 10,000 sources and targets of the example's corpus."""
-    pairs = list(read_bitext((str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))))[:10_000]
+    """The lengths of all sources and targets of the example's corpus."""
+    pairs = list(read_bitext((str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))))
     vocabulary = Vocabulary.fit((text for pair in pairs for text in (pair.source, pair.target)), 4000)
     sources, targets = ([pair.source for pair in pairs], [pair.target for pair in pairs])
-    source, target = ([len(row) + 1 for row in vocabulary.encode(texts)] for texts in (sources, targets))
-    return np.array(source), np.array(target)
+    source, target = (np.array([len(row) + 1 for row in vocabulary.encode(texts)]) for texts in (sources, targets))
+    return source, target + 1
 
 
-@pytest.mark.parametrize("budget", [640, 2560])
+@pytest.mark.parametrize("budget", [640, 2560, 8192, 16000, 25000])
 def test_little_of_a_batch_of_the_example_is_padding(
     lengths: Samples, budget: int, record_property: Callable[[str, object], None]
 ) -> None:
     source, target = lengths
-    batches = epoch_batches(target, target * (1 << 20) + source, budget, 1, 0)
-    record_property("source padding", f"{padding(source, batches):.1%}")
-    assert padding(target, batches) < 0.1
-    assert padding(source, batches) < 0.4
+    order = target - 1, likeness(source, target), budget, 1, 0
+    batches = epoch_batches(*order, None, np.maximum(source, target))
+    record_property("padding", f"{padding(lengths, batches):.1%}")
+    assert padding(lengths, batches) < 0.1
+    assert lists(batches) == lists(epoch_batches(*order))  # the limit of positions is for other corpora
+    filled = [int(target[batch].sum()) - len(batch) for batch in batches]
+    assert np.mean(filled) > 0.97 * budget

@@ -5,14 +5,27 @@ import json
 import pytest
 
 from packtrain.errors import EXIT_NOT_FOUND, NotFound, PacktrainError
-from packtrain.pack.manifest import FORMAT, Manifest, PackFile, Shard, Split, find_manifest, pack_key, read_manifest
+from packtrain.pack.manifest import (
+    FORMAT,
+    Drops,
+    Manifest,
+    PackFile,
+    Shard,
+    Split,
+    find_manifest,
+    pack_key,
+    read_manifest,
+)
 from packtrain.store import Store
 
+SHARD = Shard("train-00000.safetensors", 99, "ff", 3)
 MANIFEST = Manifest(
     FORMAT,
     "toy-0123",
+    "pairs",
     {"vocabulary": 300, "splits": {"train": [["bitext", "ab"]]}},
-    {"train": Split(3, {"one side is empty": 2}, (Shard("train-00000.safetensors", 99, "ff", 3),))},
+    {"train": Split(3, {"one side is empty": Drops(2, ("a:1",))}, {}, (3,), (SHARD,))},
+    (),
     PackFile("vocabulary.json", 7, "ee"),
 )
 

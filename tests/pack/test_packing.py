@@ -10,8 +10,10 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
 from packtrain.job import Data, Job
-from packtrain.pack.manifest import Manifest, read_manifest
-from packtrain.pack.packing import digest, pack, pack_settings
+from packtrain.pack.manifest import Manifest
+from packtrain.pack.packing import digest, pack, settings_of
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
 from packtrain.store import Store, open_store
 
 
@@ -20,12 +22,12 @@ def objects(store: Store) -> dict[str, bytes]:
 
 
 def quietly(job: Job, store: Store) -> Manifest:
-    return pack(job, store, lambda _: None)
+    return pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
 
 
 def told(job: Job, store: Store) -> list[str]:
     said: list[str] = []
-    pack(job, store, said.append)
+    pack(job.name, job.data, store, HereAlone(), Plain(said.append))
     return said
 
 
@@ -80,11 +82,11 @@ def test_the_manifest_is_written_last(directory_store: Store, tmp_path: Path, mo
     put = directory_store.put
     monkeypatch.setattr(directory_store, "put", lambda key, data: (keys.append(key), put(key, data)))
     manifest = quietly(job_of(tmp_path), directory_store)
-    assert len(keys) == 4
+    assert len(keys) == 6  # with a note for each shard
     assert keys[-1] == f"packs/{manifest.name}/manifest.json"
 
 
-def test_a_pack_interrupted_before_its_manifest_is_made_again(
+def test_an_interrupted_pack_goes_on_where_it_was(
     any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, put = job_of(tmp_path), any_store.put
@@ -92,14 +94,38 @@ def test_a_pack_interrupted_before_its_manifest_is_made_again(
     def interrupted(key: str, data: bytes) -> None:
         if key.endswith("valid-00000.safetensors"):
             raise KeyboardInterrupt
-        put(key, data[: len(data) // 2] if key.endswith("train-00000.safetensors") else data)
+        put(key, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(any_store, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             quietly(job, any_store)
-    assert 0 < len(objects(any_store)) < 4
+    assert not any(key.endswith("manifest.json") for key in objects(any_store))
 
+    written: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(any_store, "put", lambda key, data: (written.append(key), put(key, data)))
+        quietly(job, any_store)
+    assert not any(key.endswith("train-00000.safetensors") for key in written)
+    untouched = open_store(str(tmp_path / "untouched"))
+    quietly(job, untouched)
+    assert objects(any_store) == objects(untouched)
+
+
+def test_a_shard_that_was_cut_off_is_made_again(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, put = job_of(tmp_path), any_store.put
+
+    def interrupted(key: str, data: bytes) -> None:
+        put(key, data[: len(data) // 2])
+        if key.endswith("train-00000.safetensors"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(any_store, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quietly(job, any_store)
     quietly(job, any_store)
     untouched = open_store(str(tmp_path / "untouched"))
     quietly(job, untouched)
@@ -108,12 +134,38 @@ def test_a_pack_interrupted_before_its_manifest_is_made_again(
 
 def test_what_was_done_is_told(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, pairs=[*GREETINGS, GREETINGS[0], ("", "leer")])
-    train, valid, vocabulary = told(job, directory_store)
-    assert train == "train: 8 pairs, dropped 1 (the same pair again), 1 (one side is empty)"
-    assert valid == "valid: 5 pairs"
-    assert vocabulary.startswith("vocabulary: ")
-    manifest = read_manifest(directory_store, f"greetings-{digest(pack_settings(job.data))}")
-    assert manifest.splits["train"].dropped == {"the same pair again": 1, "one side is empty": 1}
+    assert told(job, directory_store) == [
+        "train: 8 pairs, left out 1 (the same pair again), 1 (one side is empty)",
+        "valid: 5 pairs",
+    ]
+    filtered = quietly(job, directory_store).splits["train"].filtered
+    assert {reason: (drops.count, drops.names) for reason, drops in filtered.items()} == {
+        "one side is empty": (1, ("train.tsv:10",)),
+        "the same pair again": (1, ("train.tsv:9",)),
+    }
+
+
+def test_a_sample_that_is_trained_on_and_evaluated_is_told(directory_store: Store, tmp_path: Path) -> None:
+    job = job_of(tmp_path, valid=[*QUESTIONS, GREETINGS[0], GREETINGS[1]])
+    assert told(job, directory_store)[-1].startswith("warning: 2 samples of valid are in train, too")
+
+
+def test_every_source_has_shards_of_its_own(directory_store: Store, tmp_path: Path) -> None:
+    sources = [
+        {"bitext": write_pairs(tmp_path / f"{name}.tsv", pairs)}
+        for name, pairs in zip("ab", (GREETINGS, QUESTIONS), strict=True)
+    ]
+    split = quietly(job_of(tmp_path, data={"train": sources, "vocabulary": 300}), directory_store).splits["train"]
+    assert split.sources == (8, 5)
+    assert [shard.samples for shard in split.shards] == [8, 5]
+
+
+def test_two_vocabularies_can_be_had(directory_store: Store, tmp_path: Path) -> None:
+    data = {"train": [{"bitext": write_pairs(tmp_path / "a.tsv", GREETINGS)}], "vocabulary": 300, "joint": False}
+    manifest = quietly(job_of(tmp_path, data=data), directory_store)
+    assert manifest.vocabulary is not None
+    assert manifest.target_vocabulary is not None
+    assert manifest.vocabulary.sha256 != manifest.target_vocabulary.sha256
 
 
 def test_two_jobs_with_the_same_data_have_packs_of_their_own(directory_store: Store, tmp_path: Path) -> None:
@@ -126,16 +178,16 @@ def test_two_jobs_with_the_same_data_have_packs_of_their_own(directory_store: St
 def test_a_set_without_a_usable_sample_is_refused(directory_store: Store, tmp_path: Path, split: str) -> None:
     job = job_of(tmp_path)
     (tmp_path / f"{split}.tsv").write_text("")
-    with pytest.raises(Mistake, match=f"data.{split} has no usable sample: it is empty"):
+    with pytest.raises(Mistake, match=f"data.{split}: has no usable sample: it is empty"):
         quietly(job, directory_store)
-    assert objects(directory_store) == {}
+    assert not any(key.endswith("manifest.json") for key in objects(directory_store))
 
 
 def test_a_set_that_the_filters_left_empty_is_refused_with_their_reasons(
     directory_store: Store, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, pairs=[("", "leer"), ("a " * 99, "lang")])
-    with pytest.raises(Mistake, match=r"data.train has no usable sample: 1 \(one side is empty\), 1 \(more than 80"):
+    with pytest.raises(Mistake, match=r"data.train: has no usable sample, left out 1 \(one side is empty\), 1 \(more"):
         quietly(job, directory_store)
 
 
@@ -151,7 +203,7 @@ def test_data_that_is_not_there_is_named(directory_store: Store, tmp_path: Path)
 
 
 def digest_of(data: Data) -> str:
-    return digest(pack_settings(data))
+    return digest(settings_of(data, "pairs"))
 
 
 def bitext(folder: Path, source: bytes = b"one\ntwo\n", target: bytes = b"eins\nzwei\n") -> list[str]:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.pack.shard import Ragged, ShardError, encode_shard, open_shard
+from packtrain.pack.shard import Columns, Ragged, ShardError, encode_shard, open_shard
 
 ROWS = [[5, 6, 7], [], [8]]
 U16 = np.dtype("<u2")
 
 
 def written(path: Path, columns: dict[str, Ragged]) -> Path:
-    path.write_bytes(encode_shard(columns))
+    path.write_bytes(encode_shard(Columns(columns)))
     return path
 
 
@@ -33,15 +33,15 @@ def entry(dtype: str, start: object, end: object) -> dict[str, object]:
 @given(st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=6), max_size=8))
 def test_rows_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]]) -> None:
     path = written(tmp_path_factory.mktemp("shard") / "a", {"x": Ragged.from_rows(rows, U16)})
-    column = open_shard(path)["x"]
+    column = open_shard(path).ragged["x"]
     assert [row.tolist() for row in column] == rows
     assert len(column) == len(rows)
     assert column.lengths.tolist() == [len(row) for row in rows]
 
 
 def test_several_columns_keep_their_own_rows_and_types(tmp_path: Path) -> None:
-    columns = {"source": Ragged.from_rows(ROWS, U16), "target": Ragged.from_rows([[70_000]], np.dtype("<u4"))}
-    opened = open_shard(written(tmp_path / "a", columns))
+    columns = {"source": Ragged.from_rows(ROWS, U16), "target": Ragged.from_rows([[70_000], [], []], np.dtype("<u4"))}
+    opened = open_shard(written(tmp_path / "a", columns)).ragged
     assert opened.keys() == {"source", "target"}
     assert opened["source"][0].tolist() == [5, 6, 7]
     assert opened["target"][0].tolist() == [70_000]
@@ -49,7 +49,9 @@ def test_several_columns_keep_their_own_rows_and_types(tmp_path: Path) -> None:
 
 
 def test_the_same_columns_make_the_same_bytes() -> None:
-    assert encode_shard({"x": Ragged.from_rows(ROWS, U16)}) == encode_shard({"x": Ragged.from_rows(ROWS, U16)})
+    assert encode_shard(Columns({"x": Ragged.from_rows(ROWS, U16)})) == encode_shard(
+        Columns({"x": Ragged.from_rows(ROWS, U16)})
+    )
 
 
 def test_any_tool_that_knows_safetensors_can_look_inside(tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_any_tool_that_knows_safetensors_can_look_inside(tmp_path: Path) -> None
 
 def test_an_opened_shard_is_the_mapped_file_and_not_a_copy(tmp_path: Path) -> None:
     path = written(tmp_path / "a", {"x": Ragged.from_rows(ROWS, U16)})
-    column = open_shard(path)["x"]
+    column = open_shard(path).ragged["x"]
     for array in (column.values, column.offsets, column[0]):
         assert not array.flags.owndata
         assert not array.flags.writeable
@@ -141,4 +143,19 @@ def test_offsets_that_do_not_cut_the_values_into_rows_are_refused(tmp_path: Path
 
 
 def test_notes_in_the_header_are_passed_over(tmp_path: Path) -> None:
-    assert open_shard(file_of(tmp_path / "a", {"__metadata__": {"made": "by hand"}})) == {}
+    assert open_shard(file_of(tmp_path / "a", {"__metadata__": {"made": "by hand"}})) == Columns({})
+
+
+def test_a_column_of_one_number_a_row_comes_back(tmp_path: Path) -> None:
+    columns = Columns({"x": Ragged.from_rows(ROWS, U16)}, {"label": np.array([3, 1, 2], np.int32)})
+    (tmp_path / "a").write_bytes(encode_shard(columns))
+    opened = open_shard(tmp_path / "a")
+    assert opened.plain["label"].tolist() == [3, 1, 2]
+    assert (len(opened), opened.ragged.keys(), opened.plain.keys()) == (3, {"x"}, {"label"})
+
+
+def test_columns_of_unequal_length_are_refused(tmp_path: Path) -> None:
+    columns = Columns({"x": Ragged.from_rows(ROWS, U16)}, {"label": np.array([3], np.int32)})
+    (tmp_path / "a").write_bytes(encode_shard(columns))
+    with pytest.raises(ShardError, match="not equally long"):
+        open_shard(tmp_path / "a")

@@ -10,6 +10,8 @@ import torch
 from pack.corpus import job_of
 from packtrain.data.pack import Pack
 from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.translate.model import Transformer
 from packtrain.recipes.translate.shape import Shape
@@ -27,7 +29,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
         folder: Path = tmp_path_factory.mktemp("recipe")
         job = job_of(folder, **changes)
         store = open_store(str(folder / "store"))
-        manifest = pack(job, store, lambda _: None)
+        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
         return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, folder / "cache"))
 
     return make

@@ -7,7 +7,7 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job import Job
+from packtrain.job import SOURCES, Job
 from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.recipes.translate import Translate
 
@@ -26,7 +26,10 @@ def test_every_recipe_can_be_found_by_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_s_defaults_lack_nothing_but_the_data(name: str) -> None:
     defaults: Any = recipe_defaults(name)
-    data = {**defaults["data"], "train": [{source: ["a", "b"]} for source in sorted(recipe_class(name).sources)]}
+    data = {
+        **defaults["data"],
+        "train": [{kind: ["a"] * SOURCES[kind].path_counts[0]} for kind in recipe_class(name).sources],
+    }
     job = Job.model_validate({**defaults, "name": "mine", "recipe": name, "data": data})
     check_recipe(job)
     assert job.recipe == name
@@ -58,8 +61,8 @@ def test_data_of_a_kind_that_the_recipe_does_not_know_is_refused(tmp_path: Path,
     data = job.data.model_copy(update={split: (job.data.train[0], strange)})
     with pytest.raises(FieldMistake) as refused:
         check_recipe(job.model_copy(update={"data": data}))
-    assert refused.value.field == f"data.{split}"
-    assert refused.value.fault == "translate does not learn from images; it takes bitext"
+    assert refused.value.field == f"data.{split}.1"
+    assert refused.value.fault == "translate does not learn from images; it takes bitext, folder"
 
 
 def test_a_model_that_the_recipe_cannot_build_is_refused(tmp_path: Path) -> None:

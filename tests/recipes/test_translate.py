@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pack.corpus import GREETINGS, QUESTIONS
 from packtrain.data.order import Ids, block, share
+from packtrain.data.text import likeness
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Batch, Recipe, Scores
@@ -65,10 +66,13 @@ def test_a_sample_costs_the_target_tokens_that_are_predicted(recipe: Recipe) -> 
     assert recipe.costs.tolist() == [len(row) + 1 for row in rows]
 
 
-def test_samples_are_alike_by_target_then_by_source(recipe: Recipe) -> None:
+def test_samples_are_alike_by_their_longer_side_then_by_the_difference(recipe: Recipe) -> None:
     encode = recipe.pack.vocabulary.encode
-    lengths = [tuple(len(row) for row in encode([target, source])) for source, target in GREETINGS]
-    assert np.argsort(recipe.likeness, kind="stable").tolist() == sorted(EVERYTHING, key=lambda one: lengths[one])
+    lengths = [(len(encode([source])[0]) + 1, len(encode([target])[0]) + 2) for source, target in GREETINGS]
+    order = recipe.likeness.argsort(kind="stable")
+    longer = [max(lengths[sample]) for sample in order]
+    assert longer == sorted(longer)
+    assert recipe.likeness.tolist() == likeness(*np.array(lengths).T).tolist()
 
 
 # The loss.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job import Job
+from packtrain.pack.manifest import FORMAT, Manifest, Shard, Split
 from packtrain.recipes import Batch, Measured, Recipe, Scores
 from packtrain.runs import Run, create_run
 from packtrain.store import Store
@@ -40,6 +41,7 @@ def tiny_engine(job: Job | None = None, world: World | None = None) -> Engine:
 
 class Tiny(Recipe):
     unit = "samples"
+    kind = "pairs"
     measure_of_best = "closeness"
 
     def __init__(self, job: Job) -> None:
@@ -55,6 +57,10 @@ class Tiny(Recipe):
     @property
     def costs(self) -> NDArray[np.int64]:
         return np.ones(SAMPLES, np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.costs
 
     @property
     def likeness(self) -> NDArray[np.int64]:
@@ -90,3 +96,6 @@ class Tiny(Recipe):
 
 class _NamedPack:
     name = "pack-1"
+    manifest = Manifest(
+        FORMAT, name, "pairs", {}, {"train": Split(SAMPLES, {}, {}, (SAMPLES,), (Shard("train", 1, "", SAMPLES),))}
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,11 +51,6 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-
-
-def teller(screen: Console) -> Callable[[str], None]:
-    """Prints what packing has to say."""
-    return lambda text: screen.print(f"[dim]pack[/dim]  {text}")
 
 
 def print_json(value: Any) -> None:

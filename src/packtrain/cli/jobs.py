@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, teller
+from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run
 
 if TYPE_CHECKING:
     from packtrain.runs import Run
@@ -36,16 +36,32 @@ def init(
     console().print(f"wrote {path}; next: edit its data, then [bold]packtrain run {path}[/bold]")
 
 
-def pack(job: JobArgument, overrides: SetOption = None) -> None:
+def pack(
+    job: JobArgument,
+    overrides: SetOption = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. Default: one for each core.")] = None,
+    dask: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Dask scheduler, as tcp://host:8786.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print what is in the pack and write a sample page.")] = False,
+    allow_drops: Annotated[bool, typer.Option("--allow-drops", help="Go on without unusable samples.")] = False,
+) -> None:
     """Turn the job's raw data into a pack in its store; nothing is done twice."""
+    from packtrain.cli.progress import Bars
+    from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
 
     loaded = load(job, overrides or ())
-    screen = console()
-    with screen.status("packing"):
-        name = pack_data(loaded, open_store(loaded.job.store), teller(screen))
-    screen.print(f"packed: [bold]{name}[/bold]" if name else "a program packs no data")
+    store, screen = open_store(loaded.job.store), console()
+    workers = Dask(dask) if dask else Processes(processes)
+    manifest = pack_data(loaded, store, Bars(screen), workers, allow_drops)
+    if manifest is None:
+        screen.print("a program packs no data")
+        return
+    screen.print(f"packed: [bold]{manifest.name}[/bold]")
+    if stats:
+        from packtrain.cli.packs import show_stats
+
+        show_stats(screen, store, manifest)
 
 
 def run(
@@ -55,13 +71,11 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Pack if needed, start the run, and follow it. Ctrl-C leaves it going."""
+    from packtrain.cli.progress import Bars
     from packtrain.start import create, load
 
     loaded = load(job, overrides or ())
-    screen = console()
-    with screen.status("packing"):
-        created = create(loaded, teller(screen))
-    _start_and_follow(created, foreground, detach)
+    _start_and_follow(create(loaded, Bars(console())), foreground, detach)
 
 
 def resume(

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, epoch_batches, share
+from packtrain.data.order import Ids, epoch_batches, mixed_epoch, share
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -36,15 +36,23 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Order:
-    """All that decides which samples come when, whatever the number of workers."""
+    """All that decides which samples come when, whatever the number of workers.
+
+    `lengths` are the positions that samples take when they are padded; `sources` the numbers of samples of each
+    source, and `weights` how often an epoch goes through each.
+    """
 
     costs: NDArray[Any]
     likeness: NDArray[Any]
     budget: int
     seed: int
+    lengths: NDArray[Any] | None = None
+    sources: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def batches(self, epoch: int) -> list[Ids]:
-        return epoch_batches(self.costs, self.likeness, self.budget, self.seed, epoch)
+        ids = mixed_epoch(self.sources, self.weights, self.seed, epoch) if self.sources else None
+        return epoch_batches(self.costs, self.likeness, self.budget, self.seed, epoch, ids, self.lengths)
 
 
 def parts(
@@ -82,6 +90,7 @@ class Loader:
             for loaded in source:
                 if not self._offer(loaded):
                     return
+            raise RuntimeError("there are no more batches")
         except BaseException as error:
             self._offer(error)
 
@@ -96,11 +105,19 @@ class Loader:
 
     def next(self) -> Loaded:
         if self._failure is None:
-            item = self._ready.get()
+            item = self._take()
             if isinstance(item, Loaded):
                 return item
             self._failure = item
         raise self._failure
+
+    def _take(self) -> Loaded | BaseException:
+        while not self._closed.is_set():
+            try:
+                return self._ready.get(timeout=0.2)
+            except queue.Empty:
+                continue
+        return RuntimeError("the loader is closed")
 
     def close(self) -> None:
         self._closed.set()

@@ -6,6 +6,9 @@ generator, sorted, so that the order does not depend on the version of NumPy eit
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,11 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
+# Streams of random words, apart from those of others: the third counter is 3 for augmentation and for training.
 _SHUFFLE_SAMPLES, _SHUFFLE_BATCHES = 1, 2
+_DRAW_PART = 4
 _POOL_BATCHES = 100  # batches' worth of samples sorted by likeness together: little padding, little bias
+_PADDED = 4  # times the budget: the most positions of a batch, with those that are filled up
 
 
 def philox_words(count: int, seed: int, *counters: int) -> NDArray[np.uint64]:
@@ -29,32 +35,73 @@ def permutation(count: int, seed: int, *counters: int) -> Ids:
     return np.argsort(philox_words(count, seed, *counters), kind="stable")
 
 
-def epoch_batches(costs: NDArray[Any], likeness: NDArray[Any], budget: int, seed: int, epoch: int) -> list[Ids]:
-    """The epoch's global batches: every sample once, samples of near `likeness` together, `budget` of cost at most.
+def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> Ids:
+    """The samples of an epoch, shuffled. Samples are numbered through the sources.
 
-    A sample that costs more than the budget makes a batch of its own: nothing is dropped.
+    With a weight of 1 each sample of a source comes exactly once. Other weights make round(weight * count) draws:
+    as many whole passes as that has, and for the rest samples that differ from each other and from epoch to epoch.
     """
-    shuffled = permutation(len(costs), seed, epoch, _SHUFFLE_SAMPLES)
-    if not len(shuffled):
+    if len(source_counts) != len(weights):
+        raise ValueError(f"{len(source_counts)} sources have {len(weights)} weights")
+    drawn = [np.zeros(0, np.int64)]
+    first = 0
+    for source, (count, weight) in enumerate(zip(source_counts, weights, strict=True)):
+        passes, rest = divmod(round(weight * count), max(1, count))
+        drawn += [np.arange(first, first + count)] * passes
+        if rest:
+            drawn.append(first + permutation(count, seed, epoch, source, _DRAW_PART)[:rest])
+        first += count
+    ids = np.concatenate(drawn)
+    return ids[permutation(len(ids), seed, epoch, _SHUFFLE_SAMPLES)]
+
+
+def epoch_batches(
+    costs: NDArray[Any],
+    likeness: NDArray[Any],
+    budget: int,
+    seed: int,
+    epoch: int,
+    ids: Ids | None = None,
+    lengths: NDArray[Any] | None = None,
+) -> list[Ids]:
+    """The epoch's global batches: all of `ids`, samples of near `likeness` together, `budget` of cost at most.
+
+    `ids` are the shuffled samples of the epoch (mixed_epoch); without them, every sample comes once. A batch of
+    which each sample takes as many positions as the longest of `lengths` has at most four times the budget of them,
+    or in proportion more where samples are longer than they cost. A sample that is more than that, or costs
+    more than the budget, makes a batch of its own: nothing is dropped.
+    """
+    if ids is None:
+        ids = mixed_epoch([len(costs)], [1.0], seed, epoch)
+    if not len(ids):
         return []
-    per_pool = max(1, int(_POOL_BATCHES * budget / max(1.0, float(np.mean(costs)))))
+    mean_cost = max(1.0, float(np.mean(costs[ids])))
+    per_pool = max(1, int(_POOL_BATCHES * budget / mean_cost))
+    most_positions = 0.0
+    if lengths is not None:
+        most_positions = _PADDED * budget * max(1.0, float(np.mean(lengths[ids])) / mean_cost)
     batches: list[Ids] = []
-    for start in range(0, len(shuffled), per_pool):
-        pool = shuffled[start : start + per_pool]
-        batches += _cut(pool[np.argsort(likeness[pool], kind="stable")], costs, budget)
+    for start in range(0, len(ids), per_pool):
+        pool = ids[start : start + per_pool]
+        pool = pool[np.argsort(likeness[pool], kind="stable")]
+        edges = _edges(costs[pool], budget, None if lengths is None else lengths[pool], most_positions)
+        batches += [pool[edge:end] for edge, end in pairwise(edges)]
     return [batches[k] for k in permutation(len(batches), seed, epoch, _SHUFFLE_BATCHES)]
 
 
-def _cut(ids: Ids, costs: NDArray[Any], budget: int) -> list[Ids]:
-    """Consecutive runs of `ids` whose costs sum to at most `budget`."""
-    total = np.cumsum(costs[ids], dtype=np.int64)
-    runs = []
-    start, used = 0, 0
-    while start < len(ids):
-        end = max(start + 1, int(np.searchsorted(total, used + budget, side="right")))
-        runs.append(ids[start:end])
-        start, used = end, int(total[end - 1])
-    return runs
+def _edges(costs: NDArray[Any], budget: int, lengths: NDArray[Any] | None, most_positions: float) -> list[int]:
+    """Where consecutive runs begin whose costs sum to at most `budget`, and after them the end."""
+    total: list[int] = np.cumsum(costs, dtype=np.int64).tolist()
+    edges = [0]
+    used = 0
+    while (start := edges[-1]) < len(total):
+        end = max(start + 1, bisect_right(total, used + budget, start))
+        if lengths is not None and (end - start) * lengths[start:end].max() > most_positions:
+            positions = np.maximum.accumulate(lengths[start:end]) * np.arange(1, end - start + 1)
+            end = start + max(1, int(np.searchsorted(positions, most_positions, side="right")))
+        edges.append(end)
+        used = total[end - 1]
+    return edges
 
 
 def share(batch: Ids, rank: int, num_ranks: int) -> Ids:

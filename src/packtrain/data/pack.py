@@ -1,59 +1,58 @@
-"""A pack opened for reading: its columns memory-mapped, every file checked against its hash."""
+"""A pack opened for reading: its shards mapped into memory where they are, or from the cache of this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
-from packtrain.digest import sha256_of
-from packtrain.errors import PacktrainError
+from packtrain.data.cache import Cache, Lock
+from packtrain.data.split import SplitReader
+from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import Manifest, PackFile, pack_key, read_manifest
-from packtrain.pack.shard import Ragged, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 
 
 class Pack:
-    """Files are fetched into `directory` once and shared by all workers of the machine."""
+    """A pack whose files come through the cache in `directory`, each checked against its hash when first used."""
 
-    def __init__(self, store: Store, name: str, directory: Path) -> None:
+    def __init__(self, store: Store, name: str, directory: Path, cache_bytes: int | None = None) -> None:
         self._store, self.name = store, name
-        self._directory = directory / name
+        self._cache = Cache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
-        self._vocabulary: Vocabulary | None = None
+        self._hold: Lock | None = None  # as long as it lives, the cache keeps what it has of this pack
+        self._splits: dict[str, SplitReader] = {}
 
-    @property
+    @cached_property
     def vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:
-            path = self._fetch(self.manifest.vocabulary)
-            self._vocabulary = Vocabulary.from_json(path.read_text())
-        return self._vocabulary
+        """Of both sides of a pair, or of the sources where targets have their own."""
+        return self._vocabulary(self.manifest.vocabulary)
 
-    def columns(self, split: str) -> dict[str, Ragged]:
-        """The columns of a split, whole; an empty mapping if the pack has no such split."""
-        if split not in self.manifest.splits:
-            return {}
-        shards = [open_shard(self._fetch(shard)) for shard in self.manifest.splits[split].shards]
-        return {name: _joined([shard[name] for shard in shards]) for name in shards[0]}
+    @cached_property
+    def target_vocabulary(self) -> Vocabulary:
+        own = self.manifest.target_vocabulary
+        return self.vocabulary if own is None else self._vocabulary(own)
 
-    def _fetch(self, file: PackFile) -> Path:
-        path = self._directory / file.name
-        if path.exists() and sha256_of(path) == file.sha256:
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._store.get_file(pack_key(self.name, file.name), path)
-        if sha256_of(path) != file.sha256:
-            raise PacktrainError(
-                f"{file.name} of pack {self.name} in {self._store.url} does not have the hash it should;"
-                " delete the pack's manifest.json and pack again"
-            )
-        return path
+    def _vocabulary(self, file: PackFile | None) -> Vocabulary:
+        if file is None:
+            raise PacktrainError(f"pack {self.name} has no vocabulary: it has {self.manifest.kind}")
+        return Vocabulary.from_json(self._path_of(file).read_text())
 
+    def split(self, name: str) -> SplitReader:
+        if name not in self.manifest.splits:
+            raise NotFound(f"pack {self.name} has no split {name!r}; it has {', '.join(self.manifest.splits)}")
+        if name not in self._splits:
+            self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of)
+        return self._splits[name]
 
-def _joined(parts: list[Ragged]) -> Ragged:
-    if len(parts) == 1:
-        return parts[0]
-    ends = np.cumsum([0, *(len(part.values) for part in parts)])
-    offsets = [part.offsets[:-1] + end for part, end in zip(parts, ends, strict=False)]
-    return Ragged(np.concatenate([part.values for part in parts]), np.concatenate([*offsets, ends[-1:]]))
+    def _path_of(self, file: PackFile) -> Path:
+        if self._hold is None and not self._store.is_directory:
+            self._hold = self._cache.hold(self._hashes())
+        return self._cache.path_of(self._store, pack_key(self.name, file.name), file)
+
+    def _hashes(self) -> Iterator[str]:
+        vocabularies = (self.manifest.vocabulary, self.manifest.target_vocabulary)
+        yield from (file.sha256 for file in vocabularies if file is not None)
+        for split in self.manifest.splits.values():
+            yield from (shard.sha256 for shard in split.shards)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.store import Store, is_key
 
-FORMAT = 1
+FORMAT = 2
+
+Kind = Literal["pairs", "labels", "captions"]
 
 
 def _plain(name: str) -> str:
@@ -40,23 +42,45 @@ class Shard(PackFile):
 
 
 @dataclass(frozen=True)
+class Drops:
+    """How many samples were left out for a reason, and the names of the first of them."""
+
+    count: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Split:
-    """`dropped` counts the raw samples left out, by reason."""
+    """`filtered` has the raw samples that the settings leave out, `dropped` those that could not be used, by reason.
+
+    `sources` says how many samples came from each source, in their order.
+    """
 
     samples: int
-    dropped: dict[str, int]
+    filtered: dict[str, Drops]
+    dropped: dict[str, Drops]
+    sources: tuple[int, ...]
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`name` is that of the pack's folder: the job's name and the digest of sources and settings."""
+    """`name` is that of the pack's folder: the job's name and the digest of sources and settings.
+
+    Pairs have token columns `source` and `target`. Images have `jpeg`, `segments`, `width` and `height`, with the
+    class in `label`, or with `captions` (tokens of all captions of an image) and `caption_lengths` (of each).
+    Without `target_vocabulary` both sides of a pair share `vocabulary`. A split `train@160` has the same samples as
+    `train`, at most 160 pixels on the short side.
+    """
 
     format: int
     name: str
+    kind: Kind
     settings: dict[str, Any]
     splits: dict[str, Split]
-    vocabulary: PackFile
+    classes: tuple[str, ...] = ()
+    vocabulary: PackFile | None = None
+    target_vocabulary: PackFile | None = None
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

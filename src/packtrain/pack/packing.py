@@ -1,94 +1,140 @@
-"""Raw data to a pack in the store. Packing what is packed already does nothing."""
+"""Raw data to a pack in the store. Packing what is packed already does nothing; an interrupted pack goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from packtrain.digest import sha256_of
-from packtrain.errors import Mistake
-from packtrain.job import Data, Job, Source
-from packtrain.pack.manifest import FORMAT, Manifest, PackFile, Shard, Split, find_manifest, pack_key
-from packtrain.pack.text import Selection, encode_pairs, fit_vocabulary, select
+from packtrain.errors import FieldMistake, Mistake
+from packtrain.job import Data
+from packtrain.pack.contents import Contents, Packing, splits_of
+from packtrain.pack.formats import common_kind
+from packtrain.pack.images import pack_captions, pack_labels
+from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key
+from packtrain.pack.pairs import pack_pairs
+from packtrain.pack.progress import Progress
+from packtrain.pack.shards import forget_notes
+from packtrain.pack.workers import Workers
 from packtrain.store import Store
 
-Tell = Callable[[str], None]
+PACKERS: Mapping[Kind, Callable[[Packing], Contents]] = {
+    "pairs": pack_pairs,
+    "labels": pack_labels,
+    "captions": pack_captions,
+}
+MOST_DROPPED = 0.01
+_HASHED_BYTES = 4_000_000_000
 
 
-def splits_of(data: Data) -> dict[str, tuple[Source, ...]]:
-    named = {"train": data.train, "valid": data.valid, "test": data.test}
-    return {name: sources for name, sources in named.items() if sources}
-
-
-def pack(job: Job, store: Store, tell: Tell) -> Manifest:
-    """The pack of the job's data; made now unless it is there."""
-    settings = pack_settings(job.data)
-    name = f"{job.name}-{digest(settings)}"
-    existing = find_manifest(store, name)
+def pack(
+    name: str, data: Data, store: Store, workers: Workers, progress: Progress, allow_drops: bool = False
+) -> Manifest:
+    """The pack of a job's data, made now unless it is there. `name` is the job's."""
+    kind = common_kind(splits_of(data))
+    settings = settings_of(data, kind)
+    folder = f"{name}-{digest(settings)}"
+    existing = find_manifest(store, folder)
     if existing is not None:
-        tell(f"pack {name} is there already")
+        progress.say(f"pack {folder} is there already")
         return existing
-    return _make(job, store, name, settings, tell)
+    contents = PACKERS[kind](Packing(folder, data, store, workers, progress))
+    splits = {split: gathered.split() for split, gathered in contents.gathered.items()}
+    for split, found in splits.items():
+        _refuse_losses(split, found, allow_drops)
+        progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found)}")
+    _tell_overlap(contents, progress)
+    manifest = Manifest(
+        FORMAT, folder, kind, settings, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
+    )
+    store.put(pack_key(folder, "manifest.json"), manifest.to_json())
+    forget_notes(store, folder)
+    return manifest
 
 
-def pack_settings(data: Data) -> dict[str, object]:
-    """All that the pack's bytes depend on: sources by content, and settings."""
-    return {
+_NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
+
+
+def _left_out(split: Split) -> str:
+    reasons = {**split.filtered, **split.dropped}
+    said = ", ".join(f"{drops.count:,} ({reason})" for reason, drops in reasons.items())
+    return f", left out {said}" if said else ""
+
+
+def _refuse_losses(split: str, found: Split, allow_drops: bool) -> None:
+    if not found.samples:
+        raise FieldMistake(f"data.{split}", f"has no usable sample{_left_out(found) or ': it is empty'}")
+    lost = sum(drops.count for drops in found.dropped.values())
+    if lost > MOST_DROPPED * (lost + found.samples) and not allow_drops:
+        reason, drops = next(iter(found.dropped.items()))
+        raise FieldMistake(
+            f"data.{split}",
+            f"{lost:,} of {lost + found.samples:,} samples cannot be used; most of them, {drops.count:,}: {reason},"
+            f" such as {drops.names[0]}; mend them, or pack with --allow-drops",
+        )
+
+
+def _tell_overlap(contents: Contents, progress: Progress) -> None:
+    """Says when samples of an evaluated split are trained on, too."""
+    trained = np.unique(np.frombuffer(contents.fingerprints["train"], np.uint64))
+    for split, values in contents.fingerprints.items():
+        same = int(np.isin(np.frombuffer(values, np.uint64), trained).sum()) if split != "train" else 0
+        if same:
+            progress.say(f"warning: {same:,} samples of {split} are in train, too: its scores will flatter")
+
+
+# What the bytes of a pack depend on.
+
+
+def settings_of(data: Data, kind: Kind) -> dict[str, Any]:
+    """Sources by content, and settings."""
+    settings: dict[str, Any] = {
         "format": FORMAT,
+        "kind": kind,
         "splits": {
-            name: [[source.kind, *(_content_digest(Path(path)) for path in source.paths)] for source in sources]
-            for name, sources in splits_of(data).items()
+            split: [[source.kind, *(_content_of(Path(path)) for path in source.paths)] for source in sources]
+            for split, sources in splits_of(data).items()
         },
-        "vocabulary": data.vocabulary,
-        "max_words": data.max_words,
-        "max_ratio": data.max_ratio,
     }
+    if kind == "pairs":
+        settings |= {"max_words": data.max_words, "max_ratio": data.max_ratio, "joint": data.joint}
+    else:
+        settings |= {"sizes": list(data.sizes)}
+    if kind != "labels":
+        settings |= {"vocabulary": data.vocabulary}
+    return settings
 
 
-def digest(settings: dict[str, object]) -> str:
+def digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _content_digest(path: Path) -> str:
+def _content_of(path: Path) -> str:
+    """A file's hash; of a folder or a very large file, names, sizes and times: reading all of ImageNet takes long."""
     try:
+        if path.is_dir():
+            return _listing_digest(path)
+        status = path.stat()
+        if status.st_size > _HASHED_BYTES:
+            return f"{status.st_size}-{status.st_mtime_ns}"
         return sha256_of(path)
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror}; the job's data must be there to be packed") from error
 
 
-def _make(job: Job, store: Store, name: str, settings: dict[str, object], tell: Tell) -> Manifest:
-    selections = {
-        split: select(sources, job.data, training=split == "train") for split, sources in splits_of(job.data).items()
-    }
-    for split, selection in selections.items():
-        if not selection.pairs:
-            raise Mistake(f"data.{split} has no usable sample: {_said(selection)}")
-        tell(
-            f"{split}: {len(selection.pairs):,} pairs" + (f", dropped {_said(selection)}" if selection.dropped else "")
-        )
-    vocabulary = fit_vocabulary(selections["train"].pairs, job.data.vocabulary)
-    tell(f"vocabulary: {len(vocabulary):,} pieces")
-
-    vocabulary_json = vocabulary.to_json().encode()
-    vocabulary_file = _put(store, name, "vocabulary.json", vocabulary_json)
-    splits = {}
-    for split, selection in selections.items():
-        shards = []
-        for number, (data, samples) in enumerate(encode_pairs(selection.pairs, vocabulary)):
-            file = _put(store, name, f"{split}-{number:05d}.safetensors", data)
-            shards.append(Shard(file.name, file.bytes, file.sha256, samples))
-        splits[split] = Split(len(selection.pairs), dict(selection.dropped), tuple(shards))
-    manifest = Manifest(FORMAT, name, settings, splits, vocabulary_file)
-    store.put(pack_key(name, "manifest.json"), manifest.to_json())
-    return manifest
-
-
-def _said(selection: Selection) -> str:
-    return ", ".join(f"{count:,} ({reason})" for reason, count in selection.dropped.most_common()) or "it is empty"
-
-
-def _put(store: Store, pack_name: str, name: str, data: bytes) -> PackFile:
-    store.put(pack_key(pack_name, name), data)
-    return PackFile(name, len(data), hashlib.sha256(data).hexdigest())
+def _listing_digest(folder: Path) -> str:
+    hasher = hashlib.sha256()
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            path = Path(root, name)
+            status = path.lstat()
+            line = f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            hasher.update(line.encode(errors="surrogateescape"))
+    return hasher.hexdigest()

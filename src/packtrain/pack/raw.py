@@ -19,6 +19,7 @@ NO_CAPTION = "image without a caption"
 EMPTY_CAPTION = "empty caption"
 
 _FIRST_NAMES = 10
+_QUOTED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,16 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
+def quoted(name: str) -> str:
+    """The name in a message: escaped, and no longer than a person reads."""
+    return repr(name if len(name) <= _QUOTED else name[:_QUOTED] + "...")
+
+
 def in_order(classes: Iterable[str], where: str) -> tuple[str, ...]:
     """Classes numbered by name. A single one leaves nothing to learn."""
     names = tuple(sorted(set(classes)))
     if len(names) < 2:
-        found = f"only the class {names[0]!r}" if names else "no classes"
+        found = f"only the class {quoted(names[0])}" if names else "no classes"
         raise Mistake(f"{where}: {found}; a classifier needs at least two")
     return names
 
@@ -84,14 +90,14 @@ def in_order(classes: Iterable[str], where: str) -> tuple[str, ...]:
 def number_of(name: str, numbers: Mapping[str, int], where: str) -> int:
     """The class's number in training, which every other split goes by."""
     if name not in numbers:
-        raise Mistake(f"{where}: class {name!r} is not one of the {len(numbers):,} of the training data")
+        raise Mistake(f"{where}: class {quoted(name)} is not one of the {len(numbers):,} of the training data")
     return numbers[name]
 
 
 def file_inside(folder: str, name: str, place: str) -> str | None:
     """The path of a file that a list names, or None if there is none. Names and links that lead out are refused."""
     if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
-        raise Mistake(f"{place}: {name!r} must be a path below {folder}, without '..'")
+        raise Mistake(f"{place}: {quoted(name)} must be a path below {folder}, without '..'")
     path = folder
     try:
         for part in name.split("/"):

@@ -2,14 +2,14 @@
 
 The container is that of safetensors (a JSON header, then aligned little-endian data), so any
 tool that knows the format can look inside. A ragged column `x` is two arrays: `x.values`, and
-`x.offsets` with one more entry than there are rows.
+`x.offsets` with one more entry than there are rows. A column of one number a row is an array.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +61,41 @@ class Ragged:
         return np.diff(self.offsets)
 
 
-def encode_shard(columns: Mapping[str, Ragged]) -> bytes:
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a shard, all with as many rows: those of unequal rows, and those of one number a row."""
+
+    ragged: Mapping[str, Ragged]
+    plain: Mapping[str, Array] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return next(iter(self.lengths()), 0)
+
+    def lengths(self) -> list[int]:
+        return [*map(len, self.ragged.values()), *map(len, self.plain.values())]
+
+
+def encode_shard(columns: Columns) -> bytes:
     from safetensors.numpy import save
 
-    arrays: dict[str, Array] = {}
-    for name, column in columns.items():
+    arrays: dict[str, Array] = dict(columns.plain)
+    for name, column in columns.ragged.items():
         arrays[f"{name}.values"] = column.values
         arrays[f"{name}.offsets"] = column.offsets
     return bytes(save(arrays))
 
 
-def open_shard(path: Path) -> dict[str, Ragged]:
+def open_shard(path: Path) -> Columns:
     arrays = _map_arrays(path)
-    names = [name.removesuffix(".offsets") for name in arrays if name.endswith(".offsets")]
-    columns = {}
-    for name in names:
-        values, offsets = arrays.get(f"{name}.values"), arrays[f"{name}.offsets"]
+    ragged = {}
+    for name in [name.removesuffix(".offsets") for name in arrays if name.endswith(".offsets")]:
+        values, offsets = arrays.pop(f"{name}.values", None), arrays.pop(f"{name}.offsets")
         if values is None or not _fit(offsets, len(values)):
             raise ShardError(f"{path}: column {name!r} does not fit its offsets; pack the data again")
-        columns[name] = Ragged(values, offsets)
+        ragged[name] = Ragged(values, offsets)
+    columns = Columns(ragged, arrays)
+    if any(length != len(columns) for length in columns.lengths()):
+        raise ShardError(f"{path}: its columns are not equally long; pack the data again")
     return columns
 
 

@@ -1,47 +1,24 @@
-"""Pairs of texts to token columns: filters, the joint vocabulary, shards."""
+"""Pairs of texts: what the settings keep, which have come before, and their tokens."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import hashlib
+from array import array
 
 import numpy as np
+from numpy.typing import NDArray
 
-from packtrain.job import Data, Source
-from packtrain.pack.bitext import read_bitext
+from packtrain.job import Data
 from packtrain.pack.raw import TextPair
-from packtrain.pack.shard import Ragged, encode_shard
+from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 
-READERS = {"bitext": read_bitext}
-_SHARD_SAMPLES = 1_000_000
+_BLOCK_PAIRS = 20_000  # as many are lists of Python numbers at a time
+_PARTS = 16
 
 
-@dataclass
-class Selection:
-    """The pairs that the filters kept, and how many each of them dropped."""
-
-    pairs: list[TextPair] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-def select(sources: tuple[Source, ...], data: Data, training: bool) -> Selection:
-    """What is trained on is filtered; what is evaluated stays whole, or scores could not be compared."""
-    selection = Selection()
-    seen: set[tuple[str, str]] = set()
-    for source in sources:
-        for pair in READERS[source.kind](source.paths):
-            reason = _fault(pair, data, seen) if training else None
-            if reason is not None:
-                selection.dropped[reason] += 1
-                continue
-            seen.add((pair.source, pair.target))
-            selection.pairs.append(pair)
-    return selection
-
-
-def _fault(pair: TextPair, data: Data, seen: set[tuple[str, str]]) -> str | None:
+def fault(pair: TextPair, data: Data) -> str | None:
+    """Why the settings leave a pair out of training."""
     lengths = len(pair.source.split()), len(pair.target.split())
     if min(lengths) == 0:
         return "one side is empty"
@@ -49,21 +26,46 @@ def _fault(pair: TextPair, data: Data, seen: set[tuple[str, str]]) -> str | None
         return f"more than {data.max_words} words"
     if max(lengths) > data.max_ratio * min(lengths):
         return f"one side more than {data.max_ratio:g} times as long"
-    if (pair.source, pair.target) in seen:
-        return "the same pair again"
     return None
 
 
-def fit_vocabulary(pairs: list[TextPair], size: int) -> Vocabulary:
-    return Vocabulary.fit((text for pair in pairs for text in (pair.source, pair.target)), size)
+def fingerprint(pair: TextPair) -> int:
+    text = f"{pair.source}\t{pair.target}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def encode_pairs(pairs: list[TextPair], vocabulary: Vocabulary) -> Iterator[tuple[bytes, int]]:
-    """The shards of a split with their numbers of samples. Sources end with EOS; targets also begin with BOS."""
-    dtype = np.dtype("<u2") if len(vocabulary) <= 1 << 16 else np.dtype("<u4")
-    for start in range(0, len(pairs), _SHARD_SAMPLES):
-        part = pairs[start : start + _SHARD_SAMPLES]
-        sources = [[*row, EOS] for row in vocabulary.encode([pair.source for pair in part])]
-        targets = [[BOS, *row, EOS] for row in vocabulary.encode([pair.target for pair in part])]
-        columns = {"source": Ragged.from_rows(sources, dtype), "target": Ragged.from_rows(targets, dtype)}
-        yield encode_shard(columns), len(part)
+def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
+    """Which of them have come before. Done in parts, so that sorting takes little memory beside them."""
+    values = np.frombuffer(fingerprints, np.uint64)
+    again = np.zeros(len(values), np.bool_)
+    for part in range(_PARTS):
+        places = np.flatnonzero(values % _PARTS == part)
+        order = places[np.argsort(values[places], kind="stable")]
+        again[order[1:][values[order[1:]] == values[order[:-1]]]] = True
+    return again
+
+
+def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary) -> Columns:
+    """Token columns. Sources end with EOS; targets also begin with BOS."""
+    blocks = [pairs[start : start + _BLOCK_PAIRS] for start in range(0, len(pairs), _BLOCK_PAIRS)]
+    sources = [Ragged.from_rows(_ended(source, [one.source for one in block]), _dtype(source)) for block in blocks]
+    targets = [Ragged.from_rows(_begun(target, [one.target for one in block]), _dtype(target)) for block in blocks]
+    return Columns({"source": _joined(sources), "target": _joined(targets)})
+
+
+def _ended(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
+    return [[*row, EOS] for row in vocabulary.encode(texts)]
+
+
+def _begun(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
+    return [[BOS, *row, EOS] for row in vocabulary.encode(texts)]
+
+
+def _dtype(vocabulary: Vocabulary) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    return np.dtype("<u2") if len(vocabulary) <= 1 << 16 else np.dtype("<u4")
+
+
+def _joined(parts: list[Ragged]) -> Ragged:
+    lengths = np.concatenate([part.lengths for part in parts])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return Ragged(np.concatenate([part.values for part in parts]), offsets)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake
+from packtrain.pack.raw import quoted
 
 Encoding = Literal["utf-8", "windows-1252"]
 
@@ -134,7 +136,6 @@ def _refuse_constant(name: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {again!r} is there twice in one object")
+        again, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {quoted(again)} is there twice in one object")
     return fields

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from packtrain.errors import FieldMistake, Mistake, nearest
-from packtrain.job import Job, is_address
+from packtrain.job import Job
 from packtrain.recipes.recipe import Batch, Measured, Recipe, Scores
 
 __all__ = [
@@ -48,13 +48,9 @@ def check_recipe(job: Job) -> None:
         )
     for split in ("train", "valid", "test"):
         for number, source in enumerate(getattr(job.data, split)):
-            if source.weight != 1.0:
-                raise FieldMistake(f"data.{split}.{number}.weight", "sources cannot be weighted yet; leave it out")
-            for path in filter(is_address, source.paths):
-                raise FieldMistake(f"data.{split}.{number}", f"{path}: only local files can be packed yet")
             if source.kind not in recipe.sources:
                 raise FieldMistake(
-                    f"data.{split}",
+                    f"data.{split}.{number}",
                     f"{job.recipe} does not learn from {source.kind}; it takes {', '.join(sorted(recipe.sources))}",
                 )
     recipe.check(job)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job import Job
+from packtrain.pack.manifest import Kind
 from packtrain.runs import Sample
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Recipe(ABC):
     """What batches are counted in: tokens or samples."""
     sources: ClassVar[frozenset[str]]
     """The raw formats it can learn from."""
+    kind: ClassVar[Kind]
+    """The kind of pack it learns from."""
     measure_of_best: ClassVar[str]
     """The score that decides which checkpoint is the best: more is better."""
 
@@ -74,6 +77,11 @@ class Recipe(ABC):
     @abstractmethod
     def likeness(self) -> NDArray[np.int64]:
         """Samples that stand together when sorted by this fit into one batch with little padding."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> NDArray[np.int64]:
+        """The positions that each training sample takes when it is padded: what bounds the memory of a batch."""
 
     @property
     @abstractmethod

@@ -23,7 +23,7 @@ from packtrain.train.precision import Precision
 from packtrain.train.schedule import rate_of
 from packtrain.train.world import World
 
-_RANDOMNESS = 3  # the counter that keeps these numbers apart from those of data.order
+_RANDOMNESS = 4  # the counter that keeps these numbers apart from those of data.order
 
 
 class NotANumber(PacktrainError):

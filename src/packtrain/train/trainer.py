@@ -92,7 +92,7 @@ class Trainer:
 
     def _loop(self) -> bool:
         """Whether the goal was reached; if not, a stop was asked for."""
-        order = Order(self._recipe.costs, self._recipe.likeness, self._job.train.batch.value, self._job.train.seed)
+        order = self._order()
         rank, num_ranks = self._world.rank, self._world.num_ranks
         start = self._progress.position
         batches_in_epoch = len(order.batches(start.epoch))
@@ -123,6 +123,17 @@ class Trainer:
                     return at_goal
         finally:
             loader.close()
+
+    def _order(self) -> Order:
+        return Order(
+            self._recipe.costs,
+            self._recipe.likeness,
+            self._job.train.batch.value,
+            self._job.train.seed,
+            self._recipe.lengths,
+            self._recipe.pack.manifest.splits["train"].sources,
+            tuple(source.weight for source in self._job.data.train),
+        )
 
     def _step(self, loader: Loader) -> Pending:
         started = time.perf_counter()

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids
-from packtrain.data.text import pad
+from packtrain.data.split import Column
+from packtrain.data.text import likeness, pad
 from packtrain.errors import Mistake
 from packtrain.job import Job
 from packtrain.pack.shard import Ragged
@@ -30,7 +31,8 @@ _LONGEST_INPUT = 1000
 
 class Translate(Recipe):
     unit = "tokens"
-    sources = frozenset({"bitext"})
+    sources = frozenset({"bitext", "folder"})
+    kind = "pairs"
     measure_of_best = "bleu"
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
@@ -55,8 +57,9 @@ class Translate(Recipe):
         return shape_of(self.job.model).width
 
     @cached_property
-    def _columns(self) -> dict[str, dict[str, Ragged]]:
-        return {split: self.pack.columns(split) for split in self.pack.manifest.splits}
+    def _columns(self) -> dict[str, dict[str, Column]]:
+        splits = {name: self.pack.split(name) for name in self.pack.manifest.splits}
+        return {name: {side: split.column(side) for side in ("source", "target")} for name, split in splits.items()}
 
     @property
     def costs(self) -> NDArray[np.int64]:
@@ -65,7 +68,13 @@ class Translate(Recipe):
     @property
     def likeness(self) -> NDArray[np.int64]:
         columns = self._columns["train"]
-        return columns["target"].lengths * (1 << 20) + columns["source"].lengths
+        return likeness(columns["source"].lengths, columns["target"].lengths)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The positions that a sample takes on its longer side."""
+        columns = self._columns["train"]
+        return np.maximum(columns["source"].lengths, columns["target"].lengths)
 
     def batch(self, ids: Ids) -> dict[str, NDArray[Any]]:
         return self._batch("train", ids)
@@ -108,7 +117,7 @@ class Translate(Recipe):
         sums = {"loss": loss, "tokens": float(tokens)}
         return Measured(sums, self._decode(model, columns["source"], decoded, beam))
 
-    def _decode(self, model: nn.Module, source: Ragged, ids: Ids, beam: int) -> list[str]:
+    def _decode(self, model: nn.Module, source: Ragged | Column, ids: Ids, beam: int) -> list[str]:
         import torch
 
         from packtrain.recipes.translate.decode import translate

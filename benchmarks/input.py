@@ -1,0 +1,353 @@
+"""What a batch costs before it reaches the model, against other loaders.
+
+    python benchmarks/input.py [--json] [--rounds 5] [--images 384] [--workers 2]
+
+Images: random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders see the same JPEGs,
+each packed as its makers mean it to be, and take turns in one run. CPU time counts all processes and threads. Peers
+that are not installed are named (`pip install 'packtrain[bench]'` brings those that PyPI has).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import random
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+import bench
+from packtrain.data.images import ImageBatches, Images, random_crop_box
+from packtrain.data.order import permutation
+from packtrain.pack.picture import to_tiled
+from packtrain.pack.shard import Columns, Ragged, encode_shard, open_shard
+
+SIZE, BATCH, MIN_SCALE = 224, 128, 0.08
+SETTLED_SECONDS = 0.1
+# The shapes that ImageNet's photographs have, roughly: width, height, weight.
+SHAPES = [
+    (500, 375, 50), (375, 500, 14), (500, 333, 9), (333, 500, 5),
+    (500, 500, 6), (640, 480, 6), (400, 300, 4), (600, 600, 6),
+]  # fmt: skip
+
+Epoch = Callable[[int], int]
+"""Makes all batches of an epoch and says how many images they held."""
+
+
+def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+    """Noise of every scale, its finer scales fainter and greyer as in photographs, with some sharp edges in it."""
+    light = np.zeros((height, width, 3), np.float32)
+    decay = rng.uniform(0.70, 0.90)
+    for octave in range(1, 10):
+        cells = 2**octave
+        noise = rng.standard_normal((min(height, cells), min(width, cells), 4)).astype(np.float32)
+        planes = [
+            np.asarray(Image.fromarray(noise[:, :, plane]).resize((width, height), Image.Resampling.BICUBIC))
+            for plane in range(4)
+        ]
+        for channel in range(3):
+            light[:, :, channel] += 70 * decay**octave * (0.9 * planes[3] + 0.9 * 0.6**octave * planes[channel])
+    shapes = Image.new("RGB", (width, height))
+    draw = ImageDraw.Draw(shapes)
+    for _ in range(6):
+        left, right = sorted(rng.integers(0, width, 2).tolist())
+        top, bottom = sorted(rng.integers(0, height, 2).tolist())
+        draw.ellipse((left, top, right, bottom), fill=tuple(rng.integers(0, 64, 3).tolist()))
+    return Image.fromarray(np.clip(light + 112 + np.asarray(shapes), 0, 255).astype(np.uint8))
+
+
+def photographs(count: int) -> list[bytes]:
+    rng = np.random.default_rng(1)
+    weights = np.array([weight for _, _, weight in SHAPES], float)
+    jpegs = []
+    for shape in rng.choice(len(SHAPES), count, p=weights / weights.sum()):
+        width, height, _ = SHAPES[shape]
+        out = io.BytesIO()
+        photograph(rng, width, height).save(out, "JPEG", quality=int(rng.integers(90, 96)), subsampling="4:2:0")
+        jpegs.append(out.getvalue())
+    return jpegs
+
+
+def seen_by_pillow(data: bytes | Image.Image) -> torch.Tensor:
+    """What training sees of a JPEG, as scripts with Pillow have it: decode, then resize the part that is seen."""
+    image = data if isinstance(data, Image.Image) else Image.open(io.BytesIO(data))
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    words = [random.getrandbits(64) for _ in range(40)]
+    left, top, width, height = random_crop_box(image.width, image.height, MIN_SCALE, words)
+    seen = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, (left, top, left + width, top + height))
+    if random.getrandbits(1):
+        seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return torch.from_numpy(np.array(seen))
+
+
+def counted(batches: Iterable[Any]) -> int:
+    return sum(len(batch) for batch in batches)
+
+
+def packtrain(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    tiled = [to_tiled(jpeg) for jpeg in jpegs]
+    columns = Columns(
+        {
+            "jpeg": ragged([np.frombuffer(one.jpeg, np.uint8) for one in tiled]),
+            "segments": ragged([one.segments for one in tiled]),
+        },
+        {
+            "width": np.array([one.width for one in tiled], np.int32),
+            "height": np.array([one.height for one in tiled], np.int32),
+        },
+    )
+    (folder / "shard").write_bytes(encode_shard(columns))
+    batches = ImageBatches(Images([open_shard(folder / "shard")]), workers)
+
+    def epoch(number: int) -> int:
+        ids = permutation(len(jpegs), 1, number)
+        parts = (ids[start : start + BATCH] for start in range(0, len(ids), BATCH))
+        return counted(torch.from_numpy(batches.random(part, 1, number, SIZE, MIN_SCALE)) for part in parts)
+
+    return epoch
+
+
+def ragged(rows: Sequence[NDArray[Any]]) -> Ragged:
+    return Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+
+
+def loader_epoch(dataset: Any, workers: int, **options: Any) -> Epoch:
+    from torch.utils.data import DataLoader
+
+    def epoch(_: int) -> int:
+        return counted(DataLoader(dataset, BATCH, num_workers=workers, **options))
+
+    return epoch
+
+
+class Files(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return seen_by_pillow(self.paths[at].read_bytes())
+
+
+def torch_and_pillow(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    paths = [folder / f"{number}.jpg" for number in range(len(jpegs))]
+    for path, jpeg in zip(paths, jpegs, strict=True):
+        path.write_bytes(jpeg)
+    return loader_epoch(Files(paths), workers, shuffle=True)
+
+
+def webdataset(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    import webdataset as wds
+
+    shards: list[str] = []
+    for shard, rows in enumerate(np.array_split(np.arange(len(jpegs)), workers)):
+        shards.append(str(folder / f"{shard}.tar"))
+        with tarfile.open(shards[-1], "w") as tar:
+            for row in rows.tolist():
+                member = tarfile.TarInfo(f"{row:06d}.jpg")
+                member.size = len(jpegs[row])
+                tar.addfile(member, io.BytesIO(jpegs[row]))
+    dataset = wds.WebDataset(shards, shardshuffle=False, empty_check=False).shuffle(100).map(webdataset_sample)
+    return loader_epoch(dataset, workers)
+
+
+def webdataset_sample(sample: dict[str, bytes]) -> torch.Tensor:
+    return seen_by_pillow(sample["jpg"])
+
+
+def litdata(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder), chunk_bytes="32MB")
+    for row, jpeg in enumerate(jpegs):
+        writer[row] = jpeg
+    writer.done()
+    writer.merge()
+
+    class Seen(StreamingDataset):
+        def __getitem__(self, at: Any) -> torch.Tensor:
+            return seen_by_pillow(super().__getitem__(at))
+
+    dataset = Seen(str(folder), shuffle=True)
+    return lambda _: counted(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers))
+
+
+def mosaicml_streaming(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    from streaming import MDSWriter, StreamingDataset
+
+    with MDSWriter(out=str(folder), columns={"image": "bytes"}) as writer:
+        for jpeg in jpegs:
+            writer.write({"image": jpeg})
+
+    class Seen(StreamingDataset):
+        def __getitem__(self, at: Any) -> torch.Tensor:
+            return seen_by_pillow(super().__getitem__(at)["image"])
+
+    return loader_epoch(Seen(local=str(folder), shuffle=True, batch_size=BATCH), workers)
+
+
+def dali(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
+    from nvidia.dali import fn, pipeline_def, types
+
+    paths = [folder / f"{number}.jpg" for number in range(len(jpegs))]
+    for path, jpeg in zip(paths, jpegs, strict=True):
+        path.write_bytes(jpeg)
+
+    @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None)
+    def pipeline() -> Any:
+        files, _ = fn.readers.file(files=[str(path) for path in paths], random_shuffle=True, name="files")
+        seen = fn.decoders.image_random_crop(
+            files, device="cpu", random_area=[MIN_SCALE, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=10
+        )
+        seen = fn.resize(seen, size=[SIZE, SIZE], interp_type=types.INTERP_LINEAR, antialias=True)
+        return fn.flip(seen, horizontal=fn.random.coin_flip())
+
+    made = pipeline()
+    made.build()
+
+    return lambda _: counted(made.run()[0].as_array() for _ in range(len(jpegs) // BATCH))
+
+
+Contender = Callable[[Sequence[bytes], Path, int], Epoch]
+CONTENDERS: dict[str, tuple[str, Contender]] = {
+    "packtrain": ("packtrain", packtrain),
+    "torch DataLoader + Pillow": ("torch", torch_and_pillow),
+    "webdataset": ("webdataset", webdataset),
+    "mosaicml-streaming": ("streaming", mosaicml_streaming),
+    "litdata": ("litdata", litdata),
+    "DALI (CPU)": ("nvidia.dali", dali),
+}
+
+
+def installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def cpu_seconds() -> float:
+    """Of this process, its threads, and the processes that it started and waited for."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def settle() -> None:
+    """Wait until nothing is made ahead any more: that belongs to this turn, as it was free in the one before."""
+    before, now = -1.0, cpu_seconds()
+    while now - before > SETTLED_SECONDS / 20:
+        time.sleep(SETTLED_SECONDS)
+        before, now = now, cpu_seconds()
+
+
+def take_turns(name: str, jpegs: Sequence[bytes], workers: int, parent: Connection) -> None:
+    """A contender's own process: an epoch whenever it is asked for one, answered with its figures."""
+    multiprocessing.set_start_method("fork", force=True)  # for workers of its own: the quickest way to start them
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(EOFError):
+        epoch = CONTENDERS[name][1](jpegs, Path(folder), workers)
+        epoch(0)
+        settle()
+        parent.send("ready")
+        while True:
+            number = parent.recv()
+            cpu, wall = cpu_seconds(), time.perf_counter()
+            images = epoch(number)
+            wall = time.perf_counter() - wall
+            settle()
+            parent.send((1000 * (cpu_seconds() - cpu) / images, 1000 * wall / images))
+
+
+def compare_images(jpegs: Sequence[bytes], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
+    """CPU and wall milliseconds an image, of each contender and round; of a peer that does not run here, none."""
+    spawn = multiprocessing.get_context("spawn")
+    figures: dict[str, list[tuple[float, float]]] = {}
+    with contextlib.ExitStack() as open_pipes:
+        pipes: dict[str, Connection] = {}
+        for name, (module, _) in CONTENDERS.items():
+            if not installed(module):
+                continue
+            figures[name] = []
+            pipe, theirs = spawn.Pipe()
+            spawn.Process(target=take_turns, args=(name, jpegs, workers, theirs)).start()
+            theirs.close()
+            open_pipes.enter_context(pipe)  # closed, it ends the process
+            with contextlib.suppress(EOFError):
+                assert pipe.recv() == "ready"
+                pipes[name] = pipe
+        for number in range(1, rounds + 1):
+            for name, pipe in pipes.items():
+                pipe.send(number)
+                figures[name].append(pipe.recv())
+    return figures
+
+
+def images(options: argparse.Namespace) -> None:
+    jpegs = photographs(options.images)
+    sizes = [Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs]
+    width, height = np.mean(sizes, axis=0)
+    figures = compare_images(jpegs, options.rounds, options.workers)
+    rows = [
+        {
+            "loader": name,
+            "CPU ms an image": bench.median([cpu for cpu, _ in turns]),
+            "least": min(cpu for cpu, _ in turns),
+            "most": max(cpu for cpu, _ in turns),
+            "wall ms an image": bench.median([wall for _, wall in turns]),
+        }
+        for name, turns in figures.items()
+        if turns
+    ]
+    notes = [
+        f"{len(jpegs)} made-up photographs (noise of all scales and some shapes: no real ones are at hand);"
+        f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average,"
+        f" quality 90 to 95, 4:2:0; {options.workers} threads or worker processes each"
+    ]
+    notes.append("wall times flatter loaders that make batches ahead between their turns (DALI): compare CPU times")
+    failed = [name for name, turns in figures.items() if not turns]
+    if failed:
+        notes.append(f"installed, but do not run here: {', '.join(failed)}")
+    absent = [name for name, (module, _) in CONTENDERS.items() if not installed(module)]
+    notes.append(f"not installed: {', '.join([*absent, 'ffcv (PyPI has it as source that needs OpenCV to build)'])}")
+    ours, *peers = rows
+    if peers:
+        best = min(peers, key=lambda row: row["CPU ms an image"])
+        ratios = [
+            theirs / mine
+            for (theirs, _), (mine, _) in zip(figures[str(best["loader"])], figures[str(ours["loader"])], strict=True)
+        ]
+        notes.append(
+            f"the best peer, {best['loader']}, takes {bench.median(ratios):.2f} x the CPU time of packtrain"
+            f" (median of {options.rounds} rounds, {min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    bench.show(f"Random crops of {SIZE} pixels from JPEGs", rows, notes, options.json)
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("--images", type=int, default=384, help="how many JPEGs an epoch has")
+    arguments.add_argument("--workers", type=int, default=2, help="threads, or worker processes, of each contender")
+    images(arguments.parse_args())
+
+
+if __name__ == "__main__":
+    main()

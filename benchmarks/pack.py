@@ -1,0 +1,143 @@
+"""How long packing images takes against decoding and encoding alone on the same cores, and how much memory.
+
+    python benchmarks/pack.py [--json] [--images 8000] [--gigabytes 0]
+
+The images are made: smooth noise of ImageNet's size, quality 92. With --gigabytes the set is that large (the same
+files under many names), and only memory and rate are printed: it shows that memory does not grow with the set.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import psutil
+from PIL import Image
+
+import bench
+from packtrain.job import Data
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import Processes
+from packtrain.store import open_store
+
+WIDTH, HEIGHT, DISTINCT, CLASSES = 480, 427, 300, 10
+
+
+def make_picture(seed: int) -> bytes:
+    """Noise in octaves: about as many bytes as a photograph of that size has."""
+    numbers = np.random.default_rng(seed)
+    canvas = np.zeros((HEIGHT, WIDTH, 3), np.float32)
+    for octave in (4, 16, 64, 256):
+        small = numbers.normal(size=(HEIGHT * octave // 512 + 2, WIDTH * octave // 512 + 2, 3)).astype(np.float32)
+        for channel in range(3):
+            layer = Image.fromarray(small[:, :, channel]).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+            canvas[:, :, channel] += np.asarray(layer) * 110 / octave**0.6
+    buffer = io.BytesIO()
+    Image.fromarray(np.clip(canvas + 127, 0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def make_set(folder: Path, count: int) -> int:
+    """The bytes of a set of that many images in classes; beyond some hundred they are links to the first."""
+    total = 0
+    for number in range(count):
+        path = folder / f"class-{number % CLASSES}" / f"{number:08d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number < DISTINCT:
+            path.write_bytes(make_picture(number))
+        else:
+            first = number % DISTINCT
+            os.link(folder / f"class-{first % CLASSES}" / f"{first:08d}.jpg", path)
+        total += path.stat().st_size
+    return total
+
+
+def recode(paths: list[Path]) -> int:
+    """What no packing can do without: each image decoded and encoded once."""
+    for path in paths:
+        image = Image.open(path)
+        image.load()
+        image.save(io.BytesIO(), "JPEG", quality="keep", restart_marker_blocks=5)
+    return len(paths)
+
+
+def seconds_alone(folder: Path) -> float:
+    paths = sorted(folder.rglob("*.jpg"))
+    parts = [paths[start : start + 50] for start in range(0, len(paths), 50)]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(recode, parts[: os.cpu_count()]))  # starts the processes
+        started = time.perf_counter()
+        list(pool.map(recode, parts))
+        return time.perf_counter() - started
+
+
+class PeakMemory:
+    """The most that this process and its children have had together while it was watched, in bytes."""
+
+    def __enter__(self) -> PeakMemory:
+        self.bytes, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        me = psutil.Process()
+        while not self._over.wait(0.2):
+            total = 0
+            for process in [me, *me.children(recursive=True)]:
+                try:
+                    total += process.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            self.bytes = max(self.bytes, total)
+
+
+def seconds_packing(folder: Path, store: Path) -> tuple[float, int]:
+    data = Data.model_validate({"train": [{"imagenet": str(folder)}]})
+    with PeakMemory() as memory:
+        started = time.perf_counter()
+        pack("bench", data, open_store(str(store)), Processes(), Plain(lambda _: None))
+        return time.perf_counter() - started, memory.bytes
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("--images", type=int, default=8000)
+    arguments.add_argument("--gigabytes", type=float, default=0.0)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        count = options.images
+        if options.gigabytes:
+            count = int(options.gigabytes * 1e9 / (make_set(folder / "probe", 50) / 50))
+        size = make_set(folder / "raw", count)
+        rows: list[dict[str, object]] = []
+        ratios = []
+        for number in range(1 if options.gigabytes else options.rounds):
+            alone = 0.0 if options.gigabytes else seconds_alone(folder / "raw")
+            packing, peak = seconds_packing(folder / "raw", folder / f"store-{number}")
+            ratios.append(packing / alone if alone else 0.0)
+            rows.append(
+                {
+                    "images": count, "raw GB": size / 1e9, "recode alone, s": alone, "pack, s": packing,
+                    "images/s": count / packing, "peak memory, MB": peak / 1e6,
+                }
+            )  # fmt: skip
+    note = f"packing takes {bench.median(ratios):.2f} times what decoding and encoding alone take"
+    bench.show("Packing images", rows, [] if options.gigabytes else [note], options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Batches of images: which part of each is seen, and its pixels.
+
+What is seen of an image is a function of the seed, the epoch and the image's number; the number of threads and
+ranks changes nothing. Batches are uint8 [N, height, width, RGB]: they are normalised on the device, where a view
+with the channels in front (permute, no copy) is what a model in the channels-last format wants.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.order import Ids, philox_words
+from packtrain.data.tiles import Box, Pixels, decode_crop
+from packtrain.errors import PacktrainError
+from packtrain.pack.shard import Columns
+
+_SCRATCH_BYTES = 6 << 20  # for each thread, twice: enough for two megapixels; what is larger gets memory of its own
+_AUGMENT = 3  # a stream of random words of its own, apart from those that decide the order
+_TRIES = 10
+_WORDS_PER_TRY = 4
+_WORDS = 1 + _TRIES * _WORDS_PER_TRY
+_NARROWEST, _WIDEST = 3 / 4, 4 / 3
+_ZOOM = 1.14  # validation sees the middle of an image: as if it were resized to 1.14 x the size and then cropped
+_ROUND = 8  # pixels: the sides of rectangular batches
+_LONGEST = 3  # x the short side, so that one panorama does not make a batch of thousands of pixels
+
+
+class Crop(NamedTuple):
+    """What is seen of an image: a part of it, perhaps mirrored."""
+
+    box: Box
+    flip: bool = False
+
+
+class Images:
+    """The images of several shards, numbered through: Tiled, column by column, and never copied."""
+
+    def __init__(self, shards: Sequence[Columns]) -> None:
+        self._shards = [(shard.ragged["jpeg"], shard.ragged["segments"]) for shard in shards]
+        self._starts = [0, *accumulate(len(jpegs) for jpegs, _ in self._shards)]
+        self.width, self.height = (
+            np.concatenate([np.zeros(0, np.int64), *(shard.plain[name] for shard in shards)])
+            for name in ("width", "height")
+        )
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def tiles(self, row: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """The bytes of an image's JPEG, and the offsets of its tiles."""
+        shard = bisect_right(self._starts, row) - 1
+        jpegs, segments = self._shards[shard]
+        at = row - self._starts[shard]
+        return jpegs[at], segments[at]
+
+
+@dataclass(frozen=True, eq=False)
+class RectangularBatch:
+    """Images of about the same shape, and the size in pixels at which all of them are seen."""
+
+    ids: Ids
+    height: int
+    width: int
+
+
+def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[int]) -> Box:
+    """A part of `min_scale` to all of the area, its ratio 3/4 to 4/3; the middle if ten tries do not fit.
+
+    The random resized crop as torchvision has it, from 40 random words of 64 bits.
+    """
+    numbers = [(word >> 11) * 2.0**-53 for word in words[: _TRIES * _WORDS_PER_TRY]]
+    for at in range(0, len(numbers), _WORDS_PER_TRY):
+        scale, shape, across, down = numbers[at : at + _WORDS_PER_TRY]
+        area = width * height * (min_scale + (1 - min_scale) * scale)
+        ratio = _NARROWEST * (_WIDEST / _NARROWEST) ** shape
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, top = int(across * (width - box_width + 1)), int(down * (height - box_height + 1))
+            return Box(left, top, box_width, box_height)
+    box_width = min(width, max(1, round(height * _WIDEST)))
+    box_height = min(height, max(1, round(width / _NARROWEST)))
+    return _centred(width, height, box_width, box_height)
+
+
+def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int) -> Crop:
+    """What is seen of a sample in an epoch of training."""
+    flip, *words = philox_words(_WORDS, seed, epoch, sample, _AUGMENT).tolist()
+    return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
+
+
+def centre_box(width: int, height: int, out_width: int, out_height: int) -> Box:
+    """The part that is left of an image resized until its short side is 1.14 x that of the output, then cropped."""
+    scale = min(
+        min(width, height) / int(_ZOOM * min(out_width, out_height)),
+        width / out_width,  # where the output is longer than that: all of the length, and less of the breadth
+        height / out_height,
+    )
+    box_width, box_height = (max(1, round(side * scale)) for side in (out_width, out_height))
+    return _centred(width, height, min(width, box_width), min(height, box_height))
+
+
+def _centred(width: int, height: int, box_width: int, box_height: int) -> Box:
+    return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
+
+
+def rectangular_plan(widths: NDArray[Any], heights: NDArray[Any], size: int, batch: int) -> list[RectangularBatch]:
+    """Batches of images sorted by shape, each seen at their mean ratio with a short side of `size` pixels.
+
+    Sides are rounded down to a multiple of 8, and a long one is at most three times the short one.
+    """
+    ratios = np.clip(np.asarray(widths, np.float64) / heights, 1 / _LONGEST, _LONGEST)
+    by_shape = np.argsort(ratios, kind="stable")
+    batches = []
+    for start in range(0, len(by_shape), batch):
+        ids = by_shape[start : start + batch]
+        ratio = float(ratios[ids].mean())
+        width, height = (max(_ROUND, int(size * stretch + 1e-6) // _ROUND * _ROUND) for stretch in _stretches(ratio))
+        batches.append(RectangularBatch(ids, height, width))
+    return batches
+
+
+def _stretches(ratio: float) -> tuple[float, float]:
+    """How much longer than the short side width and height are."""
+    return max(1.0, ratio), max(1.0, 1 / ratio)
+
+
+def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None = None) -> None:
+    """`pixels` at the size of `out`, bilinear and antialiased. Both are [height, width, RGB]."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    # A crop is a view with gaps: closed here, in memory that is used again, and not by torch in new memory each time.
+    if scratch is None or len(scratch) < pixels.size:
+        scratch = np.empty(pixels.size, np.uint8)
+    closed = scratch[: pixels.size].reshape(pixels.shape)
+    closed[:] = pixels
+    source = torch.from_numpy(closed)[None].permute(0, 3, 1, 2)
+    resized = interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
+    if flip:
+        resized = resized.flip(3)
+    out[:] = resized[0].permute(1, 2, 0).numpy()
+
+
+class ImageBatches:
+    """Makes batches on threads of its own; decoding and resizing let them run side by side."""
+
+    def __init__(self, images: Images, threads: int | None = None) -> None:
+        self._images = images
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._pool = _single_threaded_pool(self._threads)
+
+    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float) -> Pixels:
+        """For training: random resized crops of size x size, half of them mirrored."""
+        return self._batch(
+            ids, size, size, lambda row, width, height: random_crop(width, height, min_scale, seed, epoch, row)
+        )
+
+    def centred(self, ids: Ids, height: int, width: int) -> Pixels:
+        """For validation: the middle of each image. The size is square, or that of a RectangularBatch."""
+        return self._batch(
+            ids, height, width, lambda _, own_width, own_height: Crop(centre_box(own_width, own_height, width, height))
+        )
+
+    def _batch(self, ids: Ids, height: int, width: int, crop_of: Callable[[int, int, int], Crop]) -> Pixels:
+        out = np.empty((len(ids), height, width, 3), np.uint8)
+        left = iter(enumerate(ids.tolist()))  # shared: each thread takes the next one
+        for done in [self._pool.submit(self._fill, out, left, crop_of) for _ in range(self._threads)]:
+            done.result()
+        return out
+
+    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: Callable[[int, int, int], Crop]) -> None:
+        images = self._images
+        decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
+        for at, row in left:
+            width, height = int(images.width[row]), int(images.height[row])
+            crop = crop_of(row, width, height)
+            try:
+                pixels = decode_crop(*images.tiles(row), width, height, crop.box, decoded)
+            except (PacktrainError, ValueError) as error:
+                raise PacktrainError(
+                    f"image {row} of the pack cannot be decoded ({error}); pack the data again"
+                ) from error
+            resize_into(out[at], pixels, crop.flip, closed)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def __enter__(self) -> ImageBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads in which torch starts no others. Elsewhere it goes on as before."""
+    import torch
+
+    started = threading.Barrier(threads + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # the first call in a thread takes over the number of the process
+        torch.set_num_threads(1)
+        started.wait()
+
+    elsewhere = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, "images")
+    for _ in range(threads):
+        pool.submit(start)
+    started.wait()
+    torch.set_num_threads(elsewhere)  # setting it in a thread also set it for threads to come
+    return pool

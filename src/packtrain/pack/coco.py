@@ -1,0 +1,146 @@
+"""Captions in COCO's JSON, as COCO 2014 and VizWiz-Captions have them, with the folder of their images.
+
+    {"images": [{"id": 0, "file_name": "a.jpg"}], "annotations": [{"id": 0, "image_id": 0, "caption": "a dog"}]}
+
+VizWiz marks captions that say nothing about the image: `is_precanned` (a ready-made sentence for images that nobody can
+make out) and `is_rejected`. They are taken out, and so are images that have no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from packtrain.errors import Mistake
+from packtrain.pack.raw import (
+    EMPTY_CAPTION,
+    MISSING_FILE,
+    NO_CAPTION,
+    Drop,
+    Locator,
+    RawImage,
+    file_inside,
+    printable,
+    quoted,
+)
+from packtrain.pack.textfile import is_text, read_json
+
+PRECANNED, REJECTED = "precanned caption", "rejected caption"
+ONLY_FILTERED = "image with precanned or rejected captions only"
+
+Id = int | str
+Record = dict[str, object]
+
+
+def read_coco(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+    """Images with their captions, in the order of the file.
+
+    `drop` tells of images that should have been samples; `filtered` of what the format marks as not meant to be one.
+    """
+    if not Path(images).is_dir():
+        raise Mistake(f"{images}: no such folder of images")
+    document = read_json(Path(annotations))
+    if not isinstance(document, dict):
+        raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
+    names = _names(document, annotations)
+    captions, emptied = _captions(document, names, annotations, filtered)
+    del document  # a hundred megabytes, and iteration may take hours
+    for image_id, name in names.items():
+        shown = printable(name)
+        path = file_inside(images, name, annotations)
+        if image_id in captions:
+            if path is None:
+                drop(MISSING_FILE, shown)
+            else:
+                yield RawImage(shown, Locator(path), captions=tuple(captions[image_id]))
+        elif image_id in emptied:
+            filtered(ONLY_FILTERED, shown)
+        else:
+            drop(NO_CAPTION, shown)
+
+
+def _names(document: Record, place: str) -> dict[Id, str]:
+    """The file name of each image."""
+    names: dict[Id, str] = {}
+    seen: set[str] = set()
+    for where, record in _records(document, "images", place):
+        image_id, name = _id(record, "id", where), _text(record, "file_name", where)
+        if image_id in names:
+            raise Mistake(f"{where}: the id {_said(image_id)} is there twice")
+        if name in seen:
+            raise Mistake(f"{where}: the file {quoted(name)} is there twice; give all its captions to one image")
+        seen.add(name)
+        names[image_id] = name
+    return names
+
+
+def _captions(
+    document: Record, names: dict[Id, str], place: str, filtered: Drop
+) -> tuple[dict[Id, list[str]], set[Id]]:
+    """The captions of each image that has any, and the images that the filter took one from."""
+    captions: dict[Id, list[str]] = {}
+    touched: set[Id] = set()
+    seen: set[Id] = set()
+    for where, record in _records(document, "annotations", place):
+        image_id, caption = _id(record, "image_id", where), _text(record, "caption", where)
+        if image_id not in names:
+            raise Mistake(f'{where}: of image {_said(image_id)}, which is not among the "images"')
+        if "id" in record:
+            own_id = _id(record, "id", where)
+            if own_id in seen:
+                raise Mistake(f"{where}: the id {_said(own_id)} is there twice")
+            seen.add(own_id)
+        precanned, rejected = _flag(record, "is_precanned", where), _flag(record, "is_rejected", where)
+        if precanned or rejected:
+            filtered(PRECANNED if precanned else REJECTED, printable(names[image_id]))
+            touched.add(image_id)
+        elif not caption.strip():
+            filtered(EMPTY_CAPTION, printable(names[image_id]))
+        else:
+            captions.setdefault(image_id, []).append(caption)
+    return captions, touched
+
+
+def _records(document: Record, key: str, place: str) -> Iterator[tuple[str, Record]]:
+    records = document.get(key)
+    if not isinstance(records, list):
+        raise Mistake(f'{place}: must have a list of "{key}"; is it the captions file?')
+    if not records:
+        raise Mistake(f'{place}: the list of "{key}" is empty')
+    for number, record in enumerate(records):
+        where = f"{place}: {key}[{number}]"
+        if not isinstance(record, dict):
+            raise Mistake(f"{where}: must be an object, not {_kind(record)}")
+        yield where, record
+
+
+def _id(record: Record, key: str, where: str) -> Id:
+    value = record.get(key)
+    if is_text(value) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise Mistake(f"{where}.{key}: must be a whole number or a text, not {_kind(value)}")
+
+
+def _text(record: Record, key: str, where: str) -> str:
+    value = record.get(key)
+    if not is_text(value):
+        raise Mistake(f"{where}.{key}: must be a text, not {_kind(value)}")
+    return value
+
+
+def _flag(record: Record, key: str, where: str) -> bool:
+    value = record.get(key, False)
+    if not isinstance(value, bool):
+        raise Mistake(f"{where}.{key}: must be true or false, not {_kind(value)}")
+    return value
+
+
+def _said(value: Id) -> str:
+    return quoted(value) if isinstance(value, str) else repr(value)[:60]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, str):
+        return "half a character"
+    kinds = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a fraction"}
+    return kinds.get(type(value), "missing or null")

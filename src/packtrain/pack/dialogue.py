@@ -1,0 +1,96 @@
+"""Dialogue: prompts and the replies to them, from the Cornell Movie-Dialogs files or a file of tab-separated pairs.
+
+    movie_lines.txt          L1 +++$+++ u0 +++$+++ m0 +++$+++ BIANCA +++$+++ They do not!
+    movie_conversations.txt  u0 +++$+++ u2 +++$+++ m0 +++$+++ ['L1', 'L2', 'L3']
+
+Every two consecutive lines of a conversation are a pair. Lines may come in any order, so all are held in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from packtrain.errors import Mistake
+from packtrain.pack.bitext import read_tsv
+from packtrain.pack.raw import Drop, TextPair, file_inside, printable, quoted
+from packtrain.pack.textfile import encoding_of, read_lines
+
+LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
+MISSING_LINE = "line of a conversation that is not in the file of lines"
+
+_SEPARATOR = " +++$+++ "
+_LINE_FIELDS, _CONVERSATION_FIELDS = 5, 4
+_QUOTED = re.compile(r"""\s*(?:'([^'"\\]+)'|"([^'"\\]+)")\s*""")
+
+
+def read_dialogue(paths: tuple[str, ...], drop: Drop) -> Iterator[TextPair]:
+    """Pairs in order. One path is the folder of the Cornell files, or a TSV; two are the lines and conversations."""
+    if len(paths) == 2:
+        yield from _read_cornell(Path(paths[0]), Path(paths[1]), drop)
+    elif Path(paths[0]).is_dir():
+        yield from _read_cornell(_find(paths[0], LINES), _find(paths[0], CONVERSATIONS), drop)
+    else:
+        yield from read_tsv(Path(paths[0]))
+
+
+def _find(folder: str, name: str) -> Path:
+    for choice in (name, f"{name}.gz"):
+        path = file_inside(folder, choice, folder)
+        if path is not None:
+            return Path(path)
+    raise Mistake(f"{folder}: has no {name}; a folder of dialogue must have {LINES} and {CONVERSATIONS}")
+
+
+def _read_cornell(lines_path: Path, conversations_path: Path, drop: Drop) -> Iterator[TextPair]:
+    texts = _texts(lines_path)
+    for place, fields in _rows(conversations_path, _CONVERSATION_FIELDS):
+        for one, other in pairwise(_ids(fields[-1], place)):
+            missing = [name for name in (one, other) if name not in texts]
+            if missing:
+                drop(MISSING_LINE, f"{place} {printable(missing[0])}")
+            else:
+                yield TextPair(texts[one], texts[other])
+
+
+def _texts(path: Path) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for place, fields in _rows(path, _LINE_FIELDS):
+        name = fields[0].strip()
+        if name in texts:
+            raise Mistake(f"{place}: the line {quoted(name)} is there twice; which one is meant?")
+        texts[name] = fields[-1]
+    return texts
+
+
+def _rows(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:
+    """The fields of each line with its place. A last field that is empty may have lost the space before it."""
+    for number, line in enumerate(read_lines(path, encoding_of(path)), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        fields = f"{line} ".split(_SEPARATOR, count - 1)
+        if len(fields) != count:
+            raise Mistake(
+                f"{place}: must have {count} fields with '{_SEPARATOR}' between them, not {len(fields)};"
+                f" {LINES} comes first, then {CONVERSATIONS}"
+            )
+        fields[-1] = fields[-1].removesuffix(" ")
+        yield place, fields
+
+
+def _ids(text: str, place: str) -> list[str]:
+    """The names in a list as Python writes it, which is not run as Python."""
+    inner = text.strip()
+    if not (inner.startswith("[") and inner.endswith("]")):
+        raise Mistake(f"{place}: the last field must be a list such as ['L194', 'L195'], not {quoted(text)}")
+    inner = inner[1:-1].strip()
+    names = []
+    for item in inner.split(",") if inner else []:
+        match = _QUOTED.fullmatch(item)
+        if match is None:
+            raise Mistake(f"{place}: {quoted(item)} must be the name of a line in quotes, such as 'L194'")
+        names.append(match[1] or match[2])
+    return names

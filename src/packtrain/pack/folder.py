@@ -1,0 +1,145 @@
+"""A folder of your own: a file of JSON lines with the samples, and the images that it names beside or below it.
+
+    {"image": "cats/1.jpg", "label": "cat"}
+    {"image": "1.jpg", "caption": "a cat"}             or a list of captions
+    {"source": "good morning", "target": "guten Morgen"}
+
+All lines of a file have the same shape, which its first one decides. Other keys are the owner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packtrain.errors import Mistake, nearest
+from packtrain.pack.raw import (
+    EMPTY_CAPTION,
+    MISSING_FILE,
+    NO_CAPTION,
+    Drop,
+    Locator,
+    RawImage,
+    TextPair,
+    file_inside,
+    in_order,
+    number_of,
+    printable,
+    quoted,
+)
+from packtrain.pack.textfile import is_text, parse_json, read_lines
+
+Shape = Literal["label", "caption", "text"]
+
+_KEYS: dict[Shape, tuple[str, str]] = {
+    "label": ("image", "label"),
+    "caption": ("image", "caption"),
+    "text": ("source", "target"),
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The samples of a file of JSON lines."""
+
+    path: str
+
+    def shape(self) -> Shape:
+        for place, record in self._records():
+            return _shape(record, place)
+        raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")
+
+    def classes(self) -> tuple[str, ...]:
+        """The labels, sorted: an image's number is the place of its label in it."""
+        return in_order((_text(row, "label", place) for place, row in self._rows("label")), self.path)
+
+    def samples(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
+        """Images with the numbers of their labels among the classes of the training data."""
+        numbers = {name: number for number, name in enumerate(classes)}
+        for place, name, row in self._images("label"):
+            label = number_of(_text(row, "label", place), numbers, place)
+            yield from self._found(place, name, label, (), drop)
+
+    def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+        """Images with their captions. `drop` tells of images, `filtered` of captions that are left out."""
+        for place, name, row in self._images("caption"):
+            given = row["caption"]
+            captions: list[str] = []
+            for caption in given if isinstance(given, list) else [given]:
+                if not is_text(caption):
+                    raise Mistake(f'{place}: "caption" must be a text or a list of texts')
+                if caption.strip():
+                    captions.append(caption)
+                else:
+                    filtered(EMPTY_CAPTION, printable(name))
+            if captions:
+                yield from self._found(place, name, None, tuple(captions), drop)
+            else:
+                drop(NO_CAPTION, printable(name))
+
+    def pairs(self) -> Iterator[TextPair]:
+        for place, row in self._rows("text"):
+            yield TextPair(_text(row, "source", place), _text(row, "target", place))
+
+    def _found(
+        self, place: str, name: str, label: int | None, captions: tuple[str, ...], drop: Drop
+    ) -> Iterator[RawImage]:
+        path = file_inside(str(Path(self.path).parent), name, place)
+        if path is None:
+            drop(MISSING_FILE, printable(name))
+        else:
+            yield RawImage(printable(name), Locator(path), label, captions)
+
+    def _images(self, shape: Shape) -> Iterator[tuple[str, str, dict[str, object]]]:
+        seen: set[str] = set()
+        for place, row in self._rows(shape):
+            name = _text(row, "image", place)
+            if name in seen:
+                raise Mistake(f"{place}: the image {quoted(name)} is there twice; make one line of them")
+            seen.add(name)
+            yield place, name, row
+
+    def _rows(self, shape: Shape) -> Iterator[tuple[str, dict[str, object]]]:
+        for place, record in self._records():
+            found = _shape(record, place)
+            if found != shape:
+                raise Mistake(
+                    f"{place}: a line with {_said(found)} where {_said(shape)} was expected; one kind per file"
+                )
+            yield place, record
+
+    def _records(self) -> Iterator[tuple[str, dict[str, object]]]:
+        for number, line in enumerate(read_lines(Path(self.path)), 1):
+            if line.strip():
+                place = f"{self.path}:{number}"
+                record = parse_json(line, place)
+                if not isinstance(record, dict):
+                    raise Mistake(f"{place}: must be a JSON object, in braces")
+                yield place, record
+
+
+def _shape(record: dict[str, object], place: str) -> Shape:
+    fitting: list[Shape] = [shape for shape, keys in _KEYS.items() if all(key in record for key in keys)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise Mistake(f"{place}: {' and '.join(map(_said, fitting))} at once; keep one of them")
+    known = {key for keys in _KEYS.values() for key in keys}
+    strange = next((key for key in record if key not in known), None)
+    hint = "" if strange is None else f"; {quoted(strange)}: {nearest(strange[:40], known)}"
+    raise Mistake(f"{place}: must have {', or '.join(map(_said, _KEYS))}{hint}")
+
+
+def _said(shape: Shape) -> str:
+    return " and ".join(f'"{key}"' for key in _KEYS[shape])
+
+
+def _text(record: dict[str, object], key: str, place: str) -> str:
+    value = record[key]
+    if not is_text(value):
+        raise Mistake(f'{place}: "{key}" must be a text in quotes')
+    if key == "label" and not value.strip():
+        raise Mistake(f'{place}: "label" is empty')
+    return value

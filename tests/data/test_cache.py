@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.handmade import NAME, Remote, put_file
+from packtrain.data.cache import Cache, Prefetch
+from packtrain.errors import NotFound, PacktrainError
+from packtrain.pack.manifest import PackFile, pack_key
+from packtrain.store import Store, open_store
+
+PATIENCE_SECONDS = 30
+TESTS = Path(__file__).parents[1]
+
+# A process of its own: fetches a file through the cache and prints what it has.
+FETCH = """
+import sys, time
+from pathlib import Path
+from data.handmade import NAME, Remote
+from packtrain.data.cache import Cache
+from packtrain.pack.manifest import PackFile, pack_key
+
+root, cache, name, size, sha256, pause = sys.argv[1:]
+
+class Slow(Remote):
+    def get_file(self, key, path):
+        (path.parent / ".tmp-half").write_bytes(b"half of it")
+        print("fetching", flush=True)
+        time.sleep(float(pause))
+        super().get_file(key, path)
+
+wanted = PackFile(name, int(size), sha256)
+print(Cache(Path(cache)).path_of(Slow(Path(root)), pack_key(NAME, name), wanted).read_text())
+"""
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Remote:
+    return Remote(tmp_path / "store")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def path_of(cache: Cache, store: Store, file: PackFile) -> Path:
+    return cache.path_of(store, pack_key(NAME, file.name), file)
+
+
+def started(store: Remote, folder: Path, file: PackFile, pause_seconds: float) -> subprocess.Popen[str]:
+    arguments = [store.url, str(folder), file.name, str(file.bytes), file.sha256, str(pause_seconds)]
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCH, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+    )
+
+
+def damage(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def cached(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"} - {"lock"}
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list((folder / "fetching").rglob("*"))
+
+
+# Fetching.
+
+
+def test_a_file_is_fetched_once_and_found_by_its_content(remote: Remote, folder: Path) -> None:
+    file, same = put_file(remote, "a", b"apple"), put_file(remote, "b", b"apple")
+    for wanted in (file, file, same):
+        path = path_of(Cache(folder), remote, wanted)
+        assert path == folder / file.sha256
+        assert path.read_bytes() == b"apple"
+    assert remote.fetched == ["a"]
+    assert leftovers(folder) == []
+
+
+def test_files_come_from_any_kind_of_store(any_store: Store, folder: Path) -> None:
+    file = put_file(any_store, "a", b"apple")
+    assert path_of(Cache(folder), any_store, file).read_bytes() == b"apple"
+
+
+def test_processes_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
+    file = put_file(remote, "a", b"apple")
+    racers = [started(remote, folder, file, 0.3) for _ in range(6)]
+    outputs = [racer.communicate(timeout=PATIENCE_SECONDS)[0].split() for racer in racers]
+    assert sorted(outputs) == [["apple"]] * 5 + [["fetching", "apple"]]
+    assert remote.fetched == ["a"]
+
+
+def test_threads_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
+    file = put_file(remote, "a", b"apple")
+    cache = Cache(folder)
+    threads = [threading.Thread(target=path_of, args=(cache, remote, file)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert remote.fetched == ["a"]
+
+
+def test_a_fetch_that_was_killed_leaves_nothing_that_is_used_and_is_cleared_away(remote: Remote, folder: Path) -> None:
+    file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
+    killed = started(remote, folder, file, PATIENCE_SECONDS)
+    assert killed.stdout is not None
+    with killed.stdout as stdout:
+        assert stdout.readline() == "fetching\n"
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    assert leftovers(folder) != []
+    assert cached(folder) == set()
+    path_of(Cache(folder), remote, other)
+    assert leftovers(folder) == []
+    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+
+
+def test_who_waits_for_a_fetch_that_is_killed_does_it_itself(remote: Remote, folder: Path) -> None:
+    file = put_file(remote, "a", b"apple")
+    killed = started(remote, folder, file, PATIENCE_SECONDS)
+    assert killed.stdout is not None
+    with killed.stdout as stdout:
+        assert stdout.readline() == "fetching\n"
+        waiting = started(remote, folder, file, 0)
+        time.sleep(0.5)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    assert waiting.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["fetching", "apple"]
+    assert leftovers(folder) == []
+
+
+def test_what_another_process_is_fetching_is_left_alone(remote: Remote, folder: Path) -> None:
+    file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
+    slow = started(remote, folder, file, 1.0)
+    assert slow.stdout is not None
+    assert slow.stdout.readline() == "fetching\n"
+    path_of(Cache(folder), remote, other)
+    assert len(leftovers(folder)) == 2
+    assert slow.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["apple"]
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("data", [b"aqple", b"appl", b"apple pie", b""])
+def test_a_file_that_is_damaged_in_the_store_is_fetched_three_times_and_then_named(
+    remote: Remote, folder: Path, data: bytes
+) -> None:
+    file = put_file(remote, "a", b"apple")
+    put_file(remote, "a", data)
+    with pytest.raises(PacktrainError) as refused:
+        path_of(Cache(folder), remote, file)
+    assert str(refused.value) == (
+        f"a of pack {NAME} in {remote.url} does not have the hash it should (fetched 3 times);"
+        " delete the pack's manifest.json and pack again"
+    )
+    assert remote.fetched == ["a"] * 3
+    assert cached(folder) == set()
+    assert leftovers(folder) == []
+
+
+def test_a_file_that_arrives_damaged_once_is_fetched_again(
+    remote: Remote, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put_file(remote, "a", b"apple")
+    get_file = remote.get_file
+
+    def unsteady(key: str, path: Path) -> None:
+        get_file(key, path)
+        if len(remote.fetched) < 3:
+            damage(path)
+
+    monkeypatch.setattr(remote, "get_file", unsteady)
+    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+    assert remote.fetched == ["a"] * 3
+
+
+@pytest.mark.parametrize("harm", [damage, lambda path: path.write_bytes(b""), Path.unlink])
+def test_a_file_that_is_damaged_in_the_cache_is_fetched_again(
+    remote: Remote, folder: Path, harm: Callable[[Path], None]
+) -> None:
+    file = put_file(remote, "a", b"apple")
+    harm(path_of(Cache(folder), remote, file))
+    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+    assert remote.fetched == ["a"] * 2
+
+
+def test_a_file_that_is_not_in_the_store_is_named(remote: Remote, folder: Path) -> None:
+    file = put_file(remote, "a", b"apple")
+    remote.delete(pack_key(NAME, "a"))
+    with pytest.raises(NotFound, match=f"there is no object 'packs/{NAME}/a'"):
+        path_of(Cache(folder), remote, file)
+    assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize("sha256", ["", "../../etc/passwd", "A" * 64, "0" * 63 + "\n"])
+def test_a_hash_that_is_none_is_refused(remote: Remote, folder: Path, sha256: str) -> None:
+    with pytest.raises(PacktrainError, match="is not a hash"):
+        path_of(Cache(folder), remote, PackFile("a", 1, sha256))
+    assert not folder.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(remote: Remote, tmp_path: Path) -> None:
+    file = put_file(remote, "a", b"apple")
+    (tmp_path / "file").touch()
+    with pytest.raises(PacktrainError, match="a file stands where a directory is needed"):
+        path_of(Cache(tmp_path / "file"), remote, file)
+
+
+# A directory.
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were read to be checked."""
+    names: list[str] = []
+    from packtrain.digest import sha256_of
+
+    def noted(path: Path) -> str:
+        names.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("packtrain.data.cache.sha256_of", noted)
+    return names
+
+
+def test_files_of_a_directory_are_used_where_they_are(directory_store: Store, folder: Path) -> None:
+    file = put_file(directory_store, "a", b"apple")
+    path = path_of(Cache(folder), directory_store, file)
+    assert path == Path(directory_store.url) / pack_key(NAME, "a")
+    assert cached(folder) == set()
+
+
+def test_a_file_is_hashed_once_on_a_machine_and_again_when_it_changed(
+    directory_store: Store, folder: Path, hashed: list[str]
+) -> None:
+    file = put_file(directory_store, "a", b"apple")
+    for _ in range(3):
+        path_of(Cache(folder), directory_store, file)
+    assert hashed == ["a"]
+    put_file(directory_store, "a", b"apple")
+    path_of(Cache(folder), directory_store, file)
+    assert hashed == ["a", "a"]
+
+
+def test_a_file_that_is_damaged_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
+    file = put_file(directory_store, "a", b"apple")
+    damage(path_of(Cache(folder), directory_store, file))
+    with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* does not have the hash it should; delete"):
+        path_of(Cache(folder), directory_store, file)
+
+
+def test_a_file_that_is_not_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
+    with pytest.raises(NotFound, match="there is no object"):
+        path_of(Cache(folder), directory_store, PackFile("a", 1, "0" * 64))
+
+
+# Room.
+
+
+def test_the_least_recently_used_goes_first(remote: Remote, folder: Path) -> None:
+    files = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
+    cache = Cache(folder, limit_bytes=30)
+    for file in (*files[:3], files[0]):
+        path_of(cache, remote, file)
+        time.sleep(0.01)
+    path_of(cache, remote, files[3])
+    assert cached(folder) == {files[number].sha256 for number in (0, 2, 3)}
+
+
+def test_many_small_ones_make_room_for_a_large_one(remote: Remote, folder: Path) -> None:
+    small = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
+    large = put_file(remote, "large", b"x" * 25)
+    cache = Cache(folder, limit_bytes=40)
+    for file in (*small, large):
+        path_of(cache, remote, file)
+        time.sleep(0.01)
+    assert cached(folder) == {small[3].sha256, large.sha256}
+
+
+def test_what_a_live_process_needs_stays_even_beyond_the_limit(remote: Remote, folder: Path) -> None:
+    files = [put_file(remote, name, name.encode() * 10) for name in "abc"]
+    cache = Cache(folder, limit_bytes=10)
+    with cache.hold(file.sha256 for file in files[:2]):
+        for file in files[:2]:
+            path_of(cache, remote, file)
+        path_of(Cache(folder, limit_bytes=10), remote, files[2])
+        assert cached(folder) == {file.sha256 for file in files}
+    path_of(cache, remote, put_file(remote, "d", b"d" * 10))
+    assert len(cached(folder)) == 1
+    assert list((folder / "uses").iterdir()) == []
+
+
+def test_what_a_killed_process_needed_may_go(remote: Remote, folder: Path) -> None:
+    files = [put_file(remote, name, name.encode() * 10) for name in "ab"]
+    path_of(Cache(folder), remote, files[0])
+    script = f"import os; from pathlib import Path; from packtrain.data.cache import Cache\n\
+hold = Cache(Path({str(folder)!r})).hold([{files[0].sha256!r}]); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    path_of(Cache(folder, limit_bytes=10), remote, files[1])
+    assert cached(folder) == {files[1].sha256}
+
+
+def test_an_open_file_can_be_read_after_it_was_removed(remote: Remote, folder: Path) -> None:
+    first, second = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
+    with path_of(Cache(folder), remote, first).open("rb") as file:
+        path_of(Cache(folder, limit_bytes=1), remote, second)
+        assert cached(folder) == {second.sha256}
+        assert file.read() == b"apple"
+
+
+def test_processes_that_share_a_small_cache_all_get_what_they_want(remote: Remote, folder: Path) -> None:
+    files = [put_file(remote, f"{number}", str(number).encode() * 50) for number in range(12)]
+    wrong: list[str] = []
+
+    def use(first: int) -> None:
+        cache = Cache(folder, limit_bytes=200)
+        for number in range(40):
+            file = files[(first + number * 5) % len(files)]
+            with cache.hold([file.sha256]):
+                if path_of(cache, remote, file).stat().st_size != file.bytes:
+                    wrong.append(file.name)
+
+    threads = [threading.Thread(target=use, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    path_of(Cache(folder, limit_bytes=100), remote, put_file(remote, "last", b"last"))
+    assert sum((folder / name).stat().st_size for name in cached(folder)) <= 100
+
+
+# Ahead of its use.
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_shards_are_fetched_in_order_a_few_ahead_of_what_was_used() -> None:
+    fetched: list[int] = []
+    with Prefetch(fetched.append, [5, 3, 9, 1, 7], ahead=2, threads=1) as prefetch:
+        eventually(lambda: len(fetched) == 2)
+        time.sleep(0.1)
+        assert fetched == [5, 3]
+        prefetch.used(5)
+        eventually(lambda: len(fetched) == 3)
+        prefetch.used(1)  # before its turn: it need not be fetched any more
+        prefetch.used(3)
+        eventually(lambda: len(fetched) == 4)
+    assert fetched == [5, 3, 9, 7]
+
+
+def test_several_are_on_their_way_at_once() -> None:
+    together = threading.Barrier(3)
+    with Prefetch(lambda _: together.wait(PATIENCE_SECONDS), range(3), threads=3):
+        pass
+    assert not together.broken
+
+
+def test_what_cannot_be_fetched_ahead_is_left_to_who_needs_it() -> None:
+    fetched: list[int] = []
+
+    def fetch(number: int) -> None:
+        fetched.append(number)
+        if number == 1:
+            raise PacktrainError("it is damaged")
+
+    with Prefetch(fetch, range(3), threads=1):
+        eventually(lambda: fetched == [0, 1, 2])
+
+
+@pytest.mark.parametrize("order", [[], [1], list(range(100))])
+def test_closing_ends_the_threads(order: list[int]) -> None:
+    prefetch = Prefetch(lambda _: None, order, ahead=2)
+    prefetch.close()
+    prefetch.close()
+    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+def test_the_limit_leaves_half_of_a_small_disk(remote: Remote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [put_file(remote, name, name.encode() * 10) for name in "abc"]
+
+    def small_disk(_: Path) -> object:
+        used = sum((folder / name).stat().st_size for name in cached(folder))
+        return type("usage", (), {"free": 44 - used})
+
+    monkeypatch.setattr("packtrain.data.cache.shutil.disk_usage", small_disk)
+    for file in files:
+        path_of(Cache(folder), remote, file)
+        time.sleep(0.01)
+    assert cached(folder) == {file.sha256 for file in files[1:]}
+    assert open_store(remote.url).exists(pack_key(NAME, "a"))

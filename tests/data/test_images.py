@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pack.pictures import difference, photo, quarters
+from packtrain.data.images import (
+    ImageBatches,
+    Images,
+    centre_box,
+    random_crop,
+    random_crop_box,
+    rectangular_plan,
+    resize_into,
+)
+from packtrain.data.order import block, permutation, philox_words, share
+from packtrain.data.tiles import Box
+from packtrain.errors import PacktrainError
+from packtrain.pack.shard import Columns, Ragged
+from packtrain.pack.tiles import Coding, Tiled, encode
+
+SIZES = [(130, 90), (90, 130), (64, 64), (33, 200), (200, 33), (7, 5), (160, 128), (100, 75), (1, 1), (75, 100)]
+SIDES = st.integers(1, 3000)
+
+
+def shard_of(tiled: list[Tiled]) -> Columns:
+    return Columns(
+        {
+            "jpeg": Ragged.from_rows([one.jpeg for one in tiled], np.dtype("u1")),
+            "segments": Ragged.from_rows([one.segments.tolist() for one in tiled], np.dtype("<u4")),
+        },
+        {
+            "width": np.array([one.width for one in tiled], np.int32),
+            "height": np.array([one.height for one in tiled], np.int32),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def images() -> Images:
+    """In three shards, one of them empty."""
+    tiled = [encode(photo(*size, seed=at), Coding("4:2:0")) for at, size in enumerate(SIZES)]
+    return Images([shard_of(tiled[:4]), shard_of([]), shard_of(tiled[4:])])
+
+
+@pytest.fixture(scope="module")
+def batches(images: Images) -> Iterator[ImageBatches]:
+    with ImageBatches(images, threads=2) as made:
+        yield made
+
+
+def words(seed: int) -> list[int]:
+    made: list[int] = philox_words(40, seed).tolist()
+    return made
+
+
+@given(SIDES, SIDES, st.floats(0.01, 1), st.integers(0, 2**32))
+def test_a_random_crop_lies_within_the_image(width: int, height: int, min_scale: float, seed: int) -> None:
+    box = random_crop_box(width, height, min_scale, words(seed))
+    assert 0 <= box.left < box.left + box.width <= width
+    assert 0 <= box.top < box.top + box.height <= height
+
+
+def test_random_crops_have_the_areas_and_shapes_they_should() -> None:
+    boxes = [random_crop_box(500, 375, 0.08, words(seed)) for seed in range(2000)]
+    areas = np.array([box.width * box.height / (500 * 375) for box in boxes])
+    ratios = np.array([box.width / box.height for box in boxes])
+    assert 0.075 < areas.min() < 0.1
+    assert 0.95 < areas.max() <= 1
+    assert 0.73 < ratios.min() < 0.8
+    assert 1.25 < ratios.max() < 1.36
+    assert abs(np.median(np.log(ratios))) < 0.06
+    # Everywhere, and not more to one side: the room left of a crop is half of all room on average.
+    left = np.array([box.left / (500 - box.width) for box in boxes if box.width < 450])
+    assert abs(left.mean() - 0.5) < 0.03
+    assert (left.min(), left.max()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((1000, 30), Box(480, 0, 40, 30)), ((30, 1000), Box(0, 480, 30, 40)), ((9, 1), Box(4, 0, 1, 1))],
+)
+def test_the_middle_is_taken_when_no_try_fits(size: tuple[int, int], expected: Box) -> None:
+    assert random_crop_box(*size, 0.9, words(5)) == expected
+
+
+def test_what_is_seen_depends_on_seed_epoch_and_sample_alone() -> None:
+    seen = [random_crop(500, 375, 0.08, *key) for key in [(1, 2, 3), (1, 2, 3), (9, 2, 3), (1, 9, 3), (1, 2, 9)]]
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
+
+
+def test_half_of_the_samples_are_mirrored() -> None:
+    flips = [random_crop(50, 40, 0.5, 1, 0, sample).flip for sample in range(1000)]
+    assert 450 < sum(flips) < 550
+
+
+@pytest.mark.parametrize(
+    ("size", "out", "expected"),
+    [
+        ((510, 255), (224, 224), Box(143, 15, 224, 224)),
+        ((255, 510), (224, 224), Box(15, 143, 224, 224)),
+        ((500, 375), (224, 224), Box(85, 23, 329, 329)),
+        ((500, 375), (384, 288), Box(30, 23, 439, 329)),
+        ((100, 100), (384, 288), Box(0, 12, 100, 75)),
+        ((1, 1), (224, 224), Box(0, 0, 1, 1)),
+        ((5000, 1), (224, 224), Box(2499, 0, 1, 1)),
+    ],
+)
+def test_validation_sees_the_middle(size: tuple[int, int], out: tuple[int, int], expected: Box) -> None:
+    assert centre_box(*size, *out) == expected
+
+
+@given(SIDES, SIDES, st.integers(8, 512), st.integers(8, 512))
+def test_the_middle_lies_within_the_image_and_has_the_shape_of_the_output(
+    width: int, height: int, out_width: int, out_height: int
+) -> None:
+    box = centre_box(width, height, out_width, out_height)
+    assert 0 <= box.left < box.left + box.width <= width
+    assert 0 <= box.top < box.top + box.height <= height
+    assert abs(box.width - max(1, box.height * out_width / out_height)) <= 1 + out_width / out_height
+
+
+def test_rectangular_batches_go_by_shape_and_hold_every_image_once() -> None:
+    widths, heights = np.array([500, 375, 500, 300, 600, 800]), np.array([375, 500, 375, 300, 300, 400])
+    plan = rectangular_plan(widths, heights, 288, 2)
+    assert [batch.ids.tolist() for batch in plan] == [[1, 3], [0, 2], [4, 5]]
+    # Ratios 7/8, 4/3 and 2: the short side stays, the long one is rounded down to a multiple of 8.
+    assert [(batch.height, batch.width) for batch in plan] == [(328, 288), (288, 384), (288, 576)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 65_500), st.integers(1, 65_500)), max_size=40), st.integers(1, 7))
+def test_rectangular_sizes_are_multiples_of_eight_and_bounded(sizes: list[tuple[int, int]], batch: int) -> None:
+    widths, heights = np.array([w for w, _ in sizes], np.int64), np.array([h for _, h in sizes], np.int64)
+    plan = rectangular_plan(widths, heights, 132, batch)
+    assert sorted(row for part in plan for row in part.ids) == list(range(len(sizes)))
+    assert all(len(part.ids) == batch for part in plan[:-1])
+    for part in plan:
+        assert part.height % 8 == part.width % 8 == 0
+        assert (min(part.height, part.width), max(part.height, part.width) <= 396) == (128, True)
+
+
+def test_a_mirrored_picture_has_left_and_right_exchanged() -> None:
+    pixels = np.array(photo(60, 50))
+    plain, mirrored = np.empty((32, 32, 3), np.uint8), np.empty((32, 32, 3), np.uint8)
+    resize_into(plain, pixels, flip=False)
+    resize_into(mirrored, pixels, flip=True)
+    assert np.array_equal(mirrored, plain[:, ::-1])
+    assert not np.array_equal(mirrored, plain)
+
+
+def test_resizing_averages_what_it_shrinks() -> None:
+    lines = np.zeros((64, 64, 3), np.uint8)
+    lines[::2] = 255
+    out = np.empty((16, 16, 3), np.uint8)
+    resize_into(out, lines, flip=False)
+    assert np.abs(out.astype(int) - 127).max() < 12
+
+
+def test_resizing_is_that_of_torch_in_floating_point_but_for_rounding() -> None:
+    pixels = np.array(photo(90, 70))
+    out = np.empty((40, 56, 3), np.uint8)
+    resize_into(out, pixels[5:65, 10:80], flip=False)
+    source = torch.from_numpy(pixels[5:65, 10:80].copy()).permute(2, 0, 1)[None].double()
+    exact = torch.nn.functional.interpolate(source, size=(40, 56), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+    assert float((torch.from_numpy(out).double() - exact).abs().max()) <= 1.1
+
+
+def test_a_batch_holds_each_sample_as_its_crop_resized(images: Images, batches: ImageBatches) -> None:
+    ids = permutation(len(images), 7)
+    made = batches.random(ids, seed=3, epoch=1, size=48, min_scale=0.3)
+    assert (made.shape, made.dtype) == ((len(SIZES), 48, 48, 3), np.uint8)
+    for at, row in enumerate(ids.tolist()):
+        box, flip = random_crop(*SIZES[row], 0.3, 3, 1, row)
+        full = simplejpeg.decode_jpeg(images.tiles(row)[0])
+        expected = np.empty((48, 48, 3), np.uint8)
+        resize_into(expected, full[box.top : box.top + box.height, box.left : box.left + box.width], flip)
+        assert np.array_equal(made[at], expected), row
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_makes_the_same_pixels(images: Images, batches: ImageBatches, threads: int) -> None:
+    ids = permutation(len(images), 1)
+    with ImageBatches(images, threads) as others:
+        assert np.array_equal(others.random(ids, 1, 2, 40, 0.08), batches.random(ids, 1, 2, 40, 0.08))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_any_number_of_ranks_makes_the_same_pixels(images: Images, batches: ImageBatches, num_ranks: int) -> None:
+    ids = permutation(len(images), 1)
+    whole = batches.random(ids, 1, 2, 40, 0.08)
+    for rank in range(num_ranks):
+        mine = batches.random(share(ids, rank, num_ranks), 1, 2, 40, 0.08)
+        assert np.array_equal(mine, whole[rank::num_ranks])
+
+
+def test_every_epoch_shows_something_else(batches: ImageBatches) -> None:
+    ids = np.array([0, 1, 2])
+    first, second = (batches.random(ids, 1, epoch, 40, 0.08) for epoch in (0, 1))
+    assert all(not np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_rectangular_batches_are_the_same_on_any_number_of_ranks(
+    images: Images, batches: ImageBatches, num_ranks: int
+) -> None:
+    for part in rectangular_plan(images.width, images.height, 32, 4):
+        whole = batches.centred(part.ids, part.height, part.width)
+        assert whole.shape == (len(part.ids), part.height, part.width, 3)
+        blocks = [block(len(part.ids), rank, num_ranks) for rank in range(num_ranks)]
+        parts = [batches.centred(part.ids[list(rows)], part.height, part.width) for rows in blocks if rows]
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_the_middle_of_a_picture_is_in_its_right_colours() -> None:
+    with ImageBatches(Images([shard_of([encode(quarters(128, 96), Coding("4:4:4", 95))])]), 1) as batches:
+        seen = batches.centred(np.array([0]), 32, 32)[0]
+    corners = seen[4, 4], seen[4, 27], seen[27, 4], seen[27, 27]
+    expected = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
+    assert all(difference(np.array(one), np.array(other)) < 6 for one, other in zip(corners, expected, strict=True))
+
+
+def test_an_empty_share_is_an_empty_batch(batches: ImageBatches) -> None:
+    assert batches.random(np.array([], np.int64), 1, 0, 32, 0.08).shape == (0, 32, 32, 3)
+
+
+def test_images_are_numbered_through_all_shards(images: Images) -> None:
+    assert len(images) == len(SIZES)
+    assert [*zip(images.width.tolist(), images.height.tolist(), strict=True)] == SIZES
+    for row, (width, height) in enumerate(SIZES):
+        assert simplejpeg.decode_jpeg(images.tiles(row)[0]).shape == (height, width, 3)
+
+
+def test_no_shards_are_no_images() -> None:
+    assert len(Images([])) == 0
+
+
+def test_an_image_that_does_not_decode_is_named() -> None:
+    tiled = encode(photo(64, 64), Coding())
+    broken = Tiled(tiled.jpeg[:-30] + b"\xff" * 28 + b"\xff\xd9", tiled.segments, 64, 64)
+    with (
+        ImageBatches(Images([shard_of([tiled, broken])]), 2) as batches,
+        pytest.raises(PacktrainError, match="image 1 of the pack"),
+    ):
+        batches.centred(np.array([0, 1]), 32, 32)
+
+
+def test_torch_keeps_its_threads_elsewhere(images: Images) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ImageBatches(images, 2) as batches:
+            assert {batches._pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
+            assert torch.get_num_threads() == 2
+            later: list[int] = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert later == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_plans_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from packtrain.data.images import random_crop, centre_box\n"
+        "print(random_crop(500, 375, 0.08, 1, 2, 3).box.width > 0, centre_box(500, 375, 224, 224).width)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True 329\n"

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pack.rawsets import END, header, member, mended, refusal, tar, write
+from packtrain.pack import archive
+from packtrain.pack.archive import tar_members
+from packtrain.pack.raw import Locator, printable
+
+FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+
+
+def contents(path: Path | str) -> list[tuple[str, bytes]]:
+    return [(found.name, found.where.read()) for found in tar_members(Locator(str(path)))]
+
+
+def refused(folder: Path, data: bytes) -> str:
+    path = write(folder / "a.tar", data)
+    said = refusal(lambda: contents(path))
+    assert said.startswith(f"{path}: ")
+    return said
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_members_come_in_their_order_with_where_their_bytes_are(tmp_path: Path, form: int) -> None:
+    files = [("b.jpg", b"bytes"), ("a/c.jpg", bytes(range(256)) * 5), ("empty", b"")]
+    assert contents(write(tmp_path / "a.tar", tar(files, form))) == files
+
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=60).filter(
+    lambda part: part not in (".", "..")
+)
+paths = st.lists(names, min_size=1, max_size=6).map("/".join)
+
+
+@settings(max_examples=120)
+@given(
+    st.lists(st.tuples(paths, st.binary(max_size=1500)), max_size=6, unique_by=lambda item: item[0]),
+    st.sampled_from(FORMATS[1:]),
+)
+def test_what_tarfile_writes_reads_as_tarfile_reads_it(files: list[tuple[str, bytes]], form: int) -> None:
+    data = tar(files, form)
+    with tarfile.open(fileobj=io.BytesIO(data)) as theirs:
+        expected = [(info.name, info.offset_data, info.size) for info in theirs]
+    with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+        file.write(data)
+        file.flush()
+        found = list(tar_members(Locator(file.name)))
+        assert [(one.name, one.where.offset, one.where.length) for one in found] == expected
+        assert [(one.name, one.where.read()) for one in found] == files
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_long_names_are_whole_in_every_format(tmp_path: Path, form: int) -> None:
+    name = "/".join(["f" * 80, "g" * 60, "h" * 90])
+    assert contents(write(tmp_path / "a.tar", tar([(name, b"x")], form))) == [(name, b"x")]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_directories_are_passed_over(tmp_path: Path, form: int) -> None:
+    write(tmp_path / "set/n01/1.jpg", b"one")
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as file:
+        file.add(tmp_path / "set", ".")
+    assert contents(tmp_path / "a.tar") == [("n01/1.jpg", b"one")]
+
+
+def test_a_leading_dot_is_not_part_of_a_name(tmp_path: Path) -> None:
+    assert contents(write(tmp_path / "a.tar", member("./a//b", b"x") + END)) == [("a/b", b"x")]
+
+
+def test_a_tar_inside_a_tar_is_read_in_place(tmp_path: Path) -> None:
+    inner = [tar([("1.jpg", b"one"), ("2.jpg", b"two")]), tar([("1.jpg", b"uno")])]
+    path = write(tmp_path / "a.tar", tar([("x.tar", inner[0]), ("y.tar", inner[1])]))
+    found = [
+        (outer.name, one.name, one.where.path, one.where.read())
+        for outer in tar_members(Locator(path))
+        for one in tar_members(outer.where, outer.name)
+    ]
+    assert found == [
+        ("x.tar", "1.jpg", path, b"one"),
+        ("x.tar", "2.jpg", path, b"two"),
+        ("y.tar", "1.jpg", path, b"uno"),
+    ]
+
+
+def test_a_tar_inside_a_tar_cannot_reach_beyond_itself(tmp_path: Path) -> None:
+    cut = tar([("1.jpg", bytes(2000))])[:1024]
+    path = write(tmp_path / "a.tar", tar([("x.tar", cut), ("y.tar", bytes(4000))]))
+    first = next(tar_members(Locator(path)))
+    said = refusal(lambda: list(tar_members(first.where, f"{path}: x.tar")))
+    assert (
+        said == f"{path}: x.tar: member '1.jpg' at byte 512 has 2,000 bytes, more than are left; fetch the file again"
+    )
+
+
+def test_data_is_sought_over_and_never_read(tmp_path: Path) -> None:
+    huge = 20 << 30  # more than eleven octal digits can say, and mostly a hole on disk
+    path = tmp_path / "a.tar"
+    with path.open("wb") as file:
+        file.write(header("huge.bin", size=huge))
+        file.seek(huge, io.SEEK_CUR)
+        file.write(member("small.bin", b"x") + END)
+    assert [(one.name, one.where.length) for one in tar_members(Locator(str(path)))] == [
+        ("huge.bin", huge),
+        ("small.bin", 1),
+    ]
+
+
+def test_members_come_one_by_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", member("1", b"x") + b"damage" * 200)
+    members = tar_members(Locator(path))
+    assert next(members).name == "1"  # although what follows is damaged
+    refusal(lambda: next(members))
+
+
+def test_a_size_in_an_extended_header_counts(tmp_path: Path) -> None:
+    data = extended(b"12 size=600\n") + header("a.bin", size=0) + b"x" * 600 + bytes(424) + END
+    assert contents(write(tmp_path / "a.tar", data)) == [("a.bin", b"x" * 600)]
+
+
+def test_a_comment_for_all_members_is_no_harm(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "c0ffee"}) as file:
+        file.addfile(tarfile.TarInfo("a"))
+    assert contents(tmp_path / "a.tar") == [("a", b"")]
+
+
+def test_checksums_of_signed_bytes_count_too(tmp_path: Path) -> None:
+    block = header("käse", size=0)
+    blank = block[:148] + b" " * 8 + block[156:]
+    signed = sum(byte - 256 if byte > 127 else byte for byte in blank)
+    path = write(tmp_path / "a.tar", blank[:148] + b"%06o\0 " % signed + blank[156:] + END)
+    assert contents(path) == [("käse", b"")]
+
+
+def test_names_that_are_not_utf8_keep_their_bytes(tmp_path: Path) -> None:
+    block = mended(b"k\xe4se.jpg".ljust(100, b"\0") + header("x")[100:])
+    [(name, _)] = contents(write(tmp_path / "a.tar", block + END))
+    assert printable(name) == "k\\udce4se.jpg"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        pytest.param(member("/etc/passwd"), "has an absolute name", id="absolute"),
+        pytest.param(member("a/../../b"), "has '..' in its name", id="dots"),
+        pytest.param(header("/d", tarfile.DIRTYPE), "has an absolute name", id="absolute directory"),
+        pytest.param(header("a", tarfile.SYMTYPE, linkname="/etc"), "is a symbolic link", id="symbolic link"),
+        pytest.param(header("a", tarfile.LNKTYPE, linkname="b"), "is a hard link", id="hard link"),
+        pytest.param(header("a", tarfile.CHRTYPE), "is a device", id="character device"),
+        pytest.param(header("a", tarfile.BLKTYPE), "is a device", id="block device"),
+        pytest.param(header("a", tarfile.FIFOTYPE), "is a pipe", id="pipe"),
+        pytest.param(header("a", tarfile.GNUTYPE_SPARSE), "is sparse", id="sparse"),
+        pytest.param(header("a", b"M"), "goes on from another volume", id="volume"),
+        pytest.param(header("a", b"Z"), "is of the unknown kind", id="unknown kind"),
+        pytest.param(member("a") + member("b") + member("./a"), "'a' at byte 1,024 is there twice", id="duplicate"),
+        pytest.param(header("a", size=10**9), "1,000,000,000 bytes, more than are left", id="beyond the end"),
+        pytest.param(header("a", size=1 << 80), "more than are left", id="absurd size"),
+        pytest.param(mended(header("a")[:124] + b"\xff" * 12 + header("a")[136:]), "negative size", id="negative"),
+        pytest.param(mended(header("a")[:124] + b"12345678901x" + header("a")[136:]), "number", id="not a number"),
+        pytest.param(header("a", b"L", size=2 << 20) + bytes(2 << 20), "which no name needs", id="long header"),
+        pytest.param(header("a", b"L", size=3) + b"abc" + bytes(509), "without the member", id="header alone"),
+        pytest.param(header("a", b"L", size=4) + b"/etc" + bytes(508) + member("b"), "absolute", id="long absolute"),
+        pytest.param(header("y" * 5000), "a name of 5,000 bytes", id="absurd name"),
+        pytest.param(mended(bytes(100) + header("a")[100:]), "no usable name", id="no name"),
+        pytest.param(member("a") + END + member("b"), "more data follows its end mark", id="two tars"),
+        pytest.param(member("a") + b"x" * 512, "number that is none", id="damage"),
+        pytest.param(member("a") + mended(header("b"))[:-1] + b"!", "wrong checksum", id="checksum"),
+    ],
+)
+def test_what_is_dangerous_or_damaged_is_refused(tmp_path: Path, data: bytes, said: str) -> None:
+    assert said in refused(tmp_path, data + END)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        pytest.param(member("a", b"x" * 600)[:-424], "cut off at byte 1,112", id="after data"),
+        pytest.param(member("a", b"x" * 600)[:700], "more than are left", id="in data"),
+        pytest.param(member("a") + header("b")[:300], "cut off at byte 812", id="in a header"),
+        pytest.param(header("n" * 200)[:600], "cut off at byte 600", id="in a long name"),
+        pytest.param(member("a"), "cut off at byte 512", id="before the end mark"),
+    ],
+)
+def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, data: bytes, said: str) -> None:
+    assert said in refused(tmp_path, data)
+
+
+def extended(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    return header("pax", kind, len(records)) + records + bytes(-len(records) % 512)
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (b"21 GNU.sparse.size=9\n", "is sparse"),
+        (b"21 SCHILY.realsize=9\n", "is sparse"),
+        (b"13 path=/etc\n", "absolute"),
+        (b"11 path=..\n", "'..'"),
+        (b"11 path=a\0\n", "no usable name"),
+        (b"9 path=\n", "damaged"),
+        (b"8 path=\n", "no usable name"),
+        (b"9 size=x\n", "no number"),
+        (b"11 size=-1\n", "no number"),
+        (b"29 size=99999999999999999999\n", "more than are left"),
+        (b"99 path=a\n", "damaged"),
+        (b"0 path=a\n", "damaged"),
+        (b"5 size", "damaged"),
+        (b"a=b\n", "damaged"),
+        (b"99999999999999999999999 path=a\n", "damaged"),
+    ],
+)
+def test_extended_headers_are_not_trusted(tmp_path: Path, records: bytes, said: str) -> None:
+    assert said in refused(tmp_path, extended(records) + member("a") + END)
+
+
+def test_a_header_that_renames_all_members_is_refused(tmp_path: Path) -> None:
+    data = extended(b"9 path=a\n", tarfile.XGLTYPE) + member("a") + END
+    assert "all members one name" in refused(tmp_path, data)
+
+
+def zipped(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive_:
+        archive_.writestr("a", data)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("compress", "program"),
+    [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2"), (lzma.compress, "unxz"), (zipped, "unzip")],
+)
+def test_compressed_files_are_to_be_decompressed_first(
+    tmp_path: Path, compress: Callable[[bytes], bytes], program: str
+) -> None:
+    assert f"decompress it first ({program})" in refused(tmp_path, compress(tar([("a", b"x")])))
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"x" * 5000, b"\x89PNG" + bytes(600)])
+def test_what_is_not_a_tar_is_refused(tmp_path: Path, data: bytes) -> None:
+    refused(tmp_path, data)
+
+
+def test_a_directory_or_nothing_is_not_a_tar(tmp_path: Path) -> None:
+    assert refusal(lambda: contents(tmp_path)) == f"{tmp_path}: not a file, so not a tar"
+    assert refusal(lambda: contents(tmp_path / "x")) == f"{tmp_path / 'x'}: No such file or directory"
+
+
+def test_more_members_than_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_MEMBERS", 3)
+    assert "more than 3 members" in refused(tmp_path, b"".join(member(str(number)) for number in range(4)) + END)
+
+
+def test_endless_filling_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(member("a") + END)
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    assert "bytes follow its end mark" in refusal(lambda: contents(path))
+
+
+def test_a_refusal_names_what_a_long_name_says(tmp_path: Path) -> None:
+    name = "long/" * 25 + "name"
+    assert name in refused(tmp_path, header(name, tarfile.SYMTYPE, linkname="x") + END)
+
+
+def test_a_name_cannot_break_the_line_of_its_refusal(tmp_path: Path) -> None:
+    assert "\\n\\x1b[2J" in refused(tmp_path, member("/a\n\x1b[2J") + END)

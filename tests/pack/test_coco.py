@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pack.rawsets import coco, picture, refusal, write
+from packtrain.pack import textfile
+from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, read_coco
+from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped, RawImage
+
+PETS = coco([(7, "b.jpg"), (0, "a.jpg")], [(0, "a cat"), (7, "a dog"), (0, "a tabby")])
+
+
+class Reading:
+    """A folder of images with a captions file, and what was read from them."""
+
+    def __init__(self, folder: Path, document: Any, images: tuple[str, ...] = ("a.jpg", "b.jpg")) -> None:
+        for shade, name in enumerate(images):
+            write(folder / "images" / name, picture(shade))
+        (folder / "images").mkdir(exist_ok=True)
+        self.images = str(folder / "images")
+        text = document if isinstance(document, str | bytes) else json.dumps(document)
+        self.annotations = write(folder / "captions.json", text)
+        self.dropped, self.filtered = Dropped(), Dropped()
+
+    def samples(self) -> list[RawImage]:
+        return list(read_coco(self.annotations, self.images, self.dropped, self.filtered))
+
+    def captions(self) -> dict[str, tuple[str, ...]]:
+        return {sample.name: sample.captions for sample in self.samples()}
+
+    def refusal(self) -> str:
+        said = refusal(self.samples)
+        assert said.startswith(self.annotations)
+        return said.removeprefix(self.annotations)
+
+
+def test_images_come_in_the_order_of_the_file_with_all_their_captions(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, PETS)
+    assert list(reading.captions().items()) == [("b.jpg", ("a dog",)), ("a.jpg", ("a cat", "a tabby"))]
+    assert reading.samples()[1].where.read() == picture(0)
+    assert not reading.dropped.counts
+    assert not reading.filtered.counts
+
+
+def test_ids_may_be_texts(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([("x", "a.jpg"), (1, "b.jpg")], [("x", "a cat"), (1, "a dog")]))
+    assert reading.captions() == {"a.jpg": ("a cat",), "b.jpg": ("a dog",)}
+
+
+def test_images_may_lie_in_folders_below(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(1, "deep/a.jpg")], [(1, "a cat")]), ("deep/a.jpg",))
+    assert reading.captions() == {"deep/a.jpg": ("a cat",)}
+
+
+def test_captions_that_were_precanned_or_rejected_are_filtered_and_counted(tmp_path: Path) -> None:
+    document = coco([(0, "a.jpg"), (1, "b.jpg")], [(0, "one"), (0, "two"), (0, "three"), (0, "four"), (1, "unclear")])
+    document["images"][0]["text_detected"] = True
+    marks = [(False, False), (True, False), (False, True), (True, True), (True, False)]
+    for annotation, (precanned, rejected) in zip(document["annotations"], marks, strict=True):
+        annotation |= {"is_precanned": precanned, "is_rejected": rejected, "text_detected": False}
+    reading = Reading(tmp_path, document)
+    assert reading.captions() == {"a.jpg": ("one",)}
+    assert reading.filtered.counts == {PRECANNED: 3, REJECTED: 1, ONLY_FILTERED: 1}
+    assert reading.filtered.names[ONLY_FILTERED] == ["b.jpg"]
+    assert not reading.dropped.counts
+
+
+def test_images_without_a_file_or_a_caption_are_dropped(tmp_path: Path) -> None:
+    images = [(0, "a.jpg"), (1, "gone.jpg"), (2, "b.jpg"), (3, "x" * 300)]
+    reading = Reading(tmp_path, coco(images, [(0, "a cat"), (1, "a ghost"), (3, "a long name")]))
+    assert reading.captions() == {"a.jpg": ("a cat",)}
+    assert reading.dropped.names == {MISSING_FILE: ["gone.jpg", "x" * 300], NO_CAPTION: ["b.jpg"]}
+
+
+def test_empty_captions_are_left_out_and_an_image_with_no_other_is_dropped(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(0, "a.jpg"), (1, "b.jpg")], [(0, "a cat"), (0, ""), (1, " \n\u2028")]))
+    assert reading.captions() == {"a.jpg": ("a cat",)}
+    assert reading.filtered.counts == {EMPTY_CAPTION: 2}
+    assert reading.dropped.names == {NO_CAPTION: ["b.jpg"]}
+
+
+def test_a_byte_order_mark_is_no_harm_and_no_character_is_lost(tmp_path: Path) -> None:
+    text = json.dumps(coco([(0, "a.jpg")], [(0, "a\u2028cat\r\n 🐈")]), ensure_ascii=False)
+    assert Reading(tmp_path, b"\xef\xbb\xbf" + text.encode()).captions() == {"a.jpg": ("a\u2028cat\r\n 🐈",)}
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        pytest.param(coco([(1, "a.jpg"), (1, "b.jpg")], [(1, "x")]), "images[1]: the id 1 is there twice", id="id"),
+        pytest.param(coco([(1, "a.jpg"), (2, "a.jpg")], [(1, "x")]), "images[1]: the file 'a.jpg' is there", id="file"),
+        pytest.param(coco([(1, "a.jpg")], [(2, "x")]), "annotations[0]: of image 2, which is not among", id="dangling"),
+        pytest.param(coco([(1, "a.jpg")], [("1", "x")]), "annotations[0]: of image '1', which is not", id="kind of id"),
+        pytest.param(coco([(True, "a.jpg")], [(1, "x")]), "images[0].id: must be a whole number", id="boolean id"),
+        pytest.param(coco([(1.0, "a.jpg")], [(1, "x")]), "not a fraction", id="fraction"),
+        pytest.param(coco([(None, "a.jpg")], [(1, "x")]), "images[0].id: must be", id="no id"),
+        pytest.param(coco([(1, "../a.jpg")], [(1, "x")]), "'../a.jpg' must be a path below", id="dots"),
+        pytest.param(coco([(1, "/etc/passwd")], [(1, "x")]), "'/etc/passwd' must be a path below", id="absolute"),
+        pytest.param(coco([(1, "a\0.jpg")], [(1, "x")]), "must be a path below", id="NUL"),
+        pytest.param(coco([(1, "\ud800")], [(1, "x")]), "images[0].file_name: must be a text", id="half a character"),
+        pytest.param(coco([(1, "a.jpg")], [(1, "\ud800")]), "annotations[0].caption: must be a text", id="half"),
+        pytest.param({"images": [], "annotations": []}, 'the list of "images" is empty', id="empty"),
+        pytest.param({"images": [{"id": 1, "file_name": "a.jpg"}]}, 'must have a list of "annotations"', id="test set"),
+        pytest.param({"images": {"id": 1}}, 'must have a list of "images"', id="no list"),
+        pytest.param({"images": [3]}, "images[0]: must be an object, not a number", id="no object"),
+        pytest.param([], 'must be an object with "images"', id="list"),
+        pytest.param("", "not JSON: Expecting value at line 1, column 1", id="nothing"),
+        pytest.param('{"images": [\n{"id": 1,}]}', "at line 2, column", id="comma"),
+        pytest.param('{"images": [NaN]}', "NaN is not a JSON value", id="NaN"),
+        pytest.param('{"images": [-Infinity]}', "-Infinity is not a JSON value", id="infinity"),
+        pytest.param('{"images": [' + "9" * 5000 + "]}", "not usable JSON", id="huge number"),
+        pytest.param("[" * 200_000, "nested too deep", id="deep"),
+        pytest.param('{"a":' * 200_000, "nested too deep", id="deep objects"),
+        pytest.param('{"images": [], "images": []}', "the key 'images' is there twice", id="key"),
+        pytest.param(b'{"a": "\xff"}', "not UTF-8 at byte 7", id="not UTF-8"),
+        pytest.param('{"images": []}'.encode("utf-16"), "not UTF-8 at byte 0", id="UTF-16"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, document: Any, said: str) -> None:
+    assert said in Reading(tmp_path, document).refusal()
+
+
+def test_the_same_annotation_id_twice_is_refused(tmp_path: Path) -> None:
+    document = coco([(1, "a.jpg")], [(1, "x"), (1, "y")])
+    document["annotations"][1]["id"] = 0
+    assert Reading(tmp_path, document).refusal() == ": annotations[1]: the id 0 is there twice"
+
+
+def test_annotations_need_no_ids(tmp_path: Path) -> None:
+    document = coco([(1, "a.jpg")], [(1, "x"), (1, "y")])
+    for annotation in document["annotations"]:
+        del annotation["id"]
+    assert Reading(tmp_path, document).captions() == {"a.jpg": ("x", "y")}
+
+
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_marks_that_are_neither_true_nor_false_are_refused(tmp_path: Path, value: object) -> None:
+    document = coco([(1, "a.jpg")], [(1, "x")])
+    document["annotations"][0]["is_precanned"] = value
+    assert "annotations[0].is_precanned: must be true or false" in Reading(tmp_path, document).refusal()
+
+
+def test_links_that_lead_out_of_the_images_are_refused(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(1, "link.jpg")], [(1, "x")]))
+    (tmp_path / "images/link.jpg").symlink_to("/etc/hostname")
+    assert "leads out of" in reading.refusal()
+
+
+def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, PETS)
+    (tmp_path / "captions.json").unlink()
+    assert reading.refusal() == ": No such file or directory"
+    reading.images += "/none"
+    assert refusal(reading.samples) == f"{reading.images}: no such folder of images"
+
+
+def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(textfile, "_JSON_BYTES", 100)
+    assert "split it into several files" in Reading(tmp_path, PETS).refusal()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pack.rawsets import json_lines, picture, refusal, write
+from packtrain.pack.folder import Folder
+from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped
+
+LABELLED = [{"image": "b.jpg", "label": "dog"}, {"image": "deep/a.jpg", "label": "cat", "source_of_it": "me"}]
+CAPTIONED = [{"image": "b.jpg", "caption": "a dog"}, {"image": "deep/a.jpg", "caption": ["a cat", "a tabby"]}]
+TEXTS = [{"source": "one", "target": "eins"}, {"source": "two\n", "target": " zwei"}]
+
+
+def folder(path: Path, *records: Any) -> Folder:
+    """Two pictures, and a list with these lines: texts as they are, other values as JSON."""
+    write(path / "b.jpg", picture(1))
+    write(path / "deep/a.jpg", picture(2))
+    lines = (record + "\n" if isinstance(record, str) else json_lines(record) for record in records)
+    return Folder(write(path / "samples.jsonl", "".join(lines)))
+
+
+def labelled(source: Folder, drop: Dropped | None = None) -> list[tuple[str, int | None]]:
+    return [(sample.name, sample.label) for sample in source.samples(source.classes(), drop or Dropped())]
+
+
+def read(source: Folder) -> object:
+    """All samples, as the first line says what they are."""
+    match source.shape():
+        case "label":
+            return labelled(source)
+        case "caption":
+            return [(sample.name, sample.captions) for sample in source.captioned(Dropped(), Dropped())]
+        case "text":
+            return [(pair.source, pair.target) for pair in source.pairs()]
+
+
+def test_the_first_line_says_what_the_samples_are(tmp_path: Path) -> None:
+    assert folder(tmp_path, *LABELLED).shape() == "label"
+    assert folder(tmp_path, *CAPTIONED).shape() == "caption"
+    assert folder(tmp_path, *TEXTS).shape() == "text"
+
+
+def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
+    source = folder(tmp_path, *LABELLED)
+    assert source.classes() == ("cat", "dog")
+    assert labelled(source) == [("b.jpg", 1), ("deep/a.jpg", 0)]
+
+
+def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
+    first = next(folder(tmp_path, *LABELLED).samples(("cat", "dog"), Dropped()))
+    assert first.where.read() == picture(1)
+
+
+def test_images_have_one_caption_or_several(tmp_path: Path) -> None:
+    assert read(folder(tmp_path, *CAPTIONED)) == [("b.jpg", ("a dog",)), ("deep/a.jpg", ("a cat", "a tabby"))]
+
+
+def test_texts_are_pairs_and_keep_every_character(tmp_path: Path) -> None:
+    assert read(folder(tmp_path, *TEXTS)) == [("one", "eins"), ("two\n", " zwei")]
+
+
+def test_a_label_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
+    source = folder(tmp_path, *LABELLED)
+    said = refusal(lambda: list(source.samples(("cat", "horse"), Dropped())))
+    assert said == f"{source.path}:1: class 'dog' is not one of the 2 of the training data"
+
+
+def test_a_single_label_is_refused(tmp_path: Path) -> None:
+    assert "only the class 'dog'" in refusal(folder(tmp_path, LABELLED[0]).classes)
+
+
+def test_images_that_are_missing_are_dropped(tmp_path: Path) -> None:
+    dropped = Dropped()
+    source = folder(tmp_path, *LABELLED, {"image": "gone.jpg", "label": "cat"}, {"image": "deep", "label": "cat"})
+    assert len(labelled(source, dropped)) == 2
+    assert dropped.names == {MISSING_FILE: ["gone.jpg", "deep"]}
+
+
+def test_empty_captions_are_left_out_and_an_image_with_no_other_is_dropped(tmp_path: Path) -> None:
+    records = [{"image": "b.jpg", "caption": ["a dog", " "]}, {"image": "deep/a.jpg", "caption": ""}]
+    source = folder(tmp_path, *records, {"image": "c.jpg", "caption": []})
+    dropped, filtered = Dropped(), Dropped()
+    assert [sample.captions for sample in source.captioned(dropped, filtered)] == [("a dog",)]
+    assert filtered.names == {EMPTY_CAPTION: ["b.jpg", "deep/a.jpg"]}
+    assert dropped.names == {NO_CAPTION: ["deep/a.jpg", "c.jpg"]}
+
+
+def test_a_byte_order_mark_blank_lines_and_carriage_returns_are_no_harm(tmp_path: Path) -> None:
+    lines = json_lines(*TEXTS).replace("\n", "\r\n\n")
+    assert read(folder(tmp_path, "\ufeff" + lines)) == [("one", "eins"), ("two\n", " zwei")]
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    assert read(folder(tmp_path, '{"source": "a\u2028b", "target": "c\u0085d"}')) == [("a\u2028b", "c\u0085d")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param("{", "not JSON", id="not JSON"),
+        pytest.param("[1]", "must be a JSON object", id="no object"),
+        pytest.param("[" * 100_000, "nested too deep", id="deep"),
+        pytest.param('{"image": "b.jpg", "label": NaN}', "NaN is not a JSON value", id="NaN"),
+        pytest.param('{"image": "x", "image": "y", "label": "cat"}', "the key 'image' is there twice", id="key"),
+        pytest.param({"image": "c.jpg", "label": 3}, '"label" must be a text in quotes', id="number"),
+        pytest.param({"image": "c.jpg", "label": " "}, '"label" is empty', id="empty label"),
+        pytest.param({"image": "c.jpg", "label": "\ud800"}, '"label" must be a text', id="half a character"),
+        pytest.param({"image": ["c.jpg"], "label": "cat"}, '"image" must be a text', id="image"),
+        pytest.param({"image": "c.jpg", "lable": "cat"}, "'lable': did you mean 'label'?", id="misspelt"),
+        pytest.param({"image": "c.jpg"}, 'must have "image" and "label", or', id="without label"),
+        pytest.param({"image": "c.jpg", "label": "cat", "caption": "a cat"}, "at once; keep one", id="two shapes"),
+        pytest.param({"image": "c.jpg", "caption": "a cat"}, "one kind per file", id="other shape"),
+        pytest.param({"source": "a", "target": "b"}, "one kind per file", id="text among images"),
+        pytest.param({"image": "b.jpg", "label": "cat"}, "the image 'b.jpg' is there twice", id="twice"),
+        pytest.param({"image": "../b.jpg", "label": "cat"}, "must be a path below", id="dots"),
+        pytest.param({"image": "/etc/hostname", "label": "cat"}, "must be a path below", id="absolute"),
+        pytest.param({"image": "", "label": "cat"}, "must be a path below", id="no name"),
+        pytest.param({"image": "out.jpg", "label": "cat"}, "leads out of", id="link"),
+        pytest.param({"image": "out/hostname", "label": "cat"}, "leads out of", id="link of a folder"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, line: Any, said: str) -> None:
+    (tmp_path / "out.jpg").symlink_to("/etc/hostname")
+    (tmp_path / "out").symlink_to("/etc")
+    source = folder(tmp_path, *LABELLED, line)
+    found = refusal(lambda: read(source))
+    assert found.startswith(f"{source.path}:3: ")
+    assert said in found
+
+
+@pytest.mark.parametrize("caption", [3, None, {"a": "b"}, ["a cat", 3], [["a cat"]], "\ud800"])
+def test_captions_that_are_no_texts_are_refused(tmp_path: Path, caption: object) -> None:
+    source = folder(tmp_path, CAPTIONED[0], {"image": "c.jpg", "caption": caption})
+    assert refusal(lambda: read(source)) == f'{source.path}:2: "caption" must be a text or a list of texts'
+
+
+def test_bad_utf8_is_refused_with_its_byte(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples.jsonl", b'{"source": "a", "target": "b"}\n\xff\n')
+    assert f"{path}:2: not UTF-8 at byte 31" in refusal(lambda: read(Folder(path)))
+
+
+def test_an_empty_list_is_refused(tmp_path: Path) -> None:
+    assert "samples.jsonl: empty" in refusal(folder(tmp_path, "", " ").shape)
+
+
+def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(Folder(str(tmp_path / "x.jsonl")).shape) == f"{tmp_path}/x.jsonl: No such file or directory"

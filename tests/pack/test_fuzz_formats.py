@@ -1,0 +1,208 @@
+"""Mutated files of every raw format: each is refused with one line, or gives samples that hold what samples promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pack.rawsets import (
+    class_tars,
+    coco,
+    cornell_conversations,
+    cornell_lines,
+    json_lines,
+    mended,
+    numbered,
+    picture,
+    tar,
+    write,
+    write_classes,
+)
+from packtrain.errors import Mistake
+from packtrain.pack.bitext import read_bitext
+from packtrain.pack.coco import read_coco
+from packtrain.pack.dialogue import read_dialogue
+from packtrain.pack.folder import Folder
+from packtrain.pack.imagenet import ImageNet
+from packtrain.pack.raw import Drop, Dropped, RawImage, TextPair
+
+Sample = RawImage | TextPair
+Read = Callable[[Path, Drop], Iterable[Sample]]
+
+CLASSES = ("n01", "n02")
+TEXTS = {"L1": "They do not!", "L2": "They do to! é", "L3": "I hope so."}
+CAPTIONS = coco([(0, "a.jpg"), (1, "deep/b.jpg")], [(0, "a cat"), (0, "a tabby"), (1, "a dog é")])
+for annotation in CAPTIONS["annotations"]:
+    annotation |= {"is_precanned": False, "is_rejected": False}
+
+# The files of each format that are mutated, and the reader.
+FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
+    "class tars": (
+        {"train.tar": class_tars({"n01": ["1.JPEG", "long/" * 30 + "2.JPEG"], "n02": ["3.JPEG"]})},
+        lambda folder, drop: ImageNet((f"{folder}/train.tar",)).samples(CLASSES, drop),
+    ),
+    "flat tar": (
+        {
+            "val.tar": tar(((name, picture()) for name in numbered(3)), form=2),
+            "truth.txt": b"1\n2\n1\n",
+            "synsets.txt": b"n01 dog, hound\nn02 cat\n",
+        },
+        lambda folder, drop: ImageNet(
+            (f"{folder}/val.tar", f"{folder}/truth.txt", f"{folder}/synsets.txt"),
+        ).samples(CLASSES, drop),
+    ),
+    "class folders": (
+        {"names.txt": b"n01/1.JPEG\nn02/2.JPEG\nn02/3.JPEG\n"},
+        lambda folder, drop: ImageNet((_folders(folder),)).samples(CLASSES, drop),
+    ),
+    "captions": (
+        {"captions.json": json.dumps(CAPTIONS).encode()},
+        lambda folder, drop: read_coco(f"{folder}/captions.json", str(folder), drop, drop),
+    ),
+    "cornell": (
+        {
+            "movie_lines.txt": cornell_lines(TEXTS).encode("latin-1"),
+            "movie_conversations.txt": cornell_conversations(["L1", "L2", "L3"], ["L2", "L1"]).encode(),
+        },
+        lambda folder, drop: read_dialogue((str(folder),), drop),
+    ),
+    "pairs": (
+        {"pairs.tsv": "one\teins\ntwo\tzwei é\n".encode()},
+        lambda folder, _: read_bitext((f"{folder}/pairs.tsv",)),
+    ),
+    "labels": (
+        {"x.jsonl": json_lines({"image": "a.jpg", "label": "n01"}, {"image": "deep/b.jpg", "label": "n02"}).encode()},
+        lambda folder, drop: Folder(f"{folder}/x.jsonl").samples(CLASSES, drop),
+    ),
+    "own captions": (
+        {"x.jsonl": json_lines({"image": "a.jpg", "caption": "é"}, {"image": "out", "caption": ["a", "b"]}).encode()},
+        lambda folder, drop: Folder(f"{folder}/x.jsonl").captioned(drop, drop),
+    ),
+    "own texts": (
+        {"x.jsonl": json_lines({"source": "one", "target": "eins"}, {"source": "two", "target": "zwei"}).encode()},
+        lambda folder, _: Folder(f"{folder}/x.jsonl").pairs(),
+    ),
+}
+
+SPICE = [
+    b"\0", b"\n", b"\r", b"\xff", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\t", b" +++$+++ ", b"../", b"/", b"'", b'"',
+    b"[", b"{", b"}", b",", b"\\", b"\\ud800", b"NaN", b"null", b"true", b"-1", b"0", b"9" * 30, b"9" * 5000, b"1e999",
+    b"[" * 3000, b"\x1b[2J", b"x" * 300, b".tar", b"ustar\0", b"ustar  \0", b"9 path=a\n", b"9 size=1\n", b"\x80",
+    b"\x1f\x8b", b"1", b"2", b"5", b"L", b"x", b"g", b"S",
+]  # fmt: skip
+
+
+@st.composite
+def mutations(draw: st.DrawFn, data: bytes) -> bytes:
+    """The file with some bytes overwritten, put in, taken out or repeated, or with its end cut off."""
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = min(len(data), start + draw(st.integers(0, 600)))
+        new = draw(st.sampled_from(SPICE) | st.binary(min_size=1, max_size=12))
+        data = draw(
+            st.sampled_from(
+                [
+                    data[:start] + new + data[start + len(new) :],
+                    data[:start] + new + data[start:],
+                    data[:start] + data[end:],
+                    data[:end] + data[start:],
+                    data[:start],
+                ]
+            )
+        )
+    return data
+
+
+def with_checksums(data: bytes) -> bytes:
+    """A tar whose headers, however they were mutated, are taken for headers."""
+    blocks = [data[start : start + 512] for start in range(0, len(data), 512)]
+    return b"".join(mended(block) if block[257:262] == b"ustar" and len(block) == 512 else block for block in blocks)
+
+
+@contextmanager
+def data_set(files: dict[str, bytes]) -> Iterator[Path]:
+    """A folder with the files, two pictures, and a link that leads out."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz"))
+    try:
+        for name, data in files.items():
+            write(folder / name, data)
+        write(folder / "a.jpg", b"a")
+        write(folder / "deep/b.jpg", b"b")
+        (folder / "out").symlink_to("/etc/hostname")
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _folders(folder: Path) -> str:
+    """The files of a list of names, as far as a file system can have them."""
+    write_classes(folder / "set", {"n01": [], "n02": []})
+    for name in (folder / "names.txt").read_bytes().split(b"\n"):
+        if b".." not in name and b"\0" not in name and len(name) < 200:
+            with suppress(OSError):
+                write(folder / "set" / os.fsdecode(name.strip(b"/")), picture())
+    return str(folder / "set")
+
+
+def check(samples: Iterable[Sample], folder: Path) -> None:
+    names = set()
+    for sample in samples:
+        if isinstance(sample, TextPair):
+            assert sample.source.encode() is not None
+            assert sample.target.encode() is not None
+            continue
+        assert sample.name.isprintable()
+        assert sample.name not in names
+        names.add(sample.name)
+        assert (sample.label in range(len(CLASSES))) != bool(sample.captions)
+        assert all(caption.strip() and caption.encode() for caption in sample.captions)
+        where = sample.where
+        assert Path(where.path).resolve().is_relative_to(folder.resolve())
+        assert len(where.read()) == (Path(where.path).stat().st_size if where.length is None else where.length)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_files_as_they_are_give_samples(name: str) -> None:
+    files, read = FORMATS[name]
+    dropped = Dropped()
+    with data_set(files) as folder:
+        if name != "own captions":  # its second image is the link that leads out
+            samples = list(read(folder, dropped))
+            check(samples, folder)
+            assert len(samples) >= 2
+    assert not dropped.counts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_a_mutated_file_is_refused_with_one_line_or_read_rightly(name: str, data: st.DataObject) -> None:
+    files, read = FORMATS[name]
+    chosen = data.draw(st.sampled_from(sorted(files)))
+    mutated = data.draw(mutations(files[chosen]))
+    if chosen.endswith(".tar") and data.draw(st.booleans()):
+        mutated = with_checksums(mutated)
+    with data_set(files | {chosen: mutated}) as folder:
+        try:
+            check(read(folder, Dropped()), folder)
+        except Mistake as refused:
+            said = str(refused)
+            assert said.isprintable()
+            assert len(said) < 800
+
+
+@settings(max_examples=60)
+@given(content=st.binary(max_size=700))
+def test_any_bytes_at_all_are_refused_or_read(content: bytes) -> None:
+    for files, read in FORMATS.values():
+        with data_set(dict.fromkeys(files, content)) as folder, suppress(Mistake):
+            check(read(folder, Dropped()), folder)

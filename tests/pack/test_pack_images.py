@@ -1,0 +1,191 @@
+"""Packing images of every source, by any number of processes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from packtrain.data.tiles import Box, decode_crop
+from packtrain.errors import FieldMistake
+from packtrain.job import Data
+from packtrain.pack import images
+from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.shard import Columns, open_shard
+from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
+from packtrain.pack.workers import Dask, HereAlone, Processes, Workers
+from packtrain.store import Store, open_store
+
+
+def picture(seed: int, width: int = 40, height: int = 32) -> bytes:
+    """A smooth picture, each seed its own."""
+    down, across = np.mgrid[:height, :width]
+    waves = [
+        127 + 120 * np.sin((down * (3 + seed % 7) + across * (1 + channel) + 9 * seed) / 40) for channel in range(3)
+    ]
+    pixels = np.stack(waves, axis=2).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def classes_in(folder: Path, names: str = "ab", each: int = 6, first: int = 0) -> str:
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for place in range(each):
+            (folder / name / f"{place}.jpg").write_bytes(picture(first + 100 * number + place))
+    return str(folder)
+
+
+def captions_in(folder: Path, count: int, marks: dict[str, bool] | None = None) -> list[str]:
+    (folder / "images").mkdir(parents=True)
+    rows = range(count)
+    for number in rows:
+        (folder / "images" / f"{number}.jpg").write_bytes(picture(number))
+    document = {
+        "images": [{"id": number, "file_name": f"{number}.jpg"} for number in rows],
+        "annotations": [
+            {"id": 2 * number + which, "image_id": number, "caption": f"picture {number} seen {which}", **(marks or {})}
+            for number in rows
+            for which in (0, 1)
+        ],
+    }
+    (folder / "captions.json").write_text(json.dumps(document))
+    return [str(folder / "captions.json"), str(folder / "images")]
+
+
+def packed(store: Store, workers: Workers | None = None, said: list[str] | None = None, **data: Any) -> Manifest:
+    tell = (said if said is not None else []).append
+    return pack("toy", Data.model_validate({"vocabulary": 300, **data}), store, workers or HereAlone(), Plain(tell))
+
+
+def columns(store: Store, manifest: Manifest, split: str, folder: Path) -> list[Columns]:
+    found = []
+    for shard in manifest.splits[split].shards:
+        store.get_file(pack_key(manifest.name, shard.name), folder / shard.name)
+        found.append(open_shard(folder / shard.name))
+    return found
+
+
+def objects(store: Store) -> dict[str, bytes]:
+    return {entry.key: store.get(entry.key) for entry in store.list("")}
+
+
+def test_images_keep_their_classes_and_their_pixels(any_store: Store, tmp_path: Path) -> None:
+    manifest = packed(any_store, train=[{"imagenet": classes_in(tmp_path / "train")}])
+    assert (manifest.kind, manifest.classes, manifest.splits["train"].samples) == ("labels", ("a", "b"), 12)
+    [shard] = columns(any_store, manifest, "train", tmp_path)
+    assert shard.plain["label"].tolist() == [0] * 6 + [1] * 6
+    assert set(shard.plain["width"].tolist()) == {40}
+    whole = decode_crop(shard.ragged["jpeg"][0], shard.ragged["segments"][0], 40, 32, Box(0, 0, 40, 32))
+    original = np.asarray(Image.open(tmp_path / "train" / "a" / "0.jpg").convert("RGB"))
+    assert np.abs(whole.astype(int) - original.astype(int)).mean() < 2
+
+
+def test_validation_is_numbered_as_training_is(directory_store: Store, tmp_path: Path) -> None:
+    train, valid = classes_in(tmp_path / "train", "abc"), classes_in(tmp_path / "valid", "bc", first=50)
+    manifest = packed(directory_store, train=[{"imagenet": train}], valid=[{"imagenet": valid}])
+    [shard] = columns(directory_store, manifest, "valid", tmp_path)
+    assert shard.plain["label"].tolist() == [1] * 6 + [2] * 6
+
+
+def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
+    source = classes_in(tmp_path / "train", "ab", each=8)
+    made = []
+    for name, workers in (("alone", HereAlone()), ("one", Processes(1)), ("three", Processes(3))):
+        store = open_store(str(tmp_path / name))
+        manifest = packed(store, workers, train=[{"imagenet": source}], sizes=[16])
+        assert len(manifest.splits["train"].shards) > 3
+        made.append(objects(store))
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_dask_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
+    from distributed import LocalCluster
+
+    source = classes_in(tmp_path / "train")
+    alone, cluster_store = open_store(str(tmp_path / "alone")), open_store(str(tmp_path / "cluster"))
+    packed(alone, train=[{"imagenet": source}])
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        workers = Dask(cluster.scheduler_address)
+        packed(cluster_store, workers, train=[{"imagenet": source}])
+        workers.close()
+    assert objects(alone) == objects(cluster_store)
+
+
+def test_copies_in_other_sizes_have_the_same_samples(directory_store: Store, tmp_path: Path) -> None:
+    manifest = packed(directory_store, train=[{"imagenet": classes_in(tmp_path / "train")}], sizes=[16, 24])
+    assert list(manifest.splits) == ["train", "train@16", "train@24"]
+    [small] = columns(directory_store, manifest, "train@16", tmp_path)
+    assert (set(small.plain["width"].tolist()), set(small.plain["height"].tolist())) == ({20}, {16})
+    assert small.plain["label"].tolist() == [0] * 6 + [1] * 6
+
+
+def test_captions_of_an_image_stay_together(directory_store: Store, tmp_path: Path) -> None:
+    manifest = packed(directory_store, train=[{"coco": captions_in(tmp_path / "coco", 5)}])
+    [shard] = columns(directory_store, manifest, "train", tmp_path)
+    assert manifest.vocabulary is not None
+    vocabulary = Vocabulary.from_json(directory_store.get(pack_key(manifest.name, "vocabulary.json")).decode())
+    tokens, lengths = shard.ragged["captions"][3].tolist(), shard.ragged["caption_lengths"][3].tolist()
+    first, second = tokens[: lengths[0]], tokens[lengths[0] :]
+    assert [first[0], first[-1], second[0], second[-1]] == [BOS, EOS, BOS, EOS]
+    assert vocabulary.decode([first, second]) == ["picture 3 seen 0", "picture 3 seen 1"]
+
+
+def test_sources_of_captions_mix_and_what_is_marked_is_filtered(directory_store: Store, tmp_path: Path) -> None:
+    coco, vizwiz = captions_in(tmp_path / "coco", 5), captions_in(tmp_path / "good", 3)
+    marked = captions_in(tmp_path / "marked", 2, {"is_precanned": True})
+    train = [{"coco": coco, "weight": 2.0}, {"vizwiz": vizwiz}, {"vizwiz": marked}]
+    split = packed(directory_store, train=train).splits["train"]
+    assert split.sources == (5, 3, 0)
+    assert sum(drops.count for drops in split.filtered.values()) > 0
+    assert split.dropped == {}
+
+
+def test_bad_pictures_are_counted_and_named(directory_store: Store, tmp_path: Path) -> None:
+    source = Path(classes_in(tmp_path / "train", each=120))
+    (source / "a" / "0.jpg").write_bytes(b"")
+    (source / "b" / "7.jpg").write_bytes(picture(1)[:300])
+    split = packed(directory_store, train=[{"imagenet": str(source)}]).splits["train"]
+    assert split.samples == 238
+    assert sum(drops.count for drops in split.dropped.values()) == 2
+    assert {name for drops in split.dropped.values() for name in drops.names} == {"a/0.jpg", "b/7.jpg"}
+
+
+def test_too_many_bad_pictures_stop_the_pack_unless_allowed(directory_store: Store, tmp_path: Path) -> None:
+    source = Path(classes_in(tmp_path / "train"))
+    (source / "a" / "0.jpg").write_bytes(b"not a picture")
+    data = Data.model_validate({"train": [{"imagenet": str(source)}]})
+    with pytest.raises(FieldMistake, match=r"data\.train: 1 of 12 samples .* such as a/0\.jpg; .* --allow-drops"):
+        pack("toy", data, directory_store, HereAlone(), Plain(lambda _: None))
+    allowed = pack("toy", data, directory_store, HereAlone(), Plain(lambda _: None), allow_drops=True)
+    assert allowed.splits["train"].samples == 11
+
+
+def test_a_picture_that_is_trained_on_and_evaluated_is_told(directory_store: Store, tmp_path: Path) -> None:
+    source, said = classes_in(tmp_path / "train"), []
+    packed(directory_store, None, said, train=[{"imagenet": source}], valid=[{"imagenet": source}])
+    assert said[-1].startswith("warning: 12 samples of valid are in train, too")
+
+
+def test_kinds_of_data_do_not_mix(directory_store: Store, tmp_path: Path) -> None:
+    train = [{"imagenet": classes_in(tmp_path / "train")}, {"coco": captions_in(tmp_path / "coco", 2)}]
+    with pytest.raises(FieldMistake, match=r"data\.train\.1: has captions, where the first training source has labels"):
+        packed(directory_store, train=train)
+
+
+def test_packing_again_does_nothing(directory_store: Store, tmp_path: Path) -> None:
+    train, said = [{"imagenet": classes_in(tmp_path / "train")}], []
+    first = packed(directory_store, train=train)
+    before = directory_store.list("")
+    assert packed(directory_store, None, said, train=train) == first
+    assert said == [f"pack {first.name} is there already"]
+    assert directory_store.list("") == before

@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+from PIL.JpegImagePlugin import get_sampling
+
+import packtrain.pack.picture as picture
+from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
+from packtrain.pack.picture import MOST_PIXELS, Unusable, to_tiled
+from packtrain.pack.tiles import find_segments
+
+SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
+PHOTO = photo(120, 90)
+JPEG = saved(PHOTO, "JPEG", quality=90)
+
+
+def reason_for(data: bytes) -> str:
+    with pytest.raises(Unusable) as caught:
+        to_tiled(data)
+    return caught.value.reason
+
+
+def picture_of(data: bytes, short_side: int | None = None) -> Image.Image:
+    """What the tiles show, after a look at whether they fit together."""
+    tiled = to_tiled(data, short_side)
+    image = opened(tiled.jpeg)
+    assert image.size == (tiled.width, tiled.height)
+    assert find_segments(tiled.jpeg).tolist() == tiled.segments.tolist()
+    return image
+
+
+def colours(image: Image.Image) -> list[str]:
+    """The colours of the four quarters, from left to right and top to bottom."""
+    names = {
+        (255, 0, 0): "red",
+        (0, 255, 0): "green",
+        (0, 0, 255): "blue",
+        (255, 255, 255): "white",
+        (0, 0, 0): "black",
+    }
+    width, height = image.size
+    pixels = image.convert("RGB").load()
+    assert pixels is not None
+    seen = []
+    for x, y in [(1, 1), (3, 1), (1, 3), (3, 3)]:
+        value = pixels[width * x // 4, height * y // 4]
+        assert isinstance(value, tuple)
+        seen.append(min(names, key=lambda name: sum(abs(a - b) for a, b in zip(name, value, strict=True))))
+    return [names[colour] for colour in seen]
+
+
+UPRIGHT = ["red", "green", "blue", "white"]
+
+
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_keeps_its_subsampling_its_tables_and_nearly_all_its_pixels(subsampling: int, progressive: bool) -> None:
+    data = saved(PHOTO, "JPEG", quality=83, subsampling=subsampling, progressive=progressive)
+    kept = picture_of(data)
+    assert get_sampling(kept) == subsampling
+    assert kept.quantization == opened(data).quantization
+    assert "progressive" not in kept.info
+    assert difference(kept, opened(data)) < 0.6
+
+
+@pytest.mark.parametrize("sampling", ["440", "411"])
+def test_a_rare_subsampling_becomes_full_colour(sampling: str) -> None:
+    import simplejpeg
+
+    data = simplejpeg.encode_jpeg(np.asarray(PHOTO), quality=90, colorsubsampling=sampling)
+    kept = picture_of(data)
+    assert SUBSAMPLINGS[get_sampling(kept)] == "4:4:4"
+    assert kept.quantization == opened(data).quantization
+    assert difference(kept, opened(data)) < 1.5
+
+
+def test_a_grey_jpeg_stays_grey() -> None:
+    data = saved(PHOTO.convert("L"), "JPEG", quality=90)
+    kept = picture_of(data)
+    assert kept.mode == "L"
+    assert difference(kept, opened(data)) < 0.6
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(quarters(), "JPEG", quality=95, keep_rgb=True),
+        saved(quarters().convert("CMYK"), "JPEG", quality=95),
+        ycck(quarters()),
+    ],
+    ids=["RGB", "CMYK", "YCCK"],
+)
+def test_a_jpeg_in_other_colours_becomes_rgb(data: bytes) -> None:
+    shown = picture_of(data)
+    assert (shown.mode, colours(shown)) == ("RGB", UPRIGHT)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_turned_picture_is_turned_upright(orientation: int, kind: str) -> None:
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # orientation to the transposition that leads away from upright
+    turned = quarters() if orientation == 1 else quarters().transpose(Image.Transpose(undo[orientation]))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    shown = picture_of(saved(turned, kind, exif=exif))
+    assert (shown.size, colours(shown)) == ((64, 48), UPRIGHT)
+
+
+def test_exif_that_cannot_be_read_leaves_the_picture_as_it_is() -> None:
+    data = saved(quarters(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
+    assert colours(picture_of(data)) == UPRIGHT
+
+
+def test_nothing_but_pixels_is_kept() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    exif = Image.Exif()
+    exif[0x010E] = "who took this"
+    data = saved(PHOTO, "JPEG", exif=exif, icc_profile=profile, comment=b"where", xmp=b"when", dpi=(300, 300))
+    kept = picture_of(data)
+    assert not kept.info.keys() & {"exif", "icc_profile", "comment", "xmp", "dpi"}
+    assert kept.info.keys() == picture_of(saved(PHOTO, "PNG")).info.keys()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF"])
+def test_formats_without_loss_become_jpeg(kind: str) -> None:
+    assert difference(picture_of(saved(PHOTO, kind)), PHOTO) < 8
+
+
+@pytest.mark.parametrize("mode", ["1", "L"])
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF"])
+def test_black_and_white_becomes_grey(mode: str, kind: str) -> None:
+    shown = picture_of(saved(quarters().convert(mode), kind))
+    assert shown.mode == "L"
+    assert difference(shown, quarters().convert(mode).convert("L")) < 20
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
+def test_a_palette_becomes_rgb(kind: str) -> None:
+    shown = picture_of(saved(quarters().convert("P"), kind))
+    assert (shown.mode, colours(shown)) == ("RGB", UPRIGHT)
+
+
+def sixteen_bits() -> np.ndarray:
+    return np.asarray(quarters().convert("L")).astype(np.uint16) * 256 + 17
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_sixteen_bits_of_grey_become_eight(kind: str) -> None:
+    shown = picture_of(saved(Image.fromarray(sixteen_bits()), kind))
+    assert shown.mode == "L"
+    assert difference(shown, quarters().convert("L")) < 3
+
+
+def test_sixteen_bits_of_colour_become_eight() -> None:
+    import struct
+    import zlib
+
+    values = (np.asarray(quarters()).astype(np.uint16) * 256 + 17).astype(">u2").tobytes()
+    stride = 64 * 6
+    rows = b"".join(b"\0" + values[row * stride : (row + 1) * stride] for row in range(48))
+    png = b"\x89PNG\r\n\x1a\n"
+    for name, body in [
+        (b"IHDR", struct.pack(">IIBBBBB", 64, 48, 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    ]:
+        png += struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    assert colours(picture_of(png)) == UPRIGHT
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_numbers_whose_white_is_unknown_are_dropped(mode: str) -> None:
+    assert reason_for(saved(quarters().convert(mode), "TIFF")) == "unknown depth"
+
+
+def half_transparent(mode: str) -> Image.Image:
+    image = quarters().convert("RGBA")
+    image.putalpha(Image.new("L", image.size, 255))
+    image.paste((0, 0, 0, 0), (0, 24, 64, 48))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(half_transparent("RGBA"), "PNG"),
+        saved(half_transparent("RGBA"), "WEBP", lossless=True),
+        saved(half_transparent("RGBA"), "TIFF"),
+        saved(half_transparent("RGBA"), "GIF"),
+        saved(half_transparent("RGBA").quantize(), "PNG"),
+        saved(quarters(), "PNG", transparency=(0, 0, 255)),
+    ],
+    ids=["PNG", "WebP", "TIFF", "GIF", "palette", "one colour"],
+)
+def test_what_is_transparent_lies_on_white(data: bytes) -> None:
+    assert colours(picture_of(data)) == ["red", "green", "white", "white"]
+
+
+def test_half_transparent_grey_lies_on_white() -> None:
+    shown = picture_of(saved(Image.new("LA", (32, 32), (0, 128)), "PNG"))
+    assert abs(float(np.asarray(shown).mean()) - 127) < 3
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_of_an_animation_or_several_pages_the_first_is_taken(kind: str) -> None:
+    frames = [Image.new("RGB", (64, 48), "black")] * 2
+    assert colours(picture_of(saved(quarters(), kind, save_all=True, append_images=frames))) == UPRIGHT
+
+
+def test_of_a_picture_with_others_appended_the_first_is_taken() -> None:
+    data = saved(quarters(), "MPO", save_all=True, append_images=[Image.new("RGB", (64, 48), "black")])
+    assert colours(picture_of(data)) == UPRIGHT
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1), (3000, 1), (2, 4000), (60_000, 3)])
+def test_any_shape_is_kept(size: tuple[int, int]) -> None:
+    assert picture_of(saved(Image.new("RGB", size, "red"), "PNG")).size == size
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\0" * 4096, "not an image"),
+        (b"<html>404 not found</html>", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        (saved(PHOTO, "PPM"), "not an image"),
+        (saved(PHOTO, "ICO"), "not an image"),
+        (saved(PHOTO, "JPEG2000"), "not an image"),
+        (b"8BPS\0\x01" + bytes(200), "not an image"),
+        (b"\xff\xd8\xff" + bytes(200), "damaged"),
+        (with_size(JPEG, 0, 90), "damaged"),
+        (with_size(JPEG, 120, 0), "damaged"),
+        (with_size(JPEG, 65_000, 65_000), "too many pixels"),
+        (with_size(JPEG, 9_434, 9_435), "too many pixels"),
+        (with_size(JPEG, 9_000, 9_000), "cut off"),
+        (saved(Image.new("1", (70_000, 2)), "PNG"), "too long"),
+    ],
+)
+def test_what_cannot_be_used_is_dropped_with_its_reason(data: bytes, reason: str) -> None:
+    assert reason_for(data) == reason
+
+
+@pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 2, len(JPEG) - 1])
+def test_a_jpeg_that_ends_early_is_dropped(kept: int) -> None:
+    assert reason_for(JPEG[:kept]) in ("cut off", "damaged")
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_that_ends_early_but_tidily_is_dropped(progressive: bool) -> None:
+    data = saved(photo(200, 150), "JPEG", progressive=progressive)
+    assert reason_for(data[: len(data) // 2] + b"\xff\xd9") == "cut off"
+
+
+def test_bytes_too_many_do_no_harm() -> None:
+    data = saved(quarters(), "JPEG", restart_marker_blocks=2)
+    at = data.index(b"\xff\xd0")
+    assert colours(picture_of(data[:at] + b"more" + data[at:] + b"and more")) == UPRIGHT
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_half_a_file_is_dropped(kind: str) -> None:
+    data = saved(PHOTO, kind)
+    assert reason_for(data[: len(data) // 2]) == ("damaged" if kind == "WEBP" else "cut off")
+
+
+def test_pixels_are_counted_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: Image.Image) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    side = int(MOST_PIXELS**0.5) + 1
+    for data in (
+        with_size(JPEG, side, side),
+        saved(Image.new("1", (8, 8)), "PNG").replace((8).to_bytes(4, "big") * 2, side.to_bytes(4, "big") * 2),
+    ):
+        with pytest.raises(Unusable):
+            to_tiled(data)
+
+
+def test_a_progressive_jpeg_of_countless_scans_is_dropped() -> None:
+    data = saved(PHOTO, "JPEG", progressive=True)
+    scan = data.index(b"\xff\xda")
+    end = data.index(b"\xff", scan + 2)
+    assert reason_for(data[:end] + data[scan:end] * 600 + data[end:]) == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("size", "short_side", "expected"),
+    [
+        ((120, 90), 45, (60, 45)),
+        ((90, 120), 45, (45, 60)),
+        ((120, 90), 90, (120, 90)),
+        ((120, 90), 160, (120, 90)),
+        ((2000, 8), 4, (1000, 4)),
+        ((333, 500), 160, (160, 240)),
+    ],
+)
+def test_a_smaller_copy_keeps_its_shape_and_is_never_larger(
+    size: tuple[int, int], short_side: int, expected: tuple[int, int]
+) -> None:
+    assert picture_of(saved(photo(*size), "JPEG"), short_side).size == expected
+
+
+def test_a_smaller_copy_shows_the_same_picture_the_right_way_up() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(quarters(128, 96).transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif)
+    shown = picture_of(data, 24)
+    assert (shown.size, colours(shown)) == ((32, 24), UPRIGHT)
+
+
+def test_the_same_file_always_gives_the_same_bytes() -> None:
+    assert to_tiled(JPEG).jpeg == to_tiled(JPEG).jpeg
+
+
+def warning_files() -> list[bytes]:
+    """Files at which Pillow warns: of their size, of their EXIF, of their palette."""
+    cut_exif = (
+        b"Exif\0\0" + b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\x0e\x01\x02\0\xff\xff\0\0\xff\xff\0\0"
+    )
+    palette = quarters().convert("P")
+    return [
+        with_size(JPEG, 10_000, 10_000),
+        saved(quarters(), "JPEG", exif=cut_exif),
+        saved(palette, "PNG", transparency=b"\xff" * 10 + b"\x80" * 3),
+    ]
+
+
+def test_warnings_of_the_decoder_do_not_leak() -> None:
+    def attempt(data: bytes) -> None:
+        try:
+            to_tiled(data)
+        except Unusable as unusable:
+            assert unusable.reason == "too many pixels"
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        workers = [threading.Thread(target=attempt, args=(data,)) for data in warning_files() * 4]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert list(warnings.filters) == before
+    assert [str(warning.message) for warning in seen] == []
+
+
+def test_only_a_few_formats_are_ever_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    real: Callable[..., Image.Image] = Image.open
+
+    def open_image(*arguments: object, **options: object) -> Image.Image:
+        asked.append(options["formats"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(picture.Image, "open", open_image)
+    to_tiled(JPEG)
+    assert asked == [["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]]
+
+
+KINDS = [saved(photo(40, 30), kind) for kind in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")] + [
+    saved(photo(40, 30), "JPEG", progressive=True),
+    saved(photo(40, 30).convert("CMYK"), "JPEG"),
+    saved(photo(40, 30), "TIFF", compression="tiff_lzw"),
+]
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(KINDS),
+    st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), min_size=1, max_size=5),
+)
+def test_a_mutated_file_gives_good_tiles_or_a_reason(data: bytes, changes: list[tuple[float, bytes]]) -> None:
+    mutated = bytearray(data)
+    for where, value in changes:
+        at = int(where**2 * len(mutated))  # mostly headers
+        mutated[at : at + len(value)] = value
+    try:
+        tiled = to_tiled(bytes(mutated))
+    except Unusable as unusable:
+        assert unusable.reason in {
+            "not an image", "damaged", "cut off", "too many pixels", "too long", "unknown depth",
+        }  # fmt: skip
+        return
+    assert opened(tiled.jpeg).size == (tiled.width, tiled.height)
