@@ -51,7 +51,7 @@ def test_an_ssh_cluster_makes_the_same_bytes_and_leaves_no_process(
     monkeypatch.setattr(images, "SHARD_BYTES", 4_000)
     for number in range(16):
         write(tmp_path / "train" / "ab"[number % 2] / f"{number}.jpg", saved(photo(40, 32, number), "JPEG"))
-    here = {"host": "127.0.0.1", "dashboard": False}
+    here = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
     with SSHCluster(
         ["127.0.0.1"] * 3,  # the scheduler and two workers, each in its own session
         connect_options=ssh.connect_options(),
@@ -70,5 +70,5 @@ def test_an_ssh_cluster_makes_the_same_bytes_and_leaves_no_process(
     assert set(worker_pids) <= {process.pid for process in started}
     assert on_cluster == packed(tmp_path / "train", tmp_path / "alone", HereAlone())
 
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=20)
     assert [*alive, *ssh.processes()] == []
