@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from packtrain.pack.packing import pack
 from packtrain.pack.progress import Plain
 from packtrain.pack.shard import Columns, open_shard
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
-from packtrain.pack.workers import Dask, HereAlone, Processes, Workers
+from packtrain.pack.workers import Dask, HereAlone, Processes, Result, Task, Workers
 from packtrain.store import Store, open_store
 
 
@@ -180,6 +182,32 @@ def test_kinds_of_data_do_not_mix(directory_store: Store, tmp_path: Path) -> Non
     train = [{"imagenet": classes_in(tmp_path / "train")}, {"coco": captions_in(tmp_path / "coco", 2)}]
     with pytest.raises(FieldMistake, match=r"data\.train\.1: has captions, where the first training source has labels"):
         packed(directory_store, train=train)
+
+
+class Interrupted(Workers):
+    """Gives up after so many shards."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+
+    def do(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        for task in islice(tasks, self._shards):
+            yield work(task)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_pack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
+    train = [{"imagenet": classes_in(tmp_path / "train", each=8)}]
+    broken, whole = open_store(str(tmp_path / "broken")), open_store(str(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        packed(broken, Interrupted(2), train=train)
+    first = {entry.key: entry for entry in broken.list() if entry.key.endswith(".safetensors")}
+    assert len(first) == 2
+    packed(broken, train=train)
+    packed(whole, train=train)
+    assert objects(broken) == objects(whole)
+    assert [broken.entry(key) for key in first] == list(first.values())
 
 
 def test_packing_again_does_nothing(directory_store: Store, tmp_path: Path) -> None:
