@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from packtrain import job as jobs
-from packtrain.job import Adam, Bitext, Constant, Job, Local, Noam, faults, is_name
+from packtrain.job import Adam, Bitext, Constant, Job, Local, Noam
+from packtrain.parts import faults, is_name
 from packtrain.units import Duration
 
 RECIPE: Mapping[str, Any] = {

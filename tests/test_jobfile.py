@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtrain.document import scalar
 from packtrain.errors import Mistake
+from packtrain.inline_secrets import has_secret, names_secret
 from packtrain.job import Constant, Job, Noam
-from packtrain.jobfile import LoadedJob, has_secret, load_job, names_secret, read_document, scalar
+from packtrain.jobfile import LoadedJob, load_job, read_document
 from packtrain.units import Duration
 
 VALID = """\

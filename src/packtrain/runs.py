@@ -22,7 +22,8 @@ from packtrain.errors import (
     NotFound,
     PacktrainError,
 )
-from packtrain.job import Job, is_name
+from packtrain.job import Job
+from packtrain.parts import is_name
 from packtrain.store import Store
 
 LEASE_SECONDS = 2.0  # how often a node renews its lease

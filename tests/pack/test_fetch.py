@@ -14,8 +14,10 @@ import pytest
 
 import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import Patience, local_copy
+from packtrain.pack.fetch import local_copy
+from packtrain.pack.web import Download, Patience, redirected
 from packtrain.store import Store, StoreError, open_store
+from packtrain.store.staging import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy
 
 DATA = bytes(range(256)) * 12_000  # more than what is read at a time
@@ -398,10 +400,10 @@ def test_a_file_that_does_not_fit_on_the_disk_is_not_begun(
 
 def test_a_full_disk_is_said_and_not_tried_again(web: Web, copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(_self: object, _chunk: bytes) -> None:
-        with fetch.explained(Path("cache")):
+        with explained(Path("cache")):
             raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(fetch._Download, "_write", write)
+    monkeypatch.setattr(Download, "_write", write)
     with pytest.raises(StoreError, match="disk is full"):
         copy(f"{web.url}/train.de.gz")
     assert web.methods() == ["HEAD", "GET"]
@@ -448,8 +450,8 @@ def test_redirections_to_addresses_with_passwords_are_refused(web: Web, copy: Co
 
 def test_redirections_that_give_up_https_are_refused() -> None:
     with pytest.raises(Mistake, match="from https:// to http://"):
-        fetch._redirected("https://host/a?secret", "http://host/a")
-    assert fetch._redirected("http://host/a", "https://host/b c") == "https://host/b%20c"
+        redirected("https://host/a?secret", "http://host/a")
+    assert redirected("http://host/a", "https://host/b c") == "https://host/b%20c"
 
 
 @pytest.mark.parametrize("peer", ["169.254.169.254", "::ffff:169.254.169.254", "fd00:ec2::254", "fe80::1%eth0"])

@@ -23,15 +23,12 @@ from packtrain.report.pack_page import (
     PICTURES,
     TEXTS,
     THUMBNAIL_PIXELS,
-    Measure,
-    PackStats,
-    Tally,
     evenly,
     print_stats,
     sample_page,
-    stats_of,
     thumbnail,
 )
+from packtrain.report.pack_stats import Measure, PackStats, Tally, stats_of
 
 EVIL = "<script>alert(1)</script>\"'&"
 U2, I4 = np.dtype("<u2"), np.dtype("<i4")

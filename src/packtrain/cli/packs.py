@@ -11,7 +11,8 @@ from packtrain.control import cache_directory
 from packtrain.data.pack import Pack
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
-from packtrain.report.pack_page import print_stats, sample_page, stats_of
+from packtrain.report.pack_page import print_stats, sample_page
+from packtrain.report.pack_stats import stats_of
 from packtrain.store import Store
 
 

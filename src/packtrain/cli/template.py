@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from packtrain.errors import Mistake, nearest
-from packtrain.job import is_name
+from packtrain.parts import is_name
 
 _TRANSLATE = """\
 # A translator from two aligned text files. Reference of every field: docs/job.md

@@ -1,4 +1,4 @@
-"""What is in a pack, for people: numbers, tables for the terminal, and a page of samples to look at.
+"""What is in a pack, for people: tables for the terminal, and a page of samples to look at.
 
 The page stands alone: no script, nothing to fetch, pictures inside it. All text in it is escaped.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.pack.manifest import Drops, Kind, Manifest, Split
+from packtrain.pack.manifest import Drops
 from packtrain.pack.raw import printable
 from packtrain.pack.shard import Columns
 from packtrain.report.chart import HEIGHT, WIDTH, nice_ticks
+from packtrain.report.pack_stats import ClassCount, ColumnsOf, Measure, PackStats, SplitStats
+from packtrain.report.page import POLICY, page
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -29,202 +30,11 @@ if TYPE_CHECKING:
 
     from packtrain.pack.vocabulary import Vocabulary
 
-ColumnsOf = Callable[[str], Iterable[Columns]]
-"""The shards of a split, in their order. Each is looked at once, so they need not all be open at a time."""
-
 PICTURES, TEXTS = 60, 40
 THUMBNAIL_PIXELS = 128
 
-_BINS = 24
 _CLASSES_IN_PAGE, _CLASSES_IN_TERMINAL = 20, 10  # at each end
 _TEXT_LENGTH = 500
-
-
-# The numbers.
-
-
-@dataclass(frozen=True)
-class Bin:
-    """How many values there are from `low` to `high`, both included; the last bin of a measure has all above too."""
-
-    low: int
-    high: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A whole number that each sample has, or several of: what it is, and how it is spread over the split."""
-
-    name: str
-    unit: str
-    count: int
-    least: int
-    median: int
-    mean: float
-    percentile_95: int
-    most: int
-    bins: tuple[Bin, ...]
-
-
-@dataclass(frozen=True)
-class ClassCount:
-    name: str
-    count: int
-
-
-@dataclass(frozen=True)
-class SplitStats:
-    """`classes` has the number of samples of each class, in the manifest's order."""
-
-    name: str
-    samples: int
-    sources: tuple[int, ...]
-    filtered: dict[str, Drops]
-    dropped: dict[str, Drops]
-    shards: int
-    bytes: int
-    measures: tuple[Measure, ...]
-    classes: tuple[ClassCount, ...] = ()
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it has the samples of another split, in another size."""
-        return "@" in self.name
-
-    @property
-    def largest_class(self) -> ClassCount | None:
-        return max(self.classes, key=lambda one: one.count, default=None)
-
-    @property
-    def smallest_class(self) -> ClassCount | None:
-        return min(self.classes, key=lambda one: one.count, default=None)
-
-    def ranked_classes(self) -> list[ClassCount]:
-        """The classes from the largest to the smallest."""
-        return sorted(self.classes, key=lambda one: -one.count)
-
-
-@dataclass(frozen=True)
-class PackStats:
-    """`vocabulary` and `target_vocabulary` have the numbers of pieces, where there are such."""
-
-    name: str
-    kind: Kind
-    vocabulary: int | None
-    target_vocabulary: int | None
-    splits: tuple[SplitStats, ...]
-
-
-def stats_of(
-    manifest: Manifest,
-    columns: ColumnsOf,
-    vocabulary: Vocabulary | None = None,
-    target_vocabulary: Vocabulary | None = None,
-) -> PackStats:
-    return PackStats(
-        name=manifest.name,
-        kind=manifest.kind,
-        vocabulary=None if vocabulary is None else len(vocabulary),
-        target_vocabulary=None if target_vocabulary is None else len(target_vocabulary),
-        splits=tuple(_split_stats(name, split, manifest, columns(name)) for name, split in manifest.splits.items()),
-    )
-
-
-def _split_stats(name: str, split: Split, manifest: Manifest, shards: Iterable[Columns]) -> SplitStats:
-    tallies = {column: Tally() for column in _MEASURED[manifest.kind]}
-    labels = Tally()
-    for shard in shards:
-        for column, tally in tallies.items():
-            tally.add(_MEASURED[manifest.kind][column].numbers(shard))
-        if manifest.kind == "labels":
-            labels.add(shard.plain["label"])
-    measures = (tally.measure(name, _MEASURED[manifest.kind][name].unit) for name, tally in tallies.items())
-    return SplitStats(
-        name=name,
-        samples=split.samples,
-        sources=split.sources,
-        filtered=split.filtered,
-        dropped=split.dropped,
-        shards=len(split.shards),
-        bytes=sum(shard.bytes for shard in split.shards),
-        measures=tuple(measure for measure in measures if measure is not None),
-        classes=tuple(ClassCount(one, labels.count(number)) for number, one in enumerate(manifest.classes)),
-    )
-
-
-@dataclass(frozen=True)
-class _Measured:
-    unit: str
-    numbers: Callable[[Columns], NDArray[Any]]
-
-
-_SIZES = {
-    "width": _Measured("pixels", lambda shard: shard.plain["width"]),
-    "height": _Measured("pixels", lambda shard: shard.plain["height"]),
-}
-_MEASURED: dict[Kind, dict[str, _Measured]] = {
-    "pairs": {
-        "source": _Measured("tokens", lambda shard: shard.ragged["source"].lengths),
-        "target": _Measured("tokens", lambda shard: shard.ragged["target"].lengths),
-    },
-    "labels": _SIZES,
-    "captions": {
-        **_SIZES,
-        "caption": _Measured("tokens", lambda shard: shard.ragged["caption_lengths"].values),
-        "captions": _Measured("for each image", lambda shard: shard.ragged["caption_lengths"].lengths),
-    },
-}
-
-
-class Tally:
-    """Whole numbers and how often each is there: all of a spread, exactly, and small however many there are."""
-
-    def __init__(self) -> None:
-        self._values, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
-
-    def add(self, numbers: NDArray[Any]) -> None:
-        more, counts = np.unique(numbers.astype(np.int64), return_counts=True)
-        self._values, places = np.unique(np.concatenate([self._values, more]), return_inverse=True)
-        weights = np.concatenate([self._counts, counts])
-        self._counts = np.bincount(places, weights, len(self._values)).astype(np.int64)
-
-    def count(self, value: int) -> int:
-        return int(self._counts[self._values == value].sum())
-
-    def percentile(self, share: float) -> int:
-        """The smallest of the numbers that at least this share of all do not exceed."""
-        ends = np.cumsum(self._counts)
-        return int(self._values[np.searchsorted(ends, share * ends[-1] - 1e-9)])
-
-    def measure(self, name: str, unit: str) -> Measure | None:
-        """None if there are no numbers."""
-        if not len(self._values):
-            return None
-        return Measure(
-            name=name,
-            unit=unit,
-            count=int(self._counts.sum()),
-            least=int(self._values[0]),
-            median=self.percentile(0.5),
-            mean=float((self._values * self._counts).sum() / self._counts.sum()),
-            percentile_95=self.percentile(0.95),
-            most=int(self._values[-1]),
-            bins=_binned(self._values, self._counts, self.percentile(0.99)),
-        )
-
-
-def _binned(values: NDArray[np.int64], counts: NDArray[np.int64], top: int) -> tuple[Bin, ...]:
-    """Equal bins with round edges from the least value to `top`; what is above goes into the last one."""
-    ticks = nice_ticks(float(values[0]), float(top), _BINS)
-    width = max(1, round(ticks[1] - ticks[0]))
-    first = int(values[0]) // width
-    numbers = np.minimum(values, top) // width - first
-    heights = np.bincount(numbers, counts).astype(np.int64)
-    return tuple(
-        Bin(start, start + width - 1, int(height))
-        for start, height in zip(range(first * width, (first + len(heights)) * width, width), heights, strict=True)
-    )
 
 
 # In words, for both.
@@ -354,24 +164,15 @@ def _plain(text: str, style: str = "") -> Text:
 # The page.
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --s0: #2a6fdb;
-  --s1: #d9642c; --shade: #f3f5f8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f; --line: #2b343d;
-  --s0: #6aa5ff; --s1: #ff9a66; --shade: #1d242c; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
-  margin: 2rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; } p { margin: .25rem 0; }
-.dim, th, figcaption { color: var(--dim); } figcaption b { color: var(--ink); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; vertical-align: top; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line);
-  font-weight: normal; } .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+h1 { overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; } figcaption b { color: var(--ink); } .wide { overflow-x: auto; }
+td, th { padding: .3rem 1.2rem .3rem 0; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .names { overflow-wrap: anywhere; font-size: .85rem; } .text { width: 48%; overflow-wrap: anywhere; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 1rem;
   margin: 1rem 0; align-items: start; }
 .charts figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-figcaption { font-size: .85rem; margin-bottom: .3rem; } svg { width: 100%; height: auto; display: block; }
-.grid { stroke: var(--line); } .tick { font-size: 11px; fill: var(--dim); } .name { font-size: 11px; fill: var(--ink); }
+figcaption { margin-bottom: .3rem; } .name { font-size: 11px; fill: var(--ink); }
 .bar { fill: var(--s0); } .rest { fill: var(--s1); }
 .sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 1rem .75rem; }
 .sheet figure { margin: 0; min-width: 0; }
@@ -381,7 +182,7 @@ figcaption { font-size: .85rem; margin-bottom: .3rem; } svg { width: 100%; heigh
 .sheet figcaption { color: var(--ink); font-size: .8rem; line-height: 1.3; margin: .3rem 0 0; overflow: hidden;
   overflow-wrap: anywhere; display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3; }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_POLICY = f"{POLICY}; img-src data:"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -408,13 +209,7 @@ def sample_page(
             body.append(_texts(split, columns, vocabulary, target_vocabulary or vocabulary))
         else:
             body.append(_contact_sheet(split, columns, vocabulary))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{_name(stats.name)} - Packtrain</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+    return page(printable(stats.name), "".join(body), _STYLE, _POLICY)
 
 
 def _name(text: str) -> str:

@@ -9,33 +9,23 @@ from html import escape
 
 from packtrain.job import Job
 from packtrain.report.chart import Series, line_chart
+from packtrain.report.page import page
 from packtrain.report.summary import Summary
 from packtrain.runs import Event, Point, Sample
 from packtrain.units import show_count, show_seconds
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --s0: #2a6fdb;
-  --s1: #d9642c; --s2: #2f9e6b; --s3: #9b59b6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f; --line: #2b343d;
-  --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
-  margin: 2rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .25rem 0; } .dim, figcaption, th, .tick { color: var(--dim); fill: var(--dim); }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; }
 .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .9rem; min-width: 8rem; }
 .card b { display: block; font-size: 1.35rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
-figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
-.grid { stroke: var(--line); } .tick { font-size: 11px; }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
 .key { margin-left: .8rem; } .key::before { content: "\\25CF  "; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top;
-  padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: normal; } .bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; }
-.bar span { background: currentColor; } code, pre { font: 13px/1.5 ui-monospace, monospace; }
+.bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; } .bar span { background: currentColor; }
+code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
 .state-finished { color: var(--s2); } .state-failed { color: var(--s1); } .warning td { color: var(--s1); }
 """
@@ -64,13 +54,7 @@ def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence
         _events(events),
         f"<h2>Job</h2><pre>{escape(json.dumps(job.model_dump(mode='json'), indent=2))}</pre>",
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(summary.run)} - Packtrain</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+    return page(summary.run, "".join(body), _STYLE)
 
 
 def _reason(summary: Summary) -> str:
