@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,10 @@ def test_an_unknown_verb_is_a_mistake(tmp_path: Path) -> None:
     done = packtrain("trian", cwd=tmp_path)
     assert done.returncode == 2
     assert "trian" in done.stderr
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    assert packtrain("--version", cwd=tmp_path).stdout == f"packtrain {version('packtrain')}\n"
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:

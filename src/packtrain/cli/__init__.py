@@ -6,6 +6,7 @@ Heavy modules are imported inside the verbs, so that `packtrain --help` answers 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -20,6 +21,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"packtrain {version('packtrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Pack your data once, train it anywhere, bring the model home."""
+
+
 for group in (jobs, runs, models, nodes):
     group.register(app)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.digest import sha256_of
-from packtrain.errors import FieldMistake, Mistake
+from packtrain.errors import FieldMistake
 from packtrain.job import Data
 from packtrain.pack.contents import Contents, Packing, splits_of
 from packtrain.pack.formats import common_kind
@@ -98,7 +98,10 @@ def settings_of(data: Data, kind: Kind) -> dict[str, Any]:
         "format": FORMAT,
         "kind": kind,
         "splits": {
-            split: [[source.kind, *(_content_of(Path(path)) for path in source.paths)] for source in sources]
+            split: [
+                [source.kind, *(_content_of(Path(path), f"data.{split}.{number}") for path in source.paths)]
+                for number, source in enumerate(sources)
+            ]
             for split, sources in splits_of(data).items()
         },
     }
@@ -115,7 +118,7 @@ def digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _content_of(path: Path) -> str:
+def _content_of(path: Path, field: str) -> str:
     """A file's hash; of a folder or a very large file, names, sizes and times: reading all of ImageNet takes long."""
     try:
         if path.is_dir():
@@ -125,7 +128,7 @@ def _content_of(path: Path) -> str:
             return f"{status.st_size}-{status.st_mtime_ns}"
         return sha256_of(path)
     except OSError as error:
-        raise Mistake(f"{path}: {error.strerror}; the job's data must be there to be packed") from error
+        raise FieldMistake(field, f"{path}: {error.strerror}; the job's data must be there to be packed") from error
 
 
 def _listing_digest(folder: Path) -> str:
