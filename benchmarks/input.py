@@ -32,10 +32,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 import bench
-from packtrain.data.images import ImageBatches, Images, random_crop_box
+from packtrain.data.images import ImageBatches, random_crop_box
 from packtrain.data.order import permutation
+from packtrain.data.split import SplitReader
+from packtrain.pack.manifest import Shard
 from packtrain.pack.picture import to_tiled
-from packtrain.pack.shard import Columns, Ragged, encode_shard, open_shard
+from packtrain.pack.shard import Columns, Ragged, encode_shard
 
 SIZE, BATCH, MIN_SCALE = 224, 128, 0.08
 SETTLED_SECONDS = 0.1
@@ -113,7 +115,8 @@ def packtrain(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
         },
     )
     (folder / "shard").write_bytes(encode_shard(columns))
-    batches = ImageBatches(Images([open_shard(folder / "shard")]), workers)
+    shard = Shard("shard", 0, "", len(columns))
+    batches = ImageBatches(SplitReader([shard], lambda _: folder / "shard"), workers)
 
     def epoch(number: int) -> int:
         ids = permutation(len(jpegs), 1, number)

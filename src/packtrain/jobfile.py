@@ -181,7 +181,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     except ValidationError as error:
         raise document.first_mistake(error) from None
     directory = Path(os.path.normpath(Path(path).absolute())).parent
-    if job.recipe is not None:
+    if job.program is None:
         job = job.model_copy(update={"data": _with_absolute_paths(job.data, directory)})
     return LoadedJob(job, directory, document)
 

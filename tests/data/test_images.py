@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from pack.pictures import difference, photo, quarters
 from packtrain.data.images import (
     ImageBatches,
-    Images,
     centre_box,
     random_crop,
     random_crop_box,
@@ -23,9 +23,11 @@ from packtrain.data.images import (
     resize_into,
 )
 from packtrain.data.order import block, permutation, philox_words, share
+from packtrain.data.split import SplitReader
 from packtrain.data.tiles import Box
 from packtrain.errors import PacktrainError
-from packtrain.pack.shard import Columns, Ragged
+from packtrain.pack.manifest import Shard
+from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.tiles import Coding, Tiled, encode
 
 SIZES = [(130, 90), (90, 130), (64, 64), (33, 200), (200, 33), (7, 5), (160, 128), (100, 75), (1, 1), (75, 100)]
@@ -45,15 +47,27 @@ def shard_of(tiled: list[Tiled]) -> Columns:
     )
 
 
+def split_of(folder: Path, *shards: list[Tiled]) -> SplitReader:
+    made = [Shard(f"{number}", 1, "", len(tiled)) for number, tiled in enumerate(shards)]
+    for shard, tiled in zip(made, shards, strict=True):
+        (folder / shard.name).write_bytes(encode_shard(shard_of(tiled)))
+    return SplitReader(made, lambda shard: folder / shard.name)
+
+
 @pytest.fixture(scope="module")
-def images() -> Images:
+def images(tmp_path_factory: pytest.TempPathFactory) -> SplitReader:
     """In three shards, one of them empty."""
     tiled = [encode(photo(*size, seed=at), Coding("4:2:0")) for at, size in enumerate(SIZES)]
-    return Images([shard_of(tiled[:4]), shard_of([]), shard_of(tiled[4:])])
+    return split_of(tmp_path_factory.mktemp("images"), tiled[:4], [], tiled[4:])
+
+
+def jpeg_of(images: SplitReader, sample: int) -> bytes:
+    shard, row = images.at(sample)
+    return shard.ragged["jpeg"][row].tobytes()
 
 
 @pytest.fixture(scope="module")
-def batches(images: Images) -> Iterator[ImageBatches]:
+def batches(images: SplitReader) -> Iterator[ImageBatches]:
     with ImageBatches(images, threads=2) as made:
         yield made
 
@@ -175,27 +189,27 @@ def test_resizing_is_that_of_torch_in_floating_point_but_for_rounding() -> None:
     assert float((torch.from_numpy(out).double() - exact).abs().max()) <= 1.1
 
 
-def test_a_batch_holds_each_sample_as_its_crop_resized(images: Images, batches: ImageBatches) -> None:
+def test_a_batch_holds_each_sample_as_its_crop_resized(images: SplitReader, batches: ImageBatches) -> None:
     ids = permutation(len(images), 7)
     made = batches.random(ids, seed=3, epoch=1, size=48, min_scale=0.3)
     assert (made.shape, made.dtype) == ((len(SIZES), 48, 48, 3), np.uint8)
     for at, row in enumerate(ids.tolist()):
         box, flip = random_crop(*SIZES[row], 0.3, 3, 1, row)
-        full = simplejpeg.decode_jpeg(images.tiles(row)[0])
+        full = simplejpeg.decode_jpeg(jpeg_of(images, row))
         expected = np.empty((48, 48, 3), np.uint8)
         resize_into(expected, full[box.top : box.top + box.height, box.left : box.left + box.width], flip)
         assert np.array_equal(made[at], expected), row
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_threads_makes_the_same_pixels(images: Images, batches: ImageBatches, threads: int) -> None:
+def test_any_number_of_threads_makes_the_same_pixels(images: SplitReader, batches: ImageBatches, threads: int) -> None:
     ids = permutation(len(images), 1)
     with ImageBatches(images, threads) as others:
         assert np.array_equal(others.random(ids, 1, 2, 40, 0.08), batches.random(ids, 1, 2, 40, 0.08))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_any_number_of_ranks_makes_the_same_pixels(images: Images, batches: ImageBatches, num_ranks: int) -> None:
+def test_any_number_of_ranks_makes_the_same_pixels(images: SplitReader, batches: ImageBatches, num_ranks: int) -> None:
     ids = permutation(len(images), 1)
     whole = batches.random(ids, 1, 2, 40, 0.08)
     for rank in range(num_ranks):
@@ -211,9 +225,9 @@ def test_every_epoch_shows_something_else(batches: ImageBatches) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_rectangular_batches_are_the_same_on_any_number_of_ranks(
-    images: Images, batches: ImageBatches, num_ranks: int
+    images: SplitReader, batches: ImageBatches, num_ranks: int
 ) -> None:
-    for part in rectangular_plan(images.width, images.height, 32, 4):
+    for part in rectangular_plan(images.plain("width"), images.plain("height"), 32, 4):
         whole = batches.centred(part.ids, part.height, part.width)
         assert whole.shape == (len(part.ids), part.height, part.width, 3)
         blocks = [block(len(part.ids), rank, num_ranks) for rank in range(num_ranks)]
@@ -221,8 +235,8 @@ def test_rectangular_batches_are_the_same_on_any_number_of_ranks(
         assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_the_middle_of_a_picture_is_in_its_right_colours() -> None:
-    with ImageBatches(Images([shard_of([encode(quarters(128, 96), Coding("4:4:4", 95))])]), 1) as batches:
+def test_the_middle_of_a_picture_is_in_its_right_colours(tmp_path: Path) -> None:
+    with ImageBatches(split_of(tmp_path, [encode(quarters(128, 96), Coding("4:4:4", 95))]), 1) as batches:
         seen = batches.centred(np.array([0]), 32, 32)[0]
     corners = seen[4, 4], seen[4, 27], seen[27, 4], seen[27, 27]
     expected = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
@@ -233,28 +247,24 @@ def test_an_empty_share_is_an_empty_batch(batches: ImageBatches) -> None:
     assert batches.random(np.array([], np.int64), 1, 0, 32, 0.08).shape == (0, 32, 32, 3)
 
 
-def test_images_are_numbered_through_all_shards(images: Images) -> None:
+def test_images_are_numbered_through_all_shards(images: SplitReader) -> None:
     assert len(images) == len(SIZES)
-    assert [*zip(images.width.tolist(), images.height.tolist(), strict=True)] == SIZES
+    assert [*zip(images.plain("width").tolist(), images.plain("height").tolist(), strict=True)] == SIZES
     for row, (width, height) in enumerate(SIZES):
-        assert simplejpeg.decode_jpeg(images.tiles(row)[0]).shape == (height, width, 3)
+        assert simplejpeg.decode_jpeg(jpeg_of(images, row)).shape == (height, width, 3)
 
 
-def test_no_shards_are_no_images() -> None:
-    assert len(Images([])) == 0
-
-
-def test_an_image_that_does_not_decode_is_named() -> None:
+def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
     tiled = encode(photo(64, 64), Coding())
     broken = Tiled(tiled.jpeg[:-30] + b"\xff" * 28 + b"\xff\xd9", tiled.segments, 64, 64)
     with (
-        ImageBatches(Images([shard_of([tiled, broken])]), 2) as batches,
+        ImageBatches(split_of(tmp_path, [tiled, broken]), 2) as batches,
         pytest.raises(PacktrainError, match="image 1 of the pack"),
     ):
         batches.centred(np.array([0, 1]), 32, 32)
 
 
-def test_torch_keeps_its_threads_elsewhere(images: Images) -> None:
+def test_torch_keeps_its_threads_elsewhere(images: SplitReader) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -10,20 +10,18 @@ from __future__ import annotations
 import math
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, philox_words
+from packtrain.data.split import SplitReader
 from packtrain.data.tiles import Box, Pixels, decode_crop
 from packtrain.errors import PacktrainError
-from packtrain.pack.shard import Columns
 
 _SCRATCH_BYTES = 6 << 20  # for each thread, twice: enough for two megapixels; what is larger gets memory of its own
 _AUGMENT = 3  # a stream of random words of its own, apart from those that decide the order
@@ -41,28 +39,6 @@ class Crop(NamedTuple):
 
     box: Box
     flip: bool = False
-
-
-class Images:
-    """The images of several shards, numbered through: Tiled, column by column, and never copied."""
-
-    def __init__(self, shards: Sequence[Columns]) -> None:
-        self._shards = [(shard.ragged["jpeg"], shard.ragged["segments"]) for shard in shards]
-        self._starts = [0, *accumulate(len(jpegs) for jpegs, _ in self._shards)]
-        self.width, self.height = (
-            np.concatenate([np.zeros(0, np.int64), *(shard.plain[name] for shard in shards)])
-            for name in ("width", "height")
-        )
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def tiles(self, row: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """The bytes of an image's JPEG, and the offsets of its tiles."""
-        shard = bisect_right(self._starts, row) - 1
-        jpegs, segments = self._shards[shard]
-        at = row - self._starts[shard]
-        return jpegs[at], segments[at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +131,8 @@ def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None 
 class ImageBatches:
     """Makes batches on threads of its own; decoding and resizing let them run side by side."""
 
-    def __init__(self, images: Images, threads: int | None = None) -> None:
-        self._images = images
+    def __init__(self, split: SplitReader, threads: int | None = None) -> None:
+        self._split = split
         self._threads = threads or len(os.sched_getaffinity(0))
         self._pool = _single_threaded_pool(self._threads)
 
@@ -180,13 +156,14 @@ class ImageBatches:
         return out
 
     def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: Callable[[int, int, int], Crop]) -> None:
-        images = self._images
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
         for at, row in left:
-            width, height = int(images.width[row]), int(images.height[row])
+            shard, place = self._split.at(row)
+            width, height = int(shard.plain["width"][place]), int(shard.plain["height"][place])
             crop = crop_of(row, width, height)
+            jpeg, segments = shard.ragged["jpeg"][place], shard.ragged["segments"][place]
             try:
-                pixels = decode_crop(*images.tiles(row), width, height, crop.box, decoded)
+                pixels = decode_crop(jpeg, segments, width, height, crop.box, decoded)
             except (PacktrainError, ValueError) as error:
                 raise PacktrainError(
                     f"image {row} of the pack cannot be decoded ({error}); pack the data again"
