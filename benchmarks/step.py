@@ -27,6 +27,8 @@ from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.jobfile import load_job
 from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.runs import create_run
 from packtrain.store import Store, open_store
@@ -83,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         job = load_job(EXAMPLE, settings, recipe_defaults).job
         store = open_store(f"{directory}/store")
-        manifest = pack(job, store, lambda _: None)
+        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
         assert job.recipe is not None
         recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))
         seconds: dict[str, list[float]] = {"bare PyTorch loop": [], "packtrain": []}

@@ -53,7 +53,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
         if x_low <= tick <= x_high:
             x, _ = place(tick, y_low)
             parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
-    parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{HEIGHT - 12}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
     for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
         places = [place(x, y) for x, y in points]
         line = " ".join(f"{across},{down}" for across, down in places)

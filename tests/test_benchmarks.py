@@ -1,0 +1,38 @@
+"""Benchmarks run and print one JSON object; what they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["step.py", "--steps", "8"],
+        ["start.py"],
+        ["pack.py", "--images", "40"],
+        ["input.py", "--images", "16"],
+        ["input_text.py", "--pairs", "2000"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_benchmark_prints_one_json_object(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / arguments[0]), "--json", "--rounds", "1", *arguments[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACKTRAIN_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["rows"]
+
+
+def test_every_benchmark_is_tried() -> None:
+    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {"bench.py"}
+    assert scripts == {"step.py", "start.py", "pack.py", "input.py", "input_text.py"}
