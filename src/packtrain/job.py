@@ -91,11 +91,13 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adam": Adam}
 
 
 class FleetKind(Part):
-    """Where the machines come from."""
+    """Where the machines come from, and how many there are to be."""
+
+    machines: Ordinal = 1
 
 
 class Local(FleetKind):
-    machines: Ordinal = 1
+    """This one; several agents on it stand for as many machines."""
 
 
 FLEETS: Mapping[str, type[FleetKind]] = {"local": Local}

@@ -74,7 +74,7 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
     require_torch()
     store = open_store(loaded.job.store)
     code = _code(loaded, store)
-    machines: int = getattr(loaded.job.fleet.kind, "machines", 1)
+    machines = loaded.job.fleet.kind.machines
     if machines > 1 and not store.holds_put_if_absent():
         raise loaded.mistake(
             "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"

@@ -59,7 +59,7 @@ class Attempt:
 class Agent:
     def __init__(self, run: Run, address: str, workers: int, inherited: dict[str, str]) -> None:
         self._run, self._job, self._inherited = run, run.job, inherited
-        self._machines = run.job.fleet.kind.machines  # type: ignore[attr-defined]
+        self._machines = run.job.fleet.kind.machines
         self.name = f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
         self._home = cache_directory() / "nodes" / f"{run.name}-{self.name}"
         self._home.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """The workers of a generation, and the few things that they say to each other.
 
-Everything that crosses is tensors or bytes: torch's object collectives would be pickle.
+Everything that crosses is tensors or bytes: torch's object collectives run code out of what they receive.
 """
 
 from __future__ import annotations
