@@ -135,7 +135,7 @@ def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Docume
     return replace(document, data=data)
 
 
-def no_defaults(recipe: str) -> Mapping[str, object]:  # noqa: ARG001
+def no_defaults(_recipe: str) -> Mapping[str, object]:
     return {}
 
 

@@ -4,7 +4,6 @@ import base64
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from packtrain.report.pack_page import (
     thumbnail,
 )
 from packtrain.report.pack_stats import Measure, PackStats, Tally, stats_of
+from report.pages import Page
 
 EVIL = "<script>alert(1)</script>\"'&"
 U2, I4 = np.dtype("<u2"), np.dtype("<i4")
@@ -96,40 +96,6 @@ def printed(stats: PackStats) -> str:
     print_stats(console, stats)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-class Page(HTMLParser):
-    """The tags of a page, their attributes and its text; complains of tags that do not match."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.html = html
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in {"meta", "img"}:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def values(self, name: str) -> list[str]:
-        return [value for key, value in self.attributes if key == name]
 
 
 def measure(stats: PackStats, split: str, name: str) -> Measure:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,39 +13,9 @@ from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
 from packtrain.runs import Event, Point, Result, Run, Sample, create_run
 from packtrain.store import Store
+from report.pages import Page
 
 EVIL = "<script>alert(1)</script>\"'&"
-VOID = {"meta", "line"}
-
-
-class Page(HTMLParser):
-    """The tags of a page, their attributes and its text; complains of tags that do not match."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
 
 
 def trained(step: int, **values: float) -> Point:

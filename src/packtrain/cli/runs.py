@@ -90,7 +90,6 @@ def logs(
 ) -> None:
     """Print what the workers wrote."""
     run = find_run(store, name)
-    run.job  # noqa: B018 - says so if there is no such run
     reader = run.log_lines()
     while True:
         over = not follow or run.result() is not None
