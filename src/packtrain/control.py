@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 RUN_VARIABLE = "PACKTRAIN_RUN"
 STORE_VARIABLE = "PACKTRAIN_STORE"
@@ -19,17 +20,21 @@ GENERATION_VARIABLE = "PACKTRAIN_GENERATION"
 CONTROL_VARIABLE = "PACKTRAIN_CONTROL"
 CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
 
+WorkerCause = Literal["program", "memory", "disk", "store", "hang", "number", "mistake"]
+
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """Why a worker gave up. `hopeless`: starting again would end the same way."""
+    """Why a worker gave up, and at which step. `hopeless`: starting again would end the same way."""
 
     rank: int
     text: str
     hopeless: bool
     time: float
+    cause: WorkerCause = "program"
+    step: int | None = None
 
 
 class Control:

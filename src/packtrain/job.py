@@ -8,99 +8,45 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, ValidationError, model_serializer
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
+from packtrain.learning import Train
 from packtrain.parts import (
     NEEDED,
     Argument,
-    Batch,
     CodePath,
     Count,
     DataPath,
-    Fraction,
+    Interval,
     Length,
     Location,
     Name,
-    NotNegative,
     Ordinal,
     Part,
     Positive,
-    Steps,
+    RecipeName,
+    ScoreName,
     StorePath,
     Variable,
     code_path_fault,
     not_one,
     quoted,
-    read_kind,
     refusal,
     unknown_keys,
     what_is,
     word_of,
-    write_kind,
     wrong,
     wrongs_of,
 )
+from packtrain.places import FLEETS, FleetKind, Local
 from packtrain.units import Duration
 
 SMALLEST_VOCABULARY = 300  # every byte, the special pieces, and a few merges
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
-
-
-class Schedule(Part):
-    """How the rate goes with the steps."""
-
-
-class Noam(Schedule):
-    """Linear to the end of the warm-up, then with the inverse root of the step.
-
-    `scale` is the factor of the formula that has the model's width in it; `peak` is the rate at the end of
-    the warm-up.
-    """
-
-    warmup: Steps
-    scale: Positive | None = None
-    peak: Positive | None = None
-
-    def faults(self) -> Iterator[tuple[Location, str]]:
-        if (self.scale is None) == (self.peak is None):
-            yield (), "exactly one of scale and peak is needed"
-
-
-class Constant(Schedule):
-    rate: Positive
-
-
-SCHEDULES: Mapping[str, type[Schedule]] = {"noam": Noam, "constant": Constant}
-
-
-class Optimizer(Part):
-    """How gradients change the weights."""
-
-
-class Adam(Optimizer):
-    betas: tuple[Fraction, Fraction] = (0.9, 0.997)
-    epsilon: Positive = 1e-9
-    decay: NotNegative = 0.0
-
-
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adam": Adam}
-
-
-class FleetKind(Part):
-    """Where the machines come from, and how many there are to be."""
-
-    machines: Ordinal = 1
-
-
-class Local(FleetKind):
-    """This one; several agents on it stand for as many machines."""
-
-
-FLEETS: Mapping[str, type[FleetKind]] = {"local": Local}
 
 
 class Source(Part):
@@ -280,18 +226,6 @@ class Model(Part):
         return {"size": self.size, **self.options}
 
 
-class Train(Part):
-    duration: Length
-    batch: Batch
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    optimizer: Annotated[Optimizer, read_kind(OPTIMIZERS, Optimizer), write_kind(OPTIMIZERS)] = Adam()
-    schedule: Annotated[Schedule, read_kind(SCHEDULES, Schedule), write_kind(SCHEDULES)]
-    clip: Positive | None = None
-    label_smoothing: Fraction = 0.0
-    ema: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] | None = None
-    seed: Count = 1
-
-
 class Evaluate(Part):
     """`every` is None when there is only the evaluation at the end."""
 
@@ -301,21 +235,34 @@ class Evaluate(Part):
 
 
 class Checkpoint(Part):
-    every: Length = Duration(300, "seconds")
+    """`every` may be left to what saves take and how often machines fail; `best_by` is loss, or one of the scores."""
+
+    every: Interval = Duration(300, "seconds")
     keep_last: Ordinal = 2
     keep_best: Count = 1
+    best_by: ScoreName | None = None
 
 
 class Fleet(Part):
-    """`workers` is per machine; None is one for each GPU, or one where there is none."""
+    """`workers` is per machine; None is one for each GPU, or one where there is none.
+
+    `price` is in dollars for a machine and an hour. `public_address`: collectives, which nobody guards, may use one.
+    """
 
     kind: FleetKind = Local()
     workers: Ordinal | None = None
     failures: Count = 3
+    price: Positive | None = None
+    public_address: Annotated[bool, Field(strict=True)] = False
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Of one machine: what the job says, or else what the fleet knows."""
+        return self.kind.price if self.price is None else self.price
 
     @classmethod
     def known(cls) -> Iterable[str]:
-        return (*FLEETS, "workers", "failures")
+        return (*FLEETS, *(field for field in cls.model_fields if field != "kind"))
 
     @classmethod
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
@@ -338,7 +285,8 @@ class Fleet(Part):
     @model_serializer
     def _flat(self) -> dict[str, Any]:
         settings = self.kind.model_dump(mode="json")
-        return {word_of(FLEETS, self.kind): settings, "workers": self.workers, "failures": self.failures}
+        others = {field: getattr(self, field) for field in type(self).model_fields if field != "kind"}
+        return {word_of(FLEETS, self.kind): settings, **others}
 
 
 class Budget(Part):
@@ -372,7 +320,7 @@ class Job(Part):
     """
 
     name: Name
-    recipe: Name | None = None
+    recipe: RecipeName | None = None
     program: tuple[Argument, ...] | None = None
     store: StorePath = "./store"
     code: CodePath = "."
@@ -406,6 +354,8 @@ class Job(Part):
         return given
 
     def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.budget.dollars is not None and self.fleet.dollars_per_hour is None:
+            yield ("budget", "dollars"), "needs to know what a machine costs: give fleet.price, in dollars an hour"
         if self.program is None or self.recipe is not None:
             return
         if not self.program:
@@ -414,9 +364,9 @@ class Job(Part):
             yield ("program", 0), "must be the path of a script, not an option"
         elif fault := code_path_fault(self.program[0]):
             yield ("program", 0), fault
-        if self.checkpoint.every.unit != "seconds":
+        if self.checkpoint.every == "auto" or self.checkpoint.every.unit != "seconds":
             yield ("checkpoint", "every"), "must be a time for a program, such as '5 min'"
-        if self.checkpoint.keep_best:
+        if self.checkpoint.keep_best or self.checkpoint.best_by:
             yield ("checkpoint", "keep_best"), "has a meaning for a recipe only, not for a program"
 
 
@@ -429,7 +379,7 @@ def expand(document: Mapping[str, Any]) -> dict[str, Any]:
         full["fleet"] = {full["fleet"]: {}}
     if isinstance(full.get("train"), Mapping):
         train = full["train"] = dict(full["train"])
-        for field in ("optimizer", "schedule"):
+        for field in ("optimizer", "schedule", "exchange"):
             if isinstance(train.get(field), str):
                 train[field] = {train[field]: {}}
     if isinstance(full.get("data"), Mapping):

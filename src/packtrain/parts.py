@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from packtrain.errors import nearest
-from packtrain.units import Amount, Duration
+from packtrain.units import Amount, Duration, Machines
 
 Location = tuple[int | str, ...]
 
@@ -33,6 +33,8 @@ NEEDED = "needed"  # the type of an error about a field that is not there; all o
 MISTAKE = "mistake"
 
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
+_OWN_RECIPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_SCORE = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -43,6 +45,11 @@ _DATA_SCHEMES = ("s3://", "http://", "https://", "store:")
 def is_name(text: str) -> bool:
     """Whether a text can name a job or a run."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_recipe(text: str) -> bool:
+    """Whether a text can name a recipe, or `module:Class` of somebody's own."""
+    return is_name(text) or _OWN_RECIPE.fullmatch(text) is not None
 
 
 def is_address(path: str) -> bool:
@@ -211,6 +218,10 @@ Measured = TypeVar("Measured", Duration, Amount)
 
 
 def _measured(unit: type[Measured], example: str, only: str | None = None) -> PlainValidator:
+    return PlainValidator(_reader(unit, example, only))
+
+
+def _reader(unit: type[Measured], example: str, only: str | None = None) -> Callable[[object], Measured]:
     def read(value: object) -> Measured:
         if isinstance(value, bool) or not isinstance(value, (str, int, float, unit)):
             raise ValueError(f"must be a number with a unit, such as {example!r}, not {what_is(value)}")
@@ -221,7 +232,11 @@ def _measured(unit: type[Measured], example: str, only: str | None = None) -> Pl
             raise ValueError(f"must be counted in {only}, such as {example!r}")
         return read
 
-    return PlainValidator(read)
+    return read
+
+
+def _interval(value: object) -> Duration | Literal["auto"]:
+    return "auto" if value == "auto" else _reader(Duration, "5 min")(value)
 
 
 def _text(check: Callable[[str], str | None]) -> PlainValidator:
@@ -241,6 +256,16 @@ def _name_fault(text: str) -> str | None:
     if is_name(text):
         return None
     return f"{quoted(text)} must be 1 to 63 of the characters a-z, 0-9 and -"
+
+
+def _recipe_fault(text: str) -> str | None:
+    if is_recipe(text):
+        return None
+    return f"{quoted(text)} is neither the name of a recipe nor module:Class of your own"
+
+
+def _score_fault(text: str) -> str | None:
+    return None if _SCORE.fullmatch(text) else f"{quoted(text)} is not the name of a score"
 
 
 def _variable_fault(text: str) -> str | None:
@@ -297,9 +322,23 @@ def _argument_fault(text: str) -> str | None:
     return "has a NUL character in it" if "\0" in text else None
 
 
+def _read_machines(value: object) -> Machines:
+    if isinstance(value, Machines):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError(f"must be a number of machines, such as 3 or 2..4, not {what_is(value)}")
+    return Machines.parse(str(value))
+
+
+def _write_machines(machines: Machines) -> int | str:
+    return machines.least if machines.is_fixed else str(machines)
+
+
 MAX_WHOLE = 2**63 - 1
 
 Name = Annotated[str, _text(_name_fault)]
+RecipeName = Annotated[str, _text(_recipe_fault)]
+ScoreName = Annotated[str, _text(_score_fault)]
 Variable = Annotated[str, _text(_variable_fault)]
 DataPath = Annotated[str, _text(_data_path_fault)]
 StorePath = Annotated[str, _text(_store_path_fault)]
@@ -312,6 +351,9 @@ NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Length = Annotated[Duration, _measured(Duration, "500 steps"), PlainSerializer(str)]
 Steps = Annotated[Duration, _measured(Duration, "500 steps", only="steps"), PlainSerializer(str)]
+MachineCount = Annotated[Machines, PlainValidator(_read_machines), PlainSerializer(_write_machines)]
+Seconds = Annotated[Duration, _measured(Duration, "1 min", only="seconds"), PlainSerializer(str)]
+Interval = Annotated[Duration | Literal["auto"], PlainValidator(_interval), PlainSerializer(str)]
 Batch = Annotated[Amount, _measured(Amount, "4096 tokens"), PlainSerializer(str)]
 
 
@@ -334,10 +376,12 @@ def read_kind(kinds: Mapping[str, type[Part]], base: type[Part]) -> PlainValidat
         [(word, settings)] = value.items()
         if word not in kinds:
             raise refusal(unknown_keys([str(word)], kinds))
+        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
+        listed = isinstance(settings, list) and word in kinds[word].model_fields
         try:
-            return kinds[word].model_validate({} if settings is None else settings)
+            return kinds[word].model_validate({word: settings} if listed else settings or {})
         except ValidationError as error:
-            raise refusal(wrongs_of(error, word)) from None
+            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
 
     return PlainValidator(read)
 

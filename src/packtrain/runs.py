@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,20 +25,23 @@ from packtrain.errors import (
     PacktrainError,
 )
 from packtrain.job import Job
+from packtrain.members import Generation, Measured, Node
 from packtrain.parts import is_name
 from packtrain.store import Store
 
 LEASE_SECONDS = 2.0  # how often a node renews its lease
 LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a node up
+_FEW_NODES, _READERS = 4, 16
 WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
 
 Status = Literal["finished", "failed", "stopped"]
-State = Literal["finished", "failed", "stopped", "running", "interrupted"]
+State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
 EXIT_CODES: dict[State, int] = {
     "finished": EXIT_DONE,
     "failed": EXIT_FAILED,
     "stopped": EXIT_STOPPED,
     "running": EXIT_UNFINISHED,
+    "waiting": EXIT_UNFINISHED,
     "interrupted": EXIT_UNFINISHED,
 }
 
@@ -73,6 +78,17 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Where a worker's time went since it last said so, by the spans of train.clock."""
+
+    time: float
+    generation: int
+    rank: int
+    step: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
 class LogLine:
     time: float
     generation: int
@@ -80,57 +96,6 @@ class LogLine:
     rank: int | None
     stream: Literal["out", "err"]
     text: str
-
-
-@dataclass(frozen=True)
-class Member:
-    """A machine of a generation; its place in the list is its rank among them."""
-
-    node: str
-    address: str
-    workers: int
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One attempt: who takes part, where the first of them can be met, and the step committed when it began."""
-
-    number: int
-    members: tuple[Member, ...]
-    port: int
-    reason: str
-    step: int = 0
-
-    def rank_of(self, node: str) -> int | None:
-        return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
-
-
-@dataclass(frozen=True)
-class Telemetry:
-    """What a machine is doing; fractions are of all of it."""
-
-    cpu_fraction: float = 0.0
-    memory_fraction: float = 0.0
-    memory_bytes: int = 0
-    disk_free_bytes: int = 0
-    sent_bytes_per_second: float = 0.0
-    received_bytes_per_second: float = 0.0
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine's lease. `renewal` counts up; readers judge its age by their own clock."""
-
-    node: str
-    hostname: str
-    address: str
-    port: int
-    workers: int
-    joined: int
-    renewal: int
-    used_seconds: float
-    left: bool = False
-    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 @dataclass(frozen=True)
@@ -192,6 +157,12 @@ class Run:
     def points(self) -> ChunkReader[Point]:
         return ChunkReader(self.store, self.key("metrics"), Point)
 
+    def spent(self) -> ChunkReader[Spent]:
+        return ChunkReader(self.store, self.key("time"), Spent)
+
+    def spent_writer(self, writer: str) -> ChunkWriter[Spent]:
+        return ChunkWriter(self.store, self.key("time"), writer)
+
     def log_lines(self) -> ChunkReader[LogLine]:
         return ChunkReader(self.store, self.key("logs"), LogLine)
 
@@ -204,6 +175,12 @@ class Run:
     def log_writer(self, writer: str) -> ChunkWriter[LogLine]:
         return ChunkWriter(self.store, self.key("logs"), writer)
 
+    def telemetry(self) -> ChunkReader[Measured]:
+        return ChunkReader(self.store, self.key("telemetry"), Measured)
+
+    def telemetry_writer(self, writer: str) -> ChunkWriter[Measured]:
+        return ChunkWriter(self.store, self.key("telemetry"), writer)
+
     def metrics(self) -> list[Point]:
         """The history of the line that survived, in order: no step twice, none of a lost attempt."""
         return surviving(self.points().read())
@@ -214,17 +191,34 @@ class Run:
         entries = self.store.list(self.key("generations/"))
         return [self._read(entry.key, Generation) for entry in entries]
 
-    def latest_generation(self) -> Generation | None:
-        entries = self.store.list(self.key("generations/"))
-        return self._read(entries[-1].key, Generation) if entries else None
+    def latest_generation(self, known: Generation | None = None) -> Generation | None:
+        """What is `known` already is not read again: then this is one listing of what came after it."""
+        after = None if known is None else self._generation_key(known.number)
+        entries = self.store.list(self.key("generations/"), after)
+        return self._read(entries[-1].key, Generation) if entries else known
 
     def propose(self, generation: Generation) -> bool:
         """Whether this proposal is the first for its number, and so holds."""
-        key = self.key(f"generations/{generation.number:06d}.json")
-        return self.store.put_if_absent(key, _json(generation))
+        return self.store.put_if_absent(self._generation_key(generation.number), _json(generation))
+
+    def _generation_key(self, number: int) -> str:
+        return self.key(f"generations/{number:06d}.json")
+
+    def caller(self, number: int, turn: int, node: str) -> str:
+        """Who is to propose the generation of that number: the first to ask in each turn."""
+        key = self.key(f"callers/{number:06d}-{turn:03d}.txt")
+        return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
 
     def nodes(self) -> list[Node]:
-        return [self._read(entry.key, Node) for entry in self.store.list(self.key("nodes/"))]
+        """Every lease there is. Many are read at once: the answer to one request takes long, not the request."""
+        keys = [entry.key for entry in self.store.list(self.key("nodes/"))]
+        if len(keys) <= _FEW_NODES:
+            return [self._read(key, Node) for key in keys]
+        with ThreadPoolExecutor(_READERS) as readers:
+            return list(readers.map(lambda key: self._read(key, Node), keys))
+
+    def node(self, name: str) -> Node | None:
+        return self._find(f"nodes/{name}.json", Node)
 
     def renew(self, node: Node) -> None:
         self.store.put(self.key(f"nodes/{node.node}.json"), _json(node))
@@ -259,12 +253,18 @@ class Run:
 
     def _parse(self, name: str, data: bytes, kind: type[Stored]) -> Stored:
         try:
-            return TypeAdapter(kind).validate_json(data)
+            return _adapter(kind).validate_json(data)
         except ValidationError as error:
             raise self._damaged(name) from error
 
     def _damaged(self, name: str) -> PacktrainError:
         return PacktrainError(f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url} is damaged")
+
+
+@cache
+def _adapter(kind: type[Stored]) -> TypeAdapter[Stored]:
+    """Making one takes far longer than using it."""
+    return TypeAdapter(kind)
 
 
 def _json(record: Any) -> bytes:
@@ -293,26 +293,31 @@ def surviving(points: Iterable[Point]) -> list[Point]:
 def states(runs: Sequence[Run]) -> list[State]:
     """What each run is doing. A run without a result is watched until a node renews its lease or too long passes.
 
-    All are watched at once, so asking about many takes no longer than asking about one.
+    One that no machine has ever joined is waiting. All are watched at once, so asking about many takes no longer
+    than asking about one.
     """
     results = [run.result() for run in runs]
     watched = {index: _renewals(run) for index, run in enumerate(runs) if results[index] is None}
+    waiting = {index for index, renewals in watched.items() if renewals is None}
     alive: set[int] = set()
     deadline = time.monotonic() + WATCH_SECONDS
-    while any(watched[index] for index in watched.keys() - alive) and time.monotonic() < deadline:
+    while watched.keys() - alive - waiting and time.monotonic() < deadline:
         time.sleep(LEASE_SECONDS / 4)
-        for index in watched.keys() - alive:
-            before = watched[index]
-            if before and any(before.get(node) != count for node, count in _renewals(runs[index]).items()):
+        for index in watched.keys() - alive - waiting:
+            before = watched[index] or {}
+            if any(before.get(node) != count for node, count in (_renewals(runs[index]) or {}).items()):
                 alive.add(index)
     return [
-        result.status if result is not None else "running" if index in alive else "interrupted"
+        result.status if result is not None else "running" if index in alive else "waiting" if index in waiting
+        else "interrupted"
         for index, result in enumerate(results)
-    ]
+    ]  # fmt: skip
 
 
-def _renewals(run: Run) -> dict[str, int]:
-    return {node.node: node.renewal for node in run.nodes() if not node.left}
+def _renewals(run: Run) -> dict[str, int] | None:
+    """Of the nodes that have not left; None where there never was one."""
+    nodes = run.nodes()
+    return {node.node: node.renewal for node in nodes if not node.left} if nodes else None
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:

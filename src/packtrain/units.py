@@ -11,6 +11,8 @@ from packtrain.errors import nearest
 # Separators only between groups of three: `1,5 hours` must not become fifteen.
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
 _QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+_MACHINES = re.compile(r"([0-9]+)(?:\s*\.\.\s*([0-9]+))?", re.ASCII)
+_MOST_MACHINES = 100_000
 _LONGEST = 60
 _LARGEST = 1e15  # whole numbers below are exact as floats
 
@@ -89,6 +91,35 @@ class Amount:
 
     def __str__(self) -> str:
         return f"{self.value} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many machines a run has: it starts with `least` and takes in more as they come, up to `most`."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Machines:
+        match = _MACHINES.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+        if match is None:
+            raise ValueError(f"{text[:_LONGEST]!r} is not a number of machines, such as '3' or '2..4'")
+        machines = cls(int(match[1]), int(match[2] or match[1]))
+        if machines.least < 1:
+            raise ValueError("must be at least 1")
+        if machines.most > _MOST_MACHINES:
+            raise ValueError(f"must be at most {_MOST_MACHINES:,}")
+        if machines.least > machines.most:
+            raise ValueError(f"{text!r} begins with more machines than it ends with; write the smaller number first")
+        return machines
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.least == self.most
+
+    def __str__(self) -> str:
+        return str(self.least) if self.is_fixed else f"{self.least}..{self.most}"
 
 
 def parse_seconds(text: str) -> float:

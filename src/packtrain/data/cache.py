@@ -236,6 +236,8 @@ def _remember(path: Path, lock: Lock) -> None:
 
 
 def _damaged(store: Store, key: str, tried: str = "") -> PacktrainError:
+    if not key.startswith("packs/"):
+        return PacktrainError(f"{key} in {store.url} does not have the hash it should{tried}; start its job anew")
     _, pack, name = key.split("/", 2)
     return PacktrainError(
         f"{name} of pack {pack} in {store.url} does not have the hash it should{tried};"

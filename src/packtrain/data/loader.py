@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, epoch_batches, mixed_epoch, share
+from packtrain.data.order import Ids, epoch_batches, mixed_epoch, pieces, share
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -25,11 +27,18 @@ class Position:
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's part of a global batch. `cost` and `samples` are of the whole; `after` is the position behind it."""
+    """One rank's part of a global batch, in pieces that are computed one after the other.
 
-    arrays: Arrays
+    `ids` and `own_cost` are of the part, `cost` and `samples` of the whole; `at` is its position, `after` the one
+    behind it.
+    """
+
+    pieces: tuple[Arrays, ...]
+    ids: Ids
     cost: int
+    own_cost: int
     samples: int
+    at: Position
     after: Position
     batches_in_epoch: int
 
@@ -38,13 +47,13 @@ class Loaded:
 class Order:
     """All that decides which samples come when, whatever the number of workers.
 
-    `lengths` are the positions that samples take when they are padded; `sources` the numbers of samples of each
-    source, and `weights` how often an epoch goes through each.
+    `budget` says what the batches of an epoch may cost; `lengths` are the positions that samples take when they are
+    padded; `sources` the numbers of samples of each source, and `weights` how often an epoch goes through each.
     """
 
     costs: NDArray[Any]
     likeness: NDArray[Any]
-    budget: int
+    budget: Callable[[int], int]
     seed: int
     lengths: NDArray[Any] | None = None
     sources: tuple[int, ...] = ()
@@ -52,26 +61,50 @@ class Order:
 
     def batches(self, epoch: int) -> list[Ids]:
         ids = mixed_epoch(self.sources, self.weights, self.seed, epoch) if self.sources else None
-        return epoch_batches(self.costs, self.likeness, self.budget, self.seed, epoch, ids, self.lengths)
+        return epoch_batches(self.costs, self.likeness, self.budget(epoch), self.seed, epoch, ids, self.lengths)
 
 
 def parts(
-    order: Order, collate: Callable[[Ids], Arrays], start: Position, rank: int, num_ranks: int
+    order: Order,
+    collate: Callable[[Ids, int], Arrays],
+    start: Position,
+    rank: int,
+    num_ranks: int,
+    piece_budget: int | None = None,
+    fetching: Callable[[Ids], AbstractContextManager[None]] = lambda _: nullcontext(),
+    alike: bool = False,
 ) -> Iterator[Loaded]:
-    """This rank's part of every global batch from `start` on, without end."""
+    """This rank's part of every global batch from `start` on, without end.
+
+    `collate` makes arrays of samples as they are seen in an epoch; a part that costs more than `piece_budget` comes
+    in pieces, the same number on all ranks if they are to be `alike`: then some may be empty. Inside `fetching`, the
+    samples are used in the order that it was told.
+    """
+
+    def pieces_of(batch: Ids) -> list[Ids]:
+        own = pieces(share(batch, rank, num_ranks), order.costs, piece_budget)
+        if not alike:
+            return own
+        others = (pieces(share(batch, other, num_ranks), order.costs, piece_budget) for other in range(num_ranks))
+        return own + [batch[:0]] * (max(map(len, others)) - len(own))
+
     epoch, first = start.epoch, start.batch
     while True:
         batches = order.batches(epoch)
-        for number in range(first, len(batches)):
-            ids = batches[number]
-            last = number + 1 == len(batches)
-            yield Loaded(
-                collate(share(ids, rank, num_ranks)),
-                int(order.costs[ids].sum()),
-                len(ids),
-                Position(epoch + 1, 0) if last else Position(epoch, number + 1),
-                len(batches),
-            )
+        mine = [share(ids, rank, num_ranks) for ids in batches]
+        with fetching(np.concatenate(mine[first:] or [np.zeros(0, np.int64)])):
+            for number in range(first, len(batches)):
+                last = number + 1 == len(batches)
+                yield Loaded(
+                    tuple(collate(piece, epoch) for piece in pieces_of(batches[number])),
+                    mine[number],
+                    int(order.costs[batches[number]].sum()),
+                    int(order.costs[mine[number]].sum()),
+                    len(batches[number]),
+                    Position(epoch, number),
+                    Position(epoch + 1, 0) if last else Position(epoch, number + 1),
+                    len(batches),
+                )
         epoch, first = epoch + 1, 0
 
 
@@ -121,4 +154,7 @@ class Loader:
 
     def close(self) -> None:
         self._closed.set()
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()  # so that the thread need not wait for room to find out
         self._thread.join()

@@ -109,6 +109,13 @@ def share(batch: Ids, rank: int, num_ranks: int) -> Ids:
     return batch[rank::num_ranks]
 
 
+def pieces(ids: Ids, costs: NDArray[Any], budget: int | None) -> list[Ids]:
+    """A part of a batch in consecutive pieces of at most that cost; one sample at the least, and one piece of none."""
+    if budget is None or not len(ids):
+        return [ids]
+    return [ids[start:end] for start, end in pairwise(_edges(costs[ids], budget, None, 0.0))]
+
+
 def block(count: int, rank: int, num_ranks: int) -> range:
     """A rank's contiguous part of `count` things; some may be empty, none is counted twice."""
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)

@@ -13,6 +13,8 @@ from packtrain.pack.manifest import Manifest, PackFile, pack_key, read_manifest
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 
+GIVEN = "files/"  # files that jobs name beside their data, by hash: first weights, say
+
 
 class Pack:
     """A pack whose files come through the cache in `directory`, each checked against its hash when first used."""
@@ -45,6 +47,16 @@ class Pack:
         if name not in self._splits:
             self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of)
         return self._splits[name]
+
+    def given_file(self, path: str) -> Path:
+        """A file that a job names: of the store, under its hash, once the job runs; until then where it is."""
+        key = path.removeprefix("store:")
+        if not path.startswith(f"store:{GIVEN}"):
+            return Path(path)
+        entry = self._store.entry(key)
+        if entry is None:
+            raise NotFound(f"there is no {key} in {self._store.url}, which the run was given")
+        return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(GIVEN)))
 
     def _path_of(self, file: PackFile) -> Path:
         if self._hold is None and not self._store.is_directory:

@@ -6,14 +6,15 @@ Importing a recipe does not import torch, so that the client can check a job; th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids
+from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.pack.manifest import Kind
@@ -42,6 +43,34 @@ class Scores:
     samples: tuple[Sample, ...] = ()
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How outputs are searched for. With `nucleus` they are drawn from the likeliest that make up that share.
+
+    `repetition` above 1 makes what was written before less likely; no row of `no_repeat` tokens is written twice.
+    """
+
+    beam: int = 4
+    nucleus: float | None = None
+    temperature: float = 1.0
+    repetition: float = 1.0
+    no_repeat: int = 0
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says to one input: in words, as values for scripts, and perhaps as a picture (PNG)."""
+
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+    picture: bytes | None = None
+
+
+def no_pulse() -> None:
+    """What long work calls between its parts when nobody listens."""
+
+
 class Recipe(ABC):
     """One kind of learning, built for a job and its pack.
 
@@ -58,10 +87,23 @@ class Recipe(ABC):
     kind: ClassVar[Kind]
     """The kind of pack it learns from."""
     measure_of_best: ClassVar[str]
-    """The score that decides which checkpoint is the best: more is better."""
+    """The score that decides which checkpoint is the best."""
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
+    """The scores of which less is better; of all others, more."""
+
+    inputs: ClassVar[Literal["texts", "images"]] = "texts"
+    """What predictions are made of: texts, or the paths of images."""
+    files: ClassVar[Sequence[str]] = ()
+    """Options of the model that name files; a run takes them along, and `pack.given_file` has them then."""
+    decoding: ClassVar[Decoding] = Decoding()
+    """How predictions are searched for where the person does not say."""
+    converses: ClassVar[bool] = False
+    """Whether it can answer in a conversation."""
 
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
+        self.pulse: Callable[[], None] = no_pulse
+        """To be called between the batches of `measure`: it may raise, to leave a long evaluation."""
 
     @classmethod
     @abstractmethod
@@ -89,8 +131,8 @@ class Recipe(ABC):
         """The model's width, which some schedules go by."""
 
     @abstractmethod
-    def batch(self, ids: Ids) -> dict[str, NDArray[Any]]:
-        """The training samples `ids` side by side."""
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        """The training samples `ids` side by side, as they are seen in that epoch."""
 
     @abstractmethod
     def build_model(self) -> nn.Module: ...
@@ -103,13 +145,32 @@ class Recipe(ABC):
     def count(self, split: str) -> int:
         """How many samples a split has."""
 
+    def divide(self, split: str, num_ranks: int) -> list[Ids]:
+        """The samples of a split that each worker measures: all of them, none twice."""
+        ids = np.arange(self.count(split))
+        return [ids[list(block(len(ids), rank, num_ranks))] for rank in range(num_ranks)]
+
     @abstractmethod
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int) -> Measured:
-        """The loss on `ids` and free outputs for `decoded`: one worker's part of an evaluation."""
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        """The loss on `ids` and free outputs for `decoded`: one worker's part of an evaluation.
+
+        `epoch` is the one that training is in, where settings go by it.
+        """
 
     @abstractmethod
     def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
         """All parts together; their outputs, in order, are those of `decoded`."""
 
+    def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
+        """Called before the first step of every epoch, and when a run goes on within one: to freeze parts, say."""
+
+    def fetching(self, ids: Ids) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, training samples are used in this order: what holds them may be fetched ahead."""
+        return nullcontext()
+
     @abstractmethod
-    def predict(self, model: nn.Module, inputs: Sequence[str], beam: int) -> list[str]: ...
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]: ...
+
+    def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
+        """What the model says after the turns of a conversation, the last of which is the person's."""
+        raise NotImplementedError(f"{type(self).__name__} does not converse")

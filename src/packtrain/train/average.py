@@ -14,13 +14,14 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
-        self._buffers = list(model.buffers())
-        self._followed: list[Tensor] = list(model.parameters())
-        self._averages: list[Tensor] = list(self.model.parameters())
+        self._followed = model
 
-    def update(self, step: int) -> None:
-        decay = min(self._decay, (step + 1) / (step + 10))
+    def update(self, step: int, steps: int = 1) -> None:
+        """Follows the weights as they are after step number `step`; `steps` were made since the last time."""
+        decay = min(self._decay, (step + 1) / (step + 10)) ** steps
+        averages: list[Tensor] = list(self.model.parameters())
+        followed: list[Tensor] = list(self._followed.parameters())
         with torch.no_grad():
-            torch._foreach_lerp_(self._averages, self._followed, 1 - decay)
-            for buffer, followed in zip(self.model.buffers(), self._buffers, strict=True):
-                buffer.copy_(followed)  # statistics of norms are averages already
+            torch._foreach_lerp_(averages, followed, 1 - decay)
+            for buffer, source in zip(self.model.buffers(), self._followed.buffers(), strict=True):
+                buffer.copy_(source)  # statistics of norms are averages already

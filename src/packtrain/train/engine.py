@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from packtrain.data.order import philox_words
 from packtrain.errors import PacktrainError
-from packtrain.job import Train
-from packtrain.recipes import Recipe
+from packtrain.learning import LocalSteps, Train
+from packtrain.recipes import Batch, Recipe
 from packtrain.train.average import Average
+from packtrain.train.clock import Clock, clock_of
+from packtrain.train.exchange import exchange_of
 from packtrain.train.optimizer import optimizer_of
 from packtrain.train.precision import Precision
-from packtrain.train.schedule import rate_of
+from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.world import World
 
 _RANDOMNESS = 4  # the counter that keeps these numbers apart from those of data.order
+_TINY = 1e-6  # as torch has it, so that a gradient of nothing is not divided by
 
 
 class NotANumber(PacktrainError):
@@ -32,73 +34,103 @@ class NotANumber(PacktrainError):
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step's loss, summed over this rank's part and not yet read, and where its time went."""
+    """A step's loss, summed over this rank's part and not yet read. One that was left out changed no weights."""
 
     loss: Tensor
     rate: float
     gradient_norm: float
-    seconds: Mapping[str, float]
+    left_out: bool
 
 
 class Engine:
-    def __init__(self, recipe: Recipe, settings: Train, world: World) -> None:
+    def __init__(self, recipe: Recipe, settings: Train, world: World, clock: Clock | None = None) -> None:
         self._recipe, self._settings, self._world = recipe, settings, world
+        self.clock = clock or clock_of(world.device)
         torch.manual_seed(settings.seed)  # the same start on every rank
         self.model = recipe.build_model().to(world.device)
         self.average = None if settings.ema is None else Average(self.model, settings.ema)
+        self.precision = Precision(settings, world.device)
+        followers = [] if self.average is None else [self.average.model]
+        self.exchange = exchange_of(settings.exchange, self.model, followers, world, self.clock)
         self.optimizer = optimizer_of(settings.optimizer, self.model)
-        self.precision = Precision(settings.precision, world.device)
-        self._rate = rate_of(settings.schedule, recipe.width)
+        self._rate = rate_of(settings, recipe.width)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._parallel = self._distributed()
+        if settings.compile:
+            self.model.compile(dynamic=True)
 
-    def _distributed(self) -> nn.Module:
-        if self._world.num_ranks == 1:
-            return self.model
-        on_gpu = self._world.device.type == "cuda"
-        return DistributedDataParallel(
-            self.model,
-            device_ids=[self._world.device.index] if on_gpu else None,
-            gradient_as_bucket_view=True,
-        )
-
-    @property
     def evaluated(self) -> nn.Module:
-        """The weights that are measured and go home: the average, where there is one."""
-        return self.model if self.average is None else self.average.model
+        """The weights that are measured and go home: the average, where there is one. All ranks take part."""
+        chosen = self.model if self.average is None else self.average.model
+        self.exchange.share_buffers(chosen)
+        return self.exchange.plain(chosen, self._recipe.build_model).eval()
 
-    def step(self, number: int, batch: dict[str, Tensor], cost: int) -> Stepped:
-        """Step `number`, counted from 0, on this rank's part of a global batch of that cost."""
-        started = time.perf_counter()
-        seed_randomness(self._settings.seed, number, self._world.rank)
-        rate = self._rate(number)
+    def step(self, now: Moment, pieces: Sequence[Batch], cost: int, own_cost: int, last: bool = False) -> Stepped:
+        """The step after `now` on this rank's part of a global batch; `cost` is of the whole, `own_cost` its own."""
+        seed_randomness(self._settings.seed, now.step, self._world.rank)
+        rate = self._rate(now)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
-        with self.precision.compute():
-            loss = self._recipe.loss(self._parallel, batch)
-        forwarded = time.perf_counter()
-        # The exchange takes the mean over ranks; the gradient wanted is that of the mean over the batch.
-        self.precision.scaler.scale(loss * (self._world.num_ranks / cost)).backward()  # type: ignore[no-untyped-call]
-        backed = time.perf_counter()
-        norm = self._update(number)
-        done = time.perf_counter()
-        spans = {"forward": forwarded - started, "backward": backed - forwarded, "optimizer": done - backed}
-        return Stepped(loss.detach(), rate, norm, spans)
+        share = self.exchange.share(cost, own_cost) * self.precision.scale.value
+        total = torch.zeros((), device=self._world.device)
+        for number, piece in enumerate(pieces, 1):
+            with self.exchange.piece(last=number == len(pieces)):
+                with self.precision.compute():
+                    loss = self._recipe.loss(self.exchange.module, piece)
+                self.clock.mark("forward")
+                # A loss that is not finite makes every gradient so, on all ranks: each of them sees it at once.
+                (loss * (share + 0.0 * loss.detach())).backward()  # type: ignore[no-untyped-call]
+                self.clock.mark(self.exchange.span_after_backward if number == len(pieces) else "backward")
+            total += loss.detach()
+        norm, left_out = self._update(now, total)
+        self.exchange.after_update(now.step + 1, last)
+        self._follow(now.step, last)
+        self.clock.mark("optimizer")
+        return Stepped(total, rate, norm, left_out)
 
-    def _update(self, number: int) -> float:
-        scaler = self.precision.scaler
-        scaler.unscale_(self.optimizer)
-        limit = math.inf if self._settings.clip is None else self._settings.clip
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
-        if not math.isfinite(norm) and not scaler.is_enabled():
-            raise NotANumber(f"the gradient of step {number + 1} is not finite; nothing was updated")
-        scaler.step(self.optimizer)  # with a loss scale, leaves out a step whose gradients overflowed
-        scaler.update()
+    def _update(self, now: Moment, loss: Tensor) -> tuple[float, bool]:
+        """The gradient's norm, and whether the step was left out because fp16 could not hold it."""
+        scale = self.precision.scale
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        found = nn.utils.get_total_norm(gradients, foreach=True)
+        norm = float(found.full_tensor() if isinstance(found, DTensor) else found) / scale.value
+        left_out = not math.isfinite(norm)
+        if left_out:
+            self._refuse_or_leave_out(now, loss)
+        else:
+            limit = math.inf if self._settings.clip is None else self._settings.clip
+            factor = min(1.0, limit / (norm + _TINY)) / scale.value
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+            scale.held()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update(number)
-        return norm
+        return norm, left_out
+
+    def _refuse_or_leave_out(self, now: Moment, loss: Tensor) -> None:
+        scale = self.precision.scale
+        scale.overflowed()
+        # Ranks that exchange at every step come here together; one that steps by itself decides by itself.
+        wrong = not bool(torch.isfinite(loss))
+        if not isinstance(self._settings.exchange, LocalSteps):
+            wrong = self._world.any(wrong)
+        if wrong or scale.hopeless:
+            raise NotANumber(f"the {'loss' if wrong else 'gradient'} of step {now.step + 1} is not finite")
+
+    def _follow(self, step: int, last: bool) -> None:
+        """The average follows weights that all ranks share."""
+        if self.average is None:
+            return
+        if not isinstance(self._settings.exchange, LocalSteps):
+            self.average.update(step)
+        elif self.exchange.is_common(step + 1) or last:
+            every = int(self._settings.exchange.every.value)
+            self.average.update(step, (step % every) + 1)
+
+    def losses(self, batch: Batch) -> float:
+        """The loss of a batch as it is, to find out what is wrong with it. Nothing is exchanged or changed."""
+        with torch.no_grad(), self.precision.compute():
+            return float(self._recipe.loss(self.model, batch))
 
 
 def seed_randomness(seed: int, step: int, rank: int) -> None:

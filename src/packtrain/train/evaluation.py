@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
@@ -10,20 +11,46 @@ from pydantic import TypeAdapter
 
 from packtrain.data.order import Ids, block
 from packtrain.recipes import Measured, Recipe, Scores
+from packtrain.recipes.recipe import no_pulse
 from packtrain.train.engine import Engine
 from packtrain.train.world import World
 
+_LEFT = b""
 
-def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores:
-    """Scores of the evaluated weights; the same on all ranks. `decode` samples are written out freely, None: all."""
-    ids = np.arange(recipe.count(split))
-    decoded = spread(len(ids), len(ids) if decode is None else decode)
-    model = engine.evaluated
-    model.eval()
-    mine = ids[list(block(len(ids), world.rank, world.num_ranks))]
+
+class LeftEarly(Exception):
+    """Raised by a pulse, to leave an evaluation."""
+
+
+def evaluate(
+    engine: Engine,
+    recipe: Recipe,
+    world: World,
+    split: str,
+    decode: int | None,
+    beam: int,
+    epoch: int = 0,
+    pulse: Callable[[], None] = no_pulse,
+) -> Scores | None:
+    """Scores of the evaluated weights, the same on all ranks; None if any of them left early.
+
+    `decode` samples are written out freely, None: all. `pulse` is called between batches and may raise LeftEarly.
+    """
+    count = recipe.count(split)
+    decoded = spread(count, count if decode is None else decode)
+    model = engine.evaluated()
+    mine = recipe.divide(split, world.num_ranks)[world.rank]
     mine_decoded = decoded[list(block(len(decoded), world.rank, world.num_ranks))]
-    part = recipe.measure(model, split, mine, mine_decoded, beam)
-    gathered = world.gather(json.dumps(asdict(part)).encode())
+    recipe.pulse = pulse
+    try:
+        part = json.dumps(asdict(recipe.measure(model, split, mine, mine_decoded, beam, epoch))).encode()
+    except LeftEarly:
+        part = _LEFT
+    finally:
+        recipe.pulse = no_pulse
+    gathered = world.gather(part)
+    if _LEFT in gathered:
+        return None
     return recipe.score(split, decoded, [TypeAdapter(Measured).validate_json(data) for data in gathered])
 
 

@@ -7,24 +7,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from packtrain.checkpoint import CorruptCheckpoint
-from packtrain.job import Adam, Optimizer
+from packtrain.learning import Adam, AdamW, Optimizer, Sgd
+
+# Rates are set before every step by the schedule.
+
+
+def sgd(settings: Sgd, model: nn.Module) -> torch.optim.Optimizer:
+    groups = _groups(model, settings.decay)
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov, fused=True)
 
 
 def adam(settings: Adam, model: nn.Module) -> torch.optim.Optimizer:
-    """Adam; with decay it is decoupled (AdamW), and spares norms and biases."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": settings.decay},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    # The rate is set before every step by the schedule.
+    groups = _groups(model, settings.decay)
+    return torch.optim.Adam(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, fused=True)
+
+
+def adamw(settings: AdamW, model: nn.Module) -> torch.optim.Optimizer:
+    groups = _groups(model, settings.decay)
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
-OPTIMIZERS: Mapping[type[Optimizer], Callable[[Any, nn.Module], torch.optim.Optimizer]] = {Adam: adam}
+def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """What decays and what does not: norms and biases are spared."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": decay},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+OPTIMIZERS: Mapping[type[Optimizer], Callable[[Any, nn.Module], torch.optim.Optimizer]] = {
+    Sgd: sgd,
+    Adam: adam,
+    AdamW: adamw,
+}
 
 
 def optimizer_of(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -32,22 +52,32 @@ def optimizer_of(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The state by `parameter/entry`. Every entry of the optimisers above is a tensor."""
+    """The state by `parameter/entry`. Every entry of the optimisers above is a tensor, or not there yet."""
     return {
         f"{name}/{entry}": value
         for name, parameter in model.named_parameters()
         for entry, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
     }
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
-    unknown = {key.rpartition("/")[0] for key in tensors} ^ parameters.keys()
+    learned = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    unknown = {key.rpartition("/")[0] for key in tensors} ^ learned
     if tensors and unknown:
         raise CorruptCheckpoint(f"the optimiser's state does not fit the model: {sorted(unknown)[0]}")
+    optimizer.state.clear()
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
         # Counters stay where the optimiser keeps them; what is shaped like the weights goes beside them.
-        placed = value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
-        optimizer.state[parameter][entry] = placed
+        optimizer.state[parameter][entry] = value.clone() if value.ndim == 0 else placed(value, parameter)
+
+
+def placed(value: Tensor, beside: Tensor) -> Tensor:
+    """A copy of a whole tensor where another one is: on its device, and divided as it is."""
+    if isinstance(beside, DTensor):
+        whole = value.to(beside.device)
+        return distribute_tensor(whole, beside.device_mesh, beside.placements, src_data_rank=None)
+    return value.to(beside.device, copy=True)

@@ -6,51 +6,56 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from packtrain.errors import Mistake
+from packtrain.learning import LocalSteps, Train
 
 FIRST_LOSS_SCALE = 2.0**14
+LEAST_LOSS_SCALE = 2.0**-14  # gradients that overflow even so are not too large for the format: they are wrong
 CLEAN_STEPS_TO_DOUBLE = 2000
 
 
-def resolve(precision: str, device: torch.device) -> str:
+def resolve(settings: Train, device: torch.device) -> str:
     """What `auto` means here. On a CPU it is fp32: bf16 crawls there without its own instructions."""
-    if precision == "auto":
-        if device.type == "cpu":
-            return "fp32"
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    if precision == "fp16" and device.type == "cpu":
-        raise Mistake("train.precision: fp16 needs a GPU; use fp32 or auto on a CPU")
-    return precision
+    if settings.precision != "auto":
+        return settings.precision
+    if device.type == "cpu":
+        return "fp32"
+    if torch.cuda.is_bf16_supported():
+        return "bf16"
+    return "fp32" if isinstance(settings.exchange, LocalSteps) else "fp16"
+
+
+class LossScale:
+    """What fp16 multiplies the loss by, so that small gradients do not vanish: as large as does not overflow."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = FIRST_LOSS_SCALE if enabled else 1.0
+        self.clean_steps = 0
+
+    def overflowed(self) -> None:
+        self.value, self.clean_steps = self.value / 2, 0
+
+    def held(self) -> None:
+        if not self.enabled:
+            return
+        self.clean_steps += 1
+        if self.clean_steps == CLEAN_STEPS_TO_DOUBLE:
+            self.value, self.clean_steps = 2 * self.value, 0
+
+    @property
+    def hopeless(self) -> bool:
+        return not self.enabled or self.value < LEAST_LOSS_SCALE
 
 
 class Precision:
     """Autocast, and the scaling of the loss that fp16 needs."""
 
-    def __init__(self, precision: str, device: torch.device) -> None:
-        self.name = resolve(precision, device)
+    def __init__(self, settings: Train, device: torch.device) -> None:
+        self.name = resolve(settings, device)
         self._device = device
-        self.scaler = torch.amp.GradScaler(
-            device.type,
-            init_scale=FIRST_LOSS_SCALE,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=CLEAN_STEPS_TO_DOUBLE,
-            enabled=self.name == "fp16",
-        )
+        self.scale = LossScale(enabled=self.name == "fp16")
 
     def compute(self) -> AbstractContextManager[object]:
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16 if self.name == "bf16" else torch.float16)
-
-    def loss_scale(self) -> tuple[float | None, int]:
-        """The scale and how many steps it has held; None where nothing is scaled."""
-        if not self.scaler.is_enabled():
-            return None, 0
-        state = self.scaler.state_dict()
-        return float(state["scale"]), int(state["_growth_tracker"])
-
-    def restore(self, loss_scale: float | None, clean_steps: int) -> None:
-        if self.scaler.is_enabled() and loss_scale is not None:
-            state = self.scaler.state_dict()
-            self.scaler.load_state_dict({**state, "scale": loss_scale, "_growth_tracker": clean_steps})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,15 +18,22 @@ from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.train.engine import Engine
-from packtrain.train.optimizer import load_optimizer, optimizer_tensors
+from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed
+from packtrain.train.world import World
 
 MODEL_FILE, AVERAGE_FILE, OPTIMIZER_FILE = "model.safetensors", "average.safetensors", "optimizer.safetensors"
+EXCHANGE_FILE = "exchange.safetensors"
 STATE_FILE = "state.json"
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. Random states are not part of it: every step draws its own from its number."""
+    """How far a run has come. Random states are not part of it: every step draws its own from its number.
+
+    A run owes an evaluation when one was due at this step and was left for a stop.
+    """
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -34,6 +41,7 @@ class Progress:
     loss_scale: float | None = None
     clean_steps: int = 0
     best_score: float | None = None
+    owes_evaluation: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Snapshot:
     """A copy of everything, taken between two steps."""
 
     description: Description
-    tensors: Mapping[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, Tensor]]
 
     @property
     def step(self) -> int:
@@ -77,33 +85,82 @@ def versions() -> dict[str, str]:
     }
 
 
-def take(engine: Engine, description: Description) -> Snapshot:
-    tensors = {
-        MODEL_FILE: _copied(engine.model.state_dict()),
-        OPTIMIZER_FILE: _copied(optimizer_tensors(engine.optimizer, engine.model)),
-    }
+class Buffers:
+    """Memory for copies of the state, used again: the first copy into new memory takes several times as long."""
+
+    def __init__(self) -> None:
+        self._spare: list[dict[str, dict[str, Tensor]]] = []
+
+    def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        copies: dict[str, dict[str, Tensor]] = self._spare.pop() if self._spare else {}
+        return {
+            file: {name: _copied(tensor, copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+    def give_back(self, copies: dict[str, dict[str, Tensor]]) -> None:
+        self._spare.append(copies)
+
+
+def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
+    if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
+        pinned = tensor.is_cuda
+        into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return into.copy_(tensor.detach())
+
+
+def take(engine: Engine, description: Description, world: World, buffers: Buffers) -> Snapshot | None:
+    """A copy of everything, on the first rank. All ranks take part."""
+    exchange = engine.exchange
+    files = {MODEL_FILE: exchange.whole(engine.model.state_dict())}
     if engine.average is not None:
-        tensors[AVERAGE_FILE] = _copied(engine.average.model.state_dict())
-    return Snapshot(description, tensors)
+        files[AVERAGE_FILE] = exchange.whole(engine.average.model.state_dict())
+    own = exchange.own_states(optimizer_tensors(engine.optimizer, engine.model))
+    files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
+    if state := exchange.state():
+        files[EXCHANGE_FILE] = state
+    return Snapshot(description, buffers.copy(files)) if world.is_first else None
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def restore(engine: Engine, directory: Path, expected: Description) -> Progress:
+def restore(engine: Engine, directory: Path, expected: Description, rank: int) -> Progress:
     """Puts a fetched checkpoint into the engine and says how far it had come."""
+    description = _expected_description(directory, expected)
+    load_weights(engine.model, directory / MODEL_FILE)
+    if engine.average is not None:
+        load_weights(engine.average.model, directory / AVERAGE_FILE)
+    states = len(list(directory.glob("optimizer*.safetensors")))
+    load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
+    engine.exchange.restore(_load(directory / EXCHANGE_FILE) if (directory / EXCHANGE_FILE).exists() else {})
+    if description.progress.loss_scale is not None and engine.precision.scale.enabled:
+        engine.precision.scale.value = description.progress.loss_scale
+        engine.precision.scale.clean_steps = description.progress.clean_steps
+    return description.progress
+
+
+def check(engine: Engine, directory: Path, expected: Description) -> None:
+    """Refuses a fetched checkpoint that cannot be put into the engine; of the tensors only the names are read."""
+    _expected_description(directory, expected)
+    needed = {MODEL_FILE, OPTIMIZER_FILE} | (set() if engine.average is None else {AVERAGE_FILE})
+    shapes = {
+        name: _shapes(directory / name) for name in needed | {path.name for path in directory.glob("*.safetensors")}
+    }
+    own = _shapes_of(engine.model.state_dict())
+    for name in needed - {OPTIMIZER_FILE}:
+        _refuse_unfit(name, own, shapes[name])
+
+
+def _expected_description(directory: Path, expected: Description) -> Description:
     description = read_description(directory)
     for trait in ("recipe", "pack", "model"):
         found, wanted = getattr(description, trait), getattr(expected, trait)
         if found != wanted:
             raise Mistake(f"the checkpoint's {trait} is {found!r} and not the run's {wanted!r}")
-    load_weights(engine.model, directory / MODEL_FILE)
-    if engine.average is not None:
-        load_weights(engine.average.model, directory / AVERAGE_FILE)
-    load_optimizer(engine.optimizer, engine.model, _load(directory / OPTIMIZER_FILE))
-    engine.precision.restore(description.progress.loss_scale, description.progress.clean_steps)
-    return description.progress
+    return description
+
+
+def _optimizer_file(rank: int) -> str:
+    """Where ranks step by themselves each has a state of its own."""
+    return OPTIMIZER_FILE if rank == 0 else f"optimizer-{rank}.safetensors"
 
 
 def read_description(directory: Path) -> Description:
@@ -114,10 +171,33 @@ def read_description(directory: Path) -> Description:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
+    own, found = model.state_dict(), _load(path)
+    _refuse_unfit(path.name, _shapes_of(own), _shapes_of(found))
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(placed(found[name], tensor))
+
+
+def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _refuse_unfit(file: str, own: Shapes, found: Shapes) -> None:
+    for name in sorted(own.keys() ^ found.keys()):
+        raise CorruptCheckpoint(
+            f"{file} does not fit the model: {name} is only in the {'model' if name in own else 'file'}"
+        )
+    for name in own:
+        if own[name] != found[name]:
+            raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]} and not {own[name]}")
+
+
+def _shapes(path: Path) -> Shapes:
     try:
-        model.load_state_dict(_load(path))
-    except RuntimeError as error:
-        raise CorruptCheckpoint(f"{path.name} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """The loop: batches in, steps, evaluations and checkpoints when they are due, until the goal or a stop.
 
     for each global batch from the checkpoint's position on:
-        step; start to add up the loss, votes to stop and the first rank's clock over all ranks
+        step; start to add up the loss, votes to stop or save and the first rank's clock over all ranks
         read the sums of the step before and record them
-        evaluate and save, when due
+        evaluate and save, when due and the weights are the same on all ranks
         stop, when any rank voted for it; end, at the goal
 
 Every decision is a function of numbers that are the same on all ranks, so no rank waits for one that left.
@@ -11,30 +11,35 @@ Every decision is a function of numbers that are the same on all ranks, so no ra
 
 from __future__ import annotations
 
-import signal
-import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from packtrain.checkpoint import Checkpoint, committed, fetch, fetch_newest
-from packtrain.control import Control
-from packtrain.data.loader import Loaded, Loader, Order, parts
+from packtrain.control import Control, WorkerError
+from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.errors import PacktrainError
-from packtrain.recipes import Recipe, Scores
+from packtrain.learning import Fsdp
+from packtrain.recipes import Batch, Recipe, Scores
 from packtrain.runs import Point, Result, Run
+from packtrain.train.ballot import Ballot, Outcome
 from packtrain.train.books import Books
-from packtrain.train.engine import Engine, Stepped
-from packtrain.train.evaluation import evaluate
-from packtrain.train.pace import Progressed, due, reached
+from packtrain.train.clock import SPANS, Clock, clock_of
+from packtrain.train.engine import Engine, NotANumber, Stepped
+from packtrain.train.evaluation import LeftEarly, evaluate
+from packtrain.train.notice import Notice
+from packtrain.train.pace import Progressed, due, reached, save_interval
 from packtrain.train.saver import Saver
-from packtrain.train.state import Description, Progress, restore, take, versions
+from packtrain.train.schedule import Moment
+from packtrain.train.state import Buffers, Description, Progress, check, restore, take, versions
+from packtrain.train.suspects import suspects
+from packtrain.train.watch import Watch
 from packtrain.train.world import World
+
+_PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of generations before which nothing was lost
 
 
 @dataclass(frozen=True)
@@ -44,176 +49,323 @@ class Pending:
     number: int
     stepped: Stepped
     loaded: Loaded
-    data_seconds: float
-    wall_seconds: float
-    sums: Tensor
-    work: dist.Work | None
+    seconds: dict[str, float]
+    ballot: Ballot
+    last: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What has fallen due and waits until the weights are the same on all ranks."""
+
+    evaluation: bool = False
+    save: bool = False
+    stop: bool = False
+    end: bool = False
+
+    def __bool__(self) -> bool:
+        return self.evaluation or self.save or self.stop or self.end
 
 
 class Trainer:
-    def __init__(self, run: Run, recipe: Recipe, world: World, generation: int, control: Control) -> None:
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        world: World,
+        generation: int,
+        control: Control,
+        notice: Notice | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._run, self._job, self._recipe, self._world = run, run.job, recipe, world
-        self._generation, self._control = generation, control
-        self._signalled = False
+        self._generation, self._control, self._notice = generation, control, notice or Notice()
+        self._clock = clock or clock_of(world.device)
+        self._clock_start = time.monotonic()
         self._books = Books(run, generation, world.rank)
-        self._engine = Engine(recipe, run.job.train, world)
+        self._engine = Engine(recipe, run.job.train, world, self._clock)
         self._progress = Progress()
+        self._prepared: int | None = None
         self._restored_seconds = 0.0
         self._evaluated: tuple[int, Scores] | None = None
-        self._clock_start = time.monotonic()
-        self._saver = Saver(run, generation, run.job.checkpoint, self._books.flush_points, self._books.tell)
+        self._buffers = Buffers()
+        self._saver = Saver(
+            run, generation, run.job.checkpoint, self._buffers, self._books.flush_points, self._books.tell
+        )
+        self._saved_at = self._clock_start
+        self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
+        patience = run.job.train.patience.value
+        self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang)
+
+    @property
+    def step(self) -> int:
+        """How many steps have been made."""
+        return self._progress.step
 
     def train(self) -> None:
         """Returns at the goal, with the result written, or once a stop is committed, without a result.
 
         The result comes last: agents that see it end what is still running.
         """
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
         result: Result | None = None
         try:
             self._restore()
             self._record("start", self._progress.step, {})
+            self._clock.mark("start")
             reached_goal = self._loop()
+            self._watch.rest()
             self._saver.close()
+            self._clock.mark("save")
             if self._saver.superseded is not None:
                 raise self._saver.superseded
             if reached_goal:
                 result = self._finish()
         finally:
+            self._saver.abandon()
+            self._watch.close()
+            self._books.spend(self._progress.step, self._clock.take(), now=True)
             self._books.close()
         if result is not None:
             self._run.finish(result)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._signalled = True
+    def _tell_hang(self, text: str) -> None:
+        self._books.tell("hang", text)
+        self._control.tell_error(WorkerError(self._world.rank, text, False, time.time(), "hang", self.step + 1))
+
+    def _asked_to_stop(self) -> bool:
+        return self._notice.given or self._control.asked_to_stop()
 
     # The loop.
 
     def _loop(self) -> bool:
         """Whether the goal was reached; if not, a stop was asked for."""
         order = self._order()
-        rank, num_ranks = self._world.rank, self._world.num_ranks
         start = self._progress.position
-        batches_in_epoch = len(order.batches(start.epoch))
-        now = Progressed(self._progress.step, start.epoch + start.batch / batches_in_epoch, self._progress.seconds)
+        now = Progressed(self._progress.step, self._epochs_at(order, start), self._progress.seconds)
+        if self._progress.owes_evaluation:
+            if not self._evaluate():
+                return False
+            self._save()
         if reached(self._job.train.duration, now):
             return True
-        loader = Loader(parts(order, self._recipe.batch, start, rank, num_ranks))
+        loader = Loader(self._parts(order, start))
         pending: Pending | None = None
+        wanted = Wanted()
         try:
             while True:
                 current = self._step(loader)
-                stop, seconds = self._settle(pending) if pending else (False, now.seconds)
+                outcome = self._settle(pending) if pending else None
                 pending = current
-                before, now = now, _advanced(current, seconds)
-                at_goal = reached(self._job.train.duration, now)
-                evaluating = at_goal or (
-                    self._job.evaluate.every is not None and due(self._job.evaluate.every, before, now)
-                )
-                saving = at_goal or stop or due(self._job.checkpoint.every, before, now)
-                if evaluating or saving:
+                before, now = now, _advanced(current, outcome.seconds if outcome else now.seconds)
+                wanted = self._due(wanted, before, now, outcome)
+                if wanted and (current.last or self._engine.exchange.is_common(now.steps)):
                     self._settle(pending)
                     pending = None
-                if evaluating:
-                    saving |= self._evaluate()
-                if saving:
-                    self._save()
-                if at_goal or stop:
-                    return at_goal
+                    wanted = self._do(wanted)
+                    if wanted.stop or wanted.end:
+                        return not wanted.stop
+                    wanted = Wanted()
         finally:
             loader.close()
 
+    def _due(self, wanted: Wanted, before: Progressed, now: Progressed, outcome: Outcome | None) -> Wanted:
+        every = self._job.evaluate.every
+        end = wanted.end or reached(self._job.train.duration, now)
+        evaluation = wanted.evaluation or end or (every is not None and due(every, before, now))
+        stop = wanted.stop or (outcome is not None and outcome.stop)
+        interval = self._job.checkpoint.every
+        voted = outcome is not None and outcome.save
+        save = voted if interval == "auto" else due(interval, before, now)
+        return Wanted(evaluation, wanted.save or save or stop or end, stop, end)
+
+    def _do(self, wanted: Wanted) -> Wanted:
+        """Does what is due; what to do about stopping and ending may have changed by then."""
+        save = wanted.save
+        if wanted.evaluation:
+            self._progress = replace(self._progress, owes_evaluation=True)
+            best = self._progress.best_score
+            if not wanted.stop and self._evaluate():
+                save |= self._progress.best_score != best and self._job.checkpoint.keep_best > 0
+            else:
+                wanted, save = replace(wanted, stop=True), True
+        if save:
+            self._save()
+        return wanted
+
+    def _parts(self, order: Order, start: Position) -> Iterator[Loaded]:
+        piece = self._job.train.micro_batch
+        return parts(
+            order,
+            self._recipe.batch,
+            start,
+            self._world.rank,
+            self._world.num_ranks,
+            None if piece is None else piece.value,
+            self._recipe.fetching,
+            alike=isinstance(self._job.train.exchange, Fsdp),  # every pass through the model is a meeting there
+        )
+
     def _order(self) -> Order:
+        settings = self._job.train
         return Order(
             self._recipe.costs,
             self._recipe.likeness,
-            self._job.train.batch.value,
-            self._job.train.seed,
+            lambda epoch: settings.in_epoch(epoch).batch.value,
+            settings.seed,
             self._recipe.lengths,
             self._recipe.pack.manifest.splits["train"].sources,
             tuple(source.weight for source in self._job.data.train),
         )
 
+    @staticmethod
+    def _epochs_at(order: Order, position: Position) -> float:
+        return (
+            position.epoch + position.batch / len(order.batches(position.epoch)) if position.batch else position.epoch
+        )
+
+    def _is_last(self, loaded: Loaded) -> bool:
+        """Whether the goal is reached with this batch; a goal in time is not known before."""
+        goal = self._job.train.duration
+        after = Progressed(self._progress.step + 1, _epochs(loaded), 0.0)
+        return goal.unit != "seconds" and reached(goal, after)
+
     def _step(self, loader: Loader) -> Pending:
-        started = time.perf_counter()
-        loaded = loader.next()
-        batch = {name: torch.from_numpy(array).to(self._world.device) for name, array in loaded.arrays.items()}
-        ready = time.perf_counter()
         number = self._progress.step
-        stepped = self._engine.step(number, batch, loaded.cost)
-        self._progress = replace(self._progress, step=number + 1, position=loaded.after, seconds=self._seconds_so_far())
-        sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        sums[0] = stepped.loss
-        sums[1] = float(self._signalled or self._control.asked_to_stop())
-        sums[2] = self._progress.seconds if self._world.is_first else 0.0
-        work = self._world.begin_sum(sums)
-        return Pending(number, stepped, loaded, ready - started, time.perf_counter() - started, sums, work)
+        self._watch.begin("step", f"step {number + 1}")
+        loaded = loader.next()
+        last = self._is_last(loaded)
+        if self._prepared != loaded.at.epoch:
+            self._recipe.prepare(loaded.at.epoch, self._engine.model)
+            self._prepared = loaded.at.epoch
+        pieces = [self._to_device(arrays) for arrays in loaded.pieces]
+        self._clock.mark("data")
+        now = Moment(number, loaded.at.epoch + loaded.at.batch / loaded.batches_in_epoch)
+        try:
+            stepped = self._engine.step(now, pieces, loaded.cost, loaded.own_cost, last)
+        except NotANumber as error:
+            raise NotANumber(f"{error}; {self._suspects(loaded)}; nothing was updated") from error
+        self._progress = replace(
+            self._progress,
+            step=number + 1,
+            position=loaded.after,
+            seconds=self._seconds_so_far(),
+            owes_evaluation=False,
+        )
+        exchange = self._clock.spent("exchange")
+        seconds = self._clock.take()
+        ballot = Ballot(
+            self._world, stepped.loss, self._asked_to_stop(), self._save_is_due(), self._progress.seconds, exchange
+        )
+        return Pending(number, stepped, loaded, seconds, ballot, last)
+
+    def _to_device(self, arrays: Arrays) -> Batch:
+        return {name: torch.from_numpy(array).to(self._world.device) for name, array in arrays.items()}
+
+    def _suspects(self, loaded: Loaded) -> str:
+        return suspects(self._engine, self._recipe, self._world, self._job.train.exchange, loaded)
 
     def _seconds_so_far(self) -> float:
         """Time spent on the run by this generation and the ones whose work it goes on from."""
         return self._restored_seconds + time.monotonic() - self._clock_start
 
-    def _settle(self, pending: Pending) -> tuple[bool, float]:
-        """Reads a step's sums and records them: whether to stop, and the first rank's clock."""
-        if pending.work is not None:
-            pending.work.wait()
-        loss, stop_votes, seconds = pending.sums.tolist()
+    def _settle(self, pending: Pending) -> Outcome:
+        """Reads a step's sums and records them."""
+        outcome = pending.ballot.count()
+        waited = outcome.waited(self._world.rank)
+        seconds = dict.fromkeys(SPANS, 0.0) | pending.seconds
+        seconds["exchange"], seconds["wait"] = seconds["exchange"] - waited, waited
         values = {
-            "loss": loss / pending.loaded.cost,
+            "loss": outcome.loss / pending.loaded.cost,
             "rate": pending.stepped.rate,
             "gradient_norm": pending.stepped.gradient_norm,
             self._recipe.unit: float(pending.loaded.cost),
             "epoch": _epochs(pending.loaded),
-            "elapsed_seconds": seconds,
-            "step_seconds": pending.wall_seconds,
-            "data_seconds": pending.data_seconds,
-            **{f"{name}_seconds": spent for name, spent in pending.stepped.seconds.items()},
+            "elapsed_seconds": outcome.seconds,
+            "step_seconds": sum(seconds.values()),
+            **{f"{span}_seconds": spent for span, spent in seconds.items() if spent},
         }
+        if pending.stepped.left_out:
+            values["gradient_norm"], values["left_out"] = 0.0, 1.0
         self._record("train", pending.number + 1, values)
-        return stop_votes > 0, seconds
+        self._books.spend(pending.number + 1, seconds)
+        self._clock.mark("other")
+        return outcome
 
     # What interrupts it.
 
-    def _evaluate(self) -> bool:
-        """Measures the validation split; whether the score is the best so far, and so worth keeping."""
-        if not self._recipe.count("valid"):
-            return False
+    def _pulse(self) -> None:
+        self._watch.begin("batch of an evaluation")
+        if self._asked_to_stop():
+            raise LeftEarly
+
+    def _measure(self, split: str, decode: int | None) -> tuple[Scores | None, float]:
         started = time.perf_counter()
-        settings = self._job.evaluate
-        scores = evaluate(self._engine, self._recipe, self._world, "valid", settings.samples, settings.beam)
-        self._evaluated = (self._progress.step, scores)
-        values = {**scores.values, "evaluation_seconds": time.perf_counter() - started}
-        self._record("valid", self._progress.step, values, scores)
+        self._watch.rest()
+        epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
+        beam = self._job.evaluate.beam
+        scores = evaluate(self._engine, self._recipe, self._world, split, decode, beam, epoch, self._pulse)
+        self._watch.rest()
+        self._clock.mark("evaluation")
+        return scores, time.perf_counter() - started
+
+    def _evaluate(self) -> bool:
+        """Measures the validation split; whether that was done, and not left for a stop."""
+        if self._recipe.count("valid"):
+            scores, seconds = self._measure("valid", self._job.evaluate.samples)
+            if scores is None:
+                return False
+            self._evaluated = (self._progress.step, scores)
+            self._record("valid", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
+        self._progress = replace(self._progress, owes_evaluation=False)
         score, best = self._score(), self._progress.best_score
-        if score is None or (best is not None and score <= best):
-            return False
-        self._progress = replace(self._progress, best_score=score)
-        return self._job.checkpoint.keep_best > 0
+        if score is not None and (best is None or score > best):
+            self._progress = replace(self._progress, best_score=score)
+        return True
 
     def _score(self) -> float | None:
-        """The score of the weights as they are now, if they have been measured."""
+        """The score of the weights as they are now, if they have been measured: more is better."""
         if self._evaluated is None or self._evaluated[0] != self._progress.step:
             return None
-        return self._evaluated[1].values.get(self._recipe.measure_of_best)
+        name = self._job.checkpoint.best_by or self._recipe.measure_of_best
+        value = self._evaluated[1].values.get(name)
+        return -value if value is not None and name in self._recipe.lower_is_better else value
+
+    def _save_is_due(self) -> bool:
+        """The first rank's wish, where the interval is left to it."""
+        if self._job.checkpoint.every != "auto" or not self._world.is_first:
+            return False
+        interval = save_interval(
+            self._saver.stall_seconds, self._saver.commit_seconds, self._failures, self._seconds_so_far()
+        )
+        return time.monotonic() - self._saved_at >= interval
 
     def _save(self) -> None:
-        if self._world.is_first:
-            scale, clean_steps = self._engine.precision.loss_scale()
-            self._progress = replace(self._progress, loss_scale=scale, clean_steps=clean_steps)
-            self._saver.save(take(self._engine, self._description()), self._score())
+        started = time.monotonic()
+        scale = self._engine.precision.scale
+        if scale.enabled:
+            self._progress = replace(self._progress, loss_scale=scale.value, clean_steps=scale.clean_steps)
+        snapshot = take(self._engine, self._description(), self._world, self._buffers)
+        if snapshot is not None:
+            self._saver.save(snapshot, self._score())
+            self._saver.stall_seconds = time.monotonic() - started
+        self._saved_at = time.monotonic()
+        self._clock.mark("save")
 
     def _finish(self) -> Result | None:
-        """The last measure, on the test split or else on all of the validation split; the result, on the first rank."""
+        """The last measure, on the test split or else on all of the validation split; the result, on the first rank.
+
+        None also when the measure was left for a stop: it is made when the run goes on.
+        """
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
         if self._recipe.count(split):
             if self._world.is_first:
                 self._books.tell("evaluation", f"measures all of the {split} split")
-            started = time.perf_counter()
-            scores = evaluate(self._engine, self._recipe, self._world, split, None, self._job.evaluate.beam)
-            values = {**scores.values, "evaluation_seconds": time.perf_counter() - started}
-            self._record("test", self._progress.step, values, scores)
+            measured, seconds = self._measure(split, None)
+            if measured is None:
+                return None
+            scores = measured
+            self._record("test", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
         if not self._world.is_first:
             return None
         newest = committed(self._run)
@@ -233,22 +385,31 @@ class Trainer:
     # The state.
 
     def _restore(self) -> None:
-        """The first rank finds the newest checkpoint that holds; the others take the same."""
-        with tempfile.TemporaryDirectory(prefix="packtrain-load-") as name:
-            directory = Path(name)
-            found: Checkpoint | None = None
-            if self._world.is_first:
-                found = fetch_newest(self._run, directory, lambda text: self._books.tell("warning", text))
-            chosen = self._world.gather(found.name.encode() if found else b"")[0].decode()
-            if not chosen:
-                return
-            if not self._world.is_first:
-                found = next(one for one in committed(self._run) if one.name == chosen)
-                fetch(self._run, found, directory)
-            self._progress = restore(self._engine, directory, self._description())
+        """The first rank finds the newest checkpoint that holds; one rank of every machine fetches it for all there."""
+        directory = self._control.directory / "restored"
+        directory.mkdir(exist_ok=True)
+        found: Checkpoint | None = None
+        if self._world.is_first:
+            found = fetch_newest(self._run, directory, self._warn, self._check)
+        chosen = self._world.gather(found.name.encode() if found else b"")[0].decode()
+        if not chosen:
+            return
+        if not self._world.is_first and self._world.rank_of_node == 0:
+            fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
+        self._world.gather(b"fetched")
+        self._progress = restore(self._engine, directory, self._description(), self._world.rank)
+        self._world.gather(b"restored")
+        if self._world.rank_of_node == 0:
+            _remove(directory)
         self._restored_seconds = self._progress.seconds
         if self._world.is_first:
             self._books.tell("restored", f"goes on from step {self._progress.step} ({chosen})")
+
+    def _warn(self, text: str) -> None:
+        self._books.tell("warning", text)
+
+    def _check(self, directory: Path) -> None:
+        check(self._engine, directory, self._description())
 
     def _description(self) -> Description:
         model = self._job.model
@@ -263,6 +424,12 @@ class Trainer:
     def _record(self, kind: str, step: int, values: dict[str, float], scores: Scores | None = None) -> None:
         samples = scores.samples if scores else ()
         self._books.record(Point(kind, self._generation, step, time.time(), values, samples))  # type: ignore[arg-type]
+
+
+def _remove(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
 
 
 def _epochs(loaded: Loaded) -> float:

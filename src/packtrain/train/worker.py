@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
 import torch
 
 from packtrain.control import (
@@ -22,48 +23,58 @@ from packtrain.control import (
     end_with_parent,
 )
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, PacktrainError
+from packtrain.errors import PacktrainError
 from packtrain.recipes import recipe_class
 from packtrain.runs import Run
 from packtrain.store import open_store
-from packtrain.train.engine import NotANumber
+from packtrain.train.clock import clock_of
+from packtrain.train.failure import cause_of, in_one_line, is_hopeless
+from packtrain.train.notice import Notice
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
-_HOPELESS = (Mistake, NotANumber)
 
-
-def main() -> int:
+def main(notice: Notice) -> int:
     end_with_parent(signal.SIGKILL)
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
-    rank = int(os.environ["RANK"])
+    worker = Worker(control, notice)
     try:
-        work(control)
+        worker.work()
         return 0
-    except PacktrainError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        control.tell_error(WorkerError(rank, str(error), isinstance(error, _HOPELESS), time.time()))
     except Exception as error:
-        traceback.print_exc()
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-        control.tell_error(WorkerError(rank, text, False, time.time()))
+        if not isinstance(error, PacktrainError):
+            traceback.print_exc()
+        text = in_one_line(error)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        rank = int(os.environ["RANK"])
+        control.tell_error(
+            WorkerError(rank, text, is_hopeless(error), time.time(), cause_of(error), worker.step_of_failure())
+        )
     return 1
 
 
-def work(control: Control) -> None:
-    run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
-    job = run.job
-    assert job.recipe is not None
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
-    recipe = recipe_class(job.recipe)(job, pack)
-    world = World.join()
-    try:
-        Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control).train()
-    finally:
-        world.leave()
+class Worker:
+    def __init__(self, control: Control, notice: Notice) -> None:
+        self._control, self._notice = control, notice
+        self._trainer: Trainer | None = None
 
+    def work(self) -> None:
+        run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
+        job = run.job
+        assert job.recipe is not None
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
+        recipe = recipe_class(job.recipe)(job, pack)
+        world = World.join()
+        generation = int(os.environ[GENERATION_VARIABLE])
+        try:
+            clock = clock_of(world.device)
+            clock.add("start", time.time() - psutil.Process().create_time())
+            self._trainer = Trainer(run, recipe, world, generation, self._control, self._notice, clock)
+            self._trainer.train()
+        finally:
+            world.leave()
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def step_of_failure(self) -> int | None:
+        """The step that was to be made; None before the first."""
+        return None if self._trainer is None else self._trainer.step + 1

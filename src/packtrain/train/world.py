@@ -17,10 +17,15 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class World:
-    """This worker's place: `rank` of `num_ranks`. Alone, it needs no process group."""
+    """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine.
 
-    def __init__(self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    Alone, it needs no process group.
+    """
+
+    def __init__(
+        self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None, rank_of_node: int = 0
+    ) -> None:
+        self.rank, self.num_ranks, self.rank_of_node = rank, num_ranks, rank_of_node
         self.device = device or torch.device("cpu")
 
     @classmethod
@@ -32,7 +37,7 @@ class World:
         if on_gpu:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(dist.get_rank(), dist.get_world_size(), device, local_rank)
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -45,6 +50,33 @@ class World:
     def begin_sum(self, values: Tensor) -> dist.Work | None:
         """Starts to add up `values` over all ranks, in place; wait for the work before reading them."""
         return dist.all_reduce(values, async_op=True) if self.num_ranks > 1 else None
+
+    def average(self, values: Tensor) -> None:
+        """The mean over all ranks, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values)
+            values.div_(self.num_ranks)
+
+    def broadcast(self, values: Tensor) -> None:
+        """What the first rank has, in place."""
+        if self.num_ranks > 1:
+            dist.broadcast(values, 0)
+
+    def gather_tensor(self, values: Tensor) -> list[Tensor]:
+        """What every rank has, on the first; nothing on the others."""
+        if self.num_ranks == 1:
+            return [values]
+        here = values.to(self.device)
+        rows = [torch.empty_like(here) for _ in range(self.num_ranks)] if self.is_first else None
+        dist.gather(here, rows)
+        return rows or []
+
+    def any(self, here: bool) -> bool:
+        """Whether it holds on any rank. All of them ask."""
+        votes = torch.tensor([float(here)], device=self.device)
+        if self.num_ranks > 1:
+            dist.all_reduce(votes)
+        return float(votes) > 0
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank has, in the order of ranks, on all of them."""

@@ -1,0 +1,52 @@
+"""Which samples made a loss that is not finite: each is tried by itself, on weights that have not changed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from packtrain.data.loader import Loaded
+from packtrain.learning import Exchange, Fsdp, LocalSteps
+from packtrain.recipes import Recipe
+from packtrain.train.engine import Engine
+from packtrain.train.world import World
+
+_TRIED, _NAMED = 256, 5
+
+
+def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, loaded: Loaded) -> str:
+    """A few words that name them; where all ranks come here together, those of every rank."""
+    alone = isinstance(exchange, LocalSteps)
+    guilty = [] if isinstance(exchange, Fsdp) and world.num_ranks > 1 else _guilty(engine, recipe, world, loaded)
+    if not alone:
+        told = b" ".join(part for part in world.gather(" ".join(map(str, guilty)).encode()) if part)
+        guilty = [int(word) for word in told.split()]
+    if guilty:
+        return f"its samples {_named(recipe, guilty)} make a loss that is not finite"
+    return f"none of its samples alone does it; the batch begins with {_named(recipe, loaded.ids.tolist())}"
+
+
+def _guilty(engine: Engine, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
+    found = []
+    for sample in loaded.ids[:_TRIED]:
+        arrays = recipe.batch(loaded.ids[loaded.ids == sample][:1], loaded.at.epoch)
+        batch = {name: torch.from_numpy(array).to(world.device) for name, array in arrays.items()}
+        if not math.isfinite(engine.losses(batch)):
+            found.append(int(sample))
+    return found
+
+
+def _named(recipe: Recipe, samples: list[int]) -> str:
+    """Samples by their source and their place in it, as a person would look for them."""
+    names = [_place(recipe.pack.manifest.splits["train"].sources, sample) for sample in samples[:_NAMED]]
+    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
+    return ", ".join(names) + more
+
+
+def _place(sources: tuple[int, ...], sample: int) -> str:
+    for number, count in enumerate(sources):
+        if sample < count:
+            return f"{sample} of data.train.{number}"
+        sample -= count
+    return str(sample)
