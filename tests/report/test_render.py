@@ -9,9 +9,10 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.report import report_place, write_report
+from packtrain.report.goodput import Goodput
 from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
-from packtrain.runs import Event, Point, Result, Run, Sample, create_run
+from packtrain.runs import Event, Point, Result, Run, Sample, Spent, create_run
 from packtrain.store import Store
 from report.pages import Page
 
@@ -57,8 +58,13 @@ def test_a_program_s_run_has_a_page(directory_store: Store) -> None:
 def test_a_finished_run_shows_its_scores_curves_times_samples_and_job(run: Run) -> None:
     points = [trained(1), trained(2), validated(2, (Sample("in", "wanted", "out"),), loss=3.0, bleu=12.345)]
     result = Result("finished", "reached 10 steps", 2, 60.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
+    writer = run.spent_writer("0")
+    for rank in (0, 1):
+        writer.append(Spent(1.0, 1, rank, 2, {"forward": 3.0, "wait": 1.0}))
+    writer.flush()
     page = page_of(run, points, result)
     said = " ".join(page.text)
+    assert "100.0% of 4.0 s went into steps that the model has kept." in said
     for words in ("finished", "reached 10 steps", "20.00", "12.35", "tok:13a|v:2", "Where the time went", "Samples"):
         assert words in said
     for words in ("in", "wanted", "out"):
@@ -93,7 +99,7 @@ def test_every_text_is_escaped(run: Run) -> None:
     summary = Summary(
         run=EVIL, state="failed", reason=EVIL, what=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
         unit=EVIL, units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
-        time_spent={"data": 1.0},
+        goodput=Goodput(0.0, {"data": 1.0}),
     )  # fmt: skip
     points = [
         trained(1, **{EVIL: 5.0}),
@@ -153,7 +159,7 @@ def test_the_report_is_written_where_it_says(any_store: Store, tmp_path: Path) -
 def test_a_report_can_be_written_again(directory_store: Store, tmp_path: Path) -> None:
     run = create_run(directory_store, job_of(tmp_path), b"", None)
     write_report(run)
-    assert "interrupted" in directory_store.get(run.key("report.html")).decode()
+    assert "waiting" in directory_store.get(run.key("report.html")).decode()
     run.finish(Result("stopped", "asked to", 0, 5.0))
     write_report(run)
     assert "asked to" in directory_store.get(run.key("report.html")).decode()

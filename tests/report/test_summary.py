@@ -6,8 +6,9 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.job import Job
-from packtrain.report.summary import Summary, summarise, summary_of, time_spent, units_per_second
-from packtrain.runs import Generation, Member, Node, Point, Result, Run, Telemetry, create_run
+from packtrain.members import Generation, Member, Node, Telemetry
+from packtrain.report.summary import Summary, summarise, summary_of, units_per_second
+from packtrain.runs import Point, Result, Run, create_run
 from packtrain.store import Store
 
 
@@ -48,7 +49,7 @@ def test_a_run_with_no_points_is_at_its_beginning(run: Run) -> None:
     assert (summary.run, summary.state, summary.reason) == ("greetings-1", "running", "")
     assert (summary.step, summary.goal, summary.seconds) == (0, 10, 0.0)
     assert (summary.loss, summary.rate, summary.units_per_second) == (None, None, None)
-    assert (summary.scores, summary.time_spent, summary.machines, summary.headline) == ({}, {}, (), "")
+    assert (summary.scores, summary.goodput.parts, summary.machines, summary.headline) == ({}, {}, (), "")
 
 
 def test_a_run_says_what_it_does(run: Run, program: Run) -> None:
@@ -139,19 +140,6 @@ def test_speed_is_what_was_done_by_the_time_it_took() -> None:
     assert units_per_second([trained(1, step_seconds=0.0)], "tokens") is None
 
 
-def test_the_time_spent_adds_up_to_the_whole() -> None:
-    points = [trained(1), trained(2), validated(2, loss=4.0)]
-    spent = time_spent(points, 60.0)
-    assert spent == pytest.approx(
-        {"data": 0.2, "forward": 0.2, "backward": 0.4, "optimizer": 0.1, "evaluation": 2.0, "other": 57.1}
-    )
-    assert sum(spent.values()) == pytest.approx(60.0)
-
-
-def test_before_the_end_the_whole_is_what_the_last_step_says() -> None:
-    assert sum(time_spent([trained(1), trained(2)], None).values()) == pytest.approx(12.0)
-
-
-def test_no_time_is_less_than_none() -> None:
-    assert time_spent([trained(1, data_seconds=50.0)], 10.0)["other"] == 0.0
-    assert time_spent([], 10.0) == {}
+def test_what_happens_between_steps_does_not_slow_them() -> None:
+    points = [trained(1, tokens=100.0, step_seconds=9.0, evaluation_seconds=5.0, save_seconds=1.0, start_seconds=2.0)]
+    assert units_per_second(points, "tokens") == pytest.approx(100)

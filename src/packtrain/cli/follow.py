@@ -17,6 +17,7 @@ from packtrain.errors import EXIT_UNFINISHED, RunFailed
 from packtrain.fleet import Started
 from packtrain.job import Job
 from packtrain.report import report_place, write_report
+from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
 from packtrain.runs import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
 from packtrain.units import show_count, show_seconds
@@ -68,6 +69,8 @@ class Follower:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._points, self._events = run.points(), run.events()
         self._steps: list[Point] = []
+        self._budget_left: float | None = None
+        self._began = 0.0
         self._status = "starting"
         self._plain_at = time.monotonic()
 
@@ -108,26 +111,35 @@ class Follower:
         for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
             if point.kind == "start":
                 self._steps.clear()
+                self._budget_left, self._began = self._allowed(point.generation), point.time
             elif point.kind == "train":
                 self._steps = [*self._steps[-_SPEED_STEPS:], point]
             elif point.kind in ("valid", "test"):
                 scores = "  ".join(f"{name} [bold]{value:.3f}[/bold]" for name, value in _scores(point).items())
                 self._screen.print(f"[dim]{point.kind:>10}[/dim]  step {point.step:,}  {scores}")
 
+    def _allowed(self, number: int) -> float | None:
+        """What the budget left to a generation when it began."""
+        generations = [one for one in self._run.generations() if one.number == number]
+        return generations[0].seconds_left if generations else None
+
+    def _left(self) -> float | None:
+        return None if self._budget_left is None else self._budget_left - (self._steps[-1].time - self._began)
+
     def _say(self, event: Event) -> None:
         style = "yellow" if event.kind in ("warning", "failure", "lost", "failed") else "dim"
         self._screen.print(f"[{style}]{event.kind:>10}[/{style}]  {escape(event.text)}")
 
     def _show(self, live: Live) -> None:
-        line = progress_line(self._job, self._steps) if self._steps else "  starting"
+        line = progress_line(self._job, self._steps, self._left()) if self._steps else "  starting"
         live.update(Text(line, style="cyan"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
             self._screen.print(line)
 
 
-def progress_line(job: Job, steps: Sequence[Point]) -> str:
-    """Where a run of a recipe is: step, loss, rate, speed, time left."""
+def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = None) -> str:
+    """Where a run of a recipe is: step, loss, rate, speed, time left, budget left in seconds."""
     last = steps[-1].values
     duration = job.train.duration
     done = {"steps": float(steps[-1].step), "epochs": last["epoch"], "seconds": last["elapsed_seconds"]}[duration.unit]
@@ -141,6 +153,7 @@ def progress_line(job: Job, steps: Sequence[Point]) -> str:
     return (
         f"{bar} step {steps[-1].step:,}  loss {loss:.3f}  rate {last['rate']:.2g}"
         f"  {show_count(speed)} {job.train.batch.unit}/s  {left} left"
+        + ("" if budget_left is None else f"  budget {show_seconds(max(0.0, budget_left))}")
     )
 
 
@@ -162,6 +175,13 @@ def _last_line(log: Path | None) -> str:
     return lines[-1] if lines else "it wrote nothing"
 
 
+def _where_time_went(times: Goodput) -> str:
+    """The share of useful time, and the three largest of the rest."""
+    losses = sorted(((part, name) for name, part in times.parts.items() if name not in COMPUTING), reverse=True)
+    named = ", ".join(f"{name} {part / times.seconds:.0%}" for part, name in losses[:3])
+    return f"{times.fraction:.0%} in steps" + (f"; {named}" if named else "")
+
+
 def print_summary(screen: Console, run: Run, summary: Summary) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
@@ -175,6 +195,8 @@ def print_summary(screen: Console, run: Run, summary: Summary) -> None:
     table.add_row("step", f"{summary.step:,}{goal}  in {show_seconds(summary.seconds)}")
     if summary.units_per_second:
         table.add_row("speed", f"{show_count(summary.units_per_second)} {summary.unit} a second")
+    if summary.goodput.fraction is not None:
+        table.add_row("time", _where_time_went(summary.goodput))
     for name, value in summary.scores.items():
         signature = summary.signatures.get(name, "")
         table.add_row(name.replace(".", " "), f"[bold]{value:.2f}[/bold]  [dim]{escape(signature)}[/dim]")

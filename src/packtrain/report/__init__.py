@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from packtrain.report.render import render
 from packtrain.report.summary import summary_of
-from packtrain.runs import Run
+from packtrain.runs import Run, surviving
 
 __all__ = ["report_place", "write_report"]
 
 
 def write_report(run: Run) -> str:
     """Renders the report from what the store holds now, puts it there, and says where it is."""
-    points, result = run.metrics(), run.result()
+    raw, result = run.points().read(), run.result()
     events = sorted(run.events().read(), key=lambda event: event.time)
-    summary = summary_of(run, result.status if result else run.state(), points, result)
-    run.store.put(run.key("report.html"), render(run.job, summary, points, events).encode())
+    summary = summary_of(run, result.status if result else run.state(), raw, result)
+    run.store.put(run.key("report.html"), render(run.job, summary, surviving(raw), events).encode())
     return report_place(run)
 
 

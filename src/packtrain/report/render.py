@@ -9,8 +9,9 @@ from html import escape
 
 from packtrain.job import Job
 from packtrain.report.chart import Series, line_chart
+from packtrain.report.goodput import ORDER, Goodput, RankTime
 from packtrain.report.page import page
-from packtrain.report.summary import Summary
+from packtrain.report.summary import Summary, step_seconds
 from packtrain.runs import Event, Point, Sample
 from packtrain.units import show_count, show_seconds
 
@@ -29,15 +30,7 @@ code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
 .state-finished { color: var(--s2); } .state-failed { color: var(--s1); } .warning td { color: var(--s1); }
 """
-_SPAN_WORDS = {
-    "data": "waiting for data",
-    "forward": "forward",
-    "backward": "backward and exchange",
-    "optimizer": "optimiser",
-    "evaluation": "evaluation",
-    "other": "start, saving and the rest",
-}
-_SHOWN_EVENTS = 200
+_SHOWN_EVENTS, _SHOWN_RANKS = 200, 64
 
 
 def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence[Event]) -> str:
@@ -49,7 +42,7 @@ def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence
         _cards(summary),
         _signatures(summary),
         _charts(points, summary.unit),
-        _time_spent(summary),
+        _time_spent(summary.goodput),
         _samples(samples),
         _events(events),
         f"<h2>Job</h2><pre>{escape(json.dumps(job.model_dump(mode='json'), indent=2))}</pre>",
@@ -90,7 +83,7 @@ def _charts(points: Sequence[Point], unit: str) -> str:
         line_chart("gradient norm", [_series("norm", steps, "gradient_norm")]),
     ]
     if unit:
-        speeds = [(float(one.step), one.values[unit] / one.values["step_seconds"]) for one in steps]
+        speeds = [(float(one.step), one.values[unit] / step_seconds(one)) for one in steps if step_seconds(one) > 0]
         charts.append(line_chart(f"{unit} a second", [Series(unit, speeds)]))
     return f'<h2>Training</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
@@ -99,20 +92,40 @@ def _series(name: str, points: Sequence[Point], value: str, marked: bool = False
     return Series(name, [(float(one.step), one.values[value]) for one in points if value in one.values], marked)
 
 
-def _time_spent(summary: Summary) -> str:
-    total = sum(summary.time_spent.values())
-    if not total:
+def _time_spent(times: Goodput) -> str:
+    if not times.seconds:
         return ""
     bars, rows = [], []
-    for number, (name, seconds) in enumerate(summary.time_spent.items()):
-        share, shade = seconds / total, 1 - (number // 4) * 0.45
-        words = f"{_SPAN_WORDS[name]}: {show_seconds(seconds)}, {share:.1%}"
+    parts = [(words, times.parts[name]) for name, words in ORDER.items() if times.parts.get(name)]
+    for number, (words, seconds) in enumerate(parts):
+        share, shade = seconds / times.seconds, 1 - (number // 4) * 0.35
+        text = f"{words}: {show_seconds(seconds)}, {share:.1%}"
         bars.append(
-            f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade}"'
-            f' title="{escape(words)}"></span>'
+            f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade:.2f}"'
+            f' title="{escape(text)}"></span>'
         )
-        rows.append(f'<span class="key s{number % 4}" style="opacity:{shade}">{escape(words)}</span>')
-    return f'<h2>Where the time went</h2><div class="bar">{"".join(bars)}</div><p>{"".join(rows)}</p>'
+        rows.append(f'<span class="key s{number % 4}" style="opacity:{shade:.2f}">{escape(text)}</span>')
+    said = f"{times.fraction:.1%} of {show_seconds(times.seconds)} went into steps that the model has kept."
+    return (
+        f'<h2>Where the time went</h2><p>{said}</p><div class="bar">{"".join(bars)}</div><p>{"".join(rows)}</p>'
+        + _ranks(times.ranks)
+    )
+
+
+def _ranks(ranks: Sequence[RankTime]) -> str:
+    """Each rank's time, side by side: who waits for whom."""
+    if len(ranks) < 2:
+        return ""
+    spans = [span for span in ORDER if any(one.seconds.get(span) for one in ranks)]
+    head = "".join(f"<th>{escape(span)}</th>" for span in spans)
+    rows = "".join(
+        f"<tr><td>{one.rank}</td>"
+        + "".join(f"<td>{one.seconds.get(span, 0.0) / sum(one.seconds.values()):.1%}</td>" for span in spans)
+        + "</tr>"
+        for one in ranks[:_SHOWN_RANKS]
+    )
+    left_out = f"<p class=dim>the first {_SHOWN_RANKS} of {len(ranks):,} ranks</p>" if len(ranks) > _SHOWN_RANKS else ""
+    return f"{left_out}<table><tr><th>rank</th>{head}</tr>{rows}</table>"
 
 
 def _samples(samples: Iterable[Sample]) -> str:

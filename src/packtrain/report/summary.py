@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from packtrain.recipes import recipe_class
-from packtrain.runs import Point, Result, Run, State
+from packtrain.recipes import RECIPES, recipe_class
+from packtrain.report.goodput import Goodput, goodput
+from packtrain.runs import Point, Result, Run, State, surviving
 
 _RECENT_STEPS = 50
-SPANS = ("data", "forward", "backward", "optimizer")
+_BETWEEN = ("start", "evaluation", "save")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Summary:
     signatures: dict[str, str]
     generations: int
     machines: tuple[Machine, ...] = ()
-    time_spent: dict[str, float] = field(default_factory=dict)
+    goodput: Goodput = field(default_factory=Goodput)
 
     @property
     def headline(self) -> str:
@@ -53,11 +54,12 @@ class Summary:
 
 
 def summarise(run: Run, state: State) -> Summary:
-    return summary_of(run, state, run.metrics(), run.result())
+    return summary_of(run, state, run.points().read(), run.result())
 
 
-def summary_of(run: Run, state: State, points: Sequence[Point], result: Result | None) -> Summary:
-    job = run.job
+def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | None) -> Summary:
+    """`raw` are the points of all generations, also of those whose steps were lost."""
+    job, generations, points = run.job, run.generations(), surviving(raw)
     steps = [point for point in points if point.kind == "train"]
     recent = steps[-_RECENT_STEPS:]
     unit = job.train.batch.unit if job.recipe else ""
@@ -71,13 +73,13 @@ def summary_of(run: Run, state: State, points: Sequence[Point], result: Result |
         goal=goal,
         loss=_mean([point.values["loss"] for point in recent]),
         rate=recent[-1].values["rate"] if recent else None,
-        measure=recipe_class(job.recipe).measure_of_best if job.recipe else "",
+        measure=_measure(run),
         unit=unit,
         units_per_second=units_per_second(recent, unit),
         seconds=result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
         scores=_scores(points) | (result.scores if result else {}),
         signatures=result.signatures if result else {},
-        generations=len(run.generations()),
+        generations=len(generations),
         machines=tuple(
             Machine(
                 node.node, node.workers, not node.left and state == "running",
@@ -85,8 +87,16 @@ def summary_of(run: Run, state: State, points: Sequence[Point], result: Result |
             )
             for node in run.nodes()
         ),
-        time_spent=time_spent(points, result.seconds if result else None),
+        goodput=goodput(generations, raw, run.spent().read()),
     )  # fmt: skip
+
+
+def _measure(run: Run) -> str:
+    """The score that says most. A job with an own recipe names it: nobody's code is run to look at a run."""
+    recipe = run.job.recipe
+    if recipe is not None and recipe in RECIPES:
+        return recipe_class(recipe).measure_of_best
+    return run.job.checkpoint.best_by or ""
 
 
 def _what(run: Run) -> str:
@@ -112,19 +122,11 @@ def _scores(points: Sequence[Point]) -> dict[str, float]:
 
 
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
-    seconds = sum(point.values["step_seconds"] for point in steps)
+    seconds = sum(step_seconds(point) for point in steps)
     return sum(point.values[unit] for point in steps) / seconds if seconds else None
 
 
-def time_spent(points: Sequence[Point], total: float | None) -> dict[str, float]:
-    """Where the first rank's time went, in seconds. `other` is what no span claims: starts, saves, lost steps."""
-    steps = [point.values for point in points if point.kind == "train"]
-    if not steps:
-        return {}
-    spent = {name: sum(values[f"{name}_seconds"] for values in steps) for name in SPANS}
-    spent["evaluation"] = sum(
-        point.values["evaluation_seconds"] for point in points if "evaluation_seconds" in point.values
-    )
-    whole = total if total is not None else steps[-1]["elapsed_seconds"]
-    spent["other"] = max(0.0, whole - sum(spent.values()))
-    return spent
+def step_seconds(point: Point) -> float:
+    """What a step took, without what happened between it and the one before."""
+    between = sum(point.values.get(f"{span}_seconds", 0.0) for span in _BETWEEN)
+    return point.values["step_seconds"] - between

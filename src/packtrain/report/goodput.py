@@ -1,0 +1,104 @@
+"""Where a run's time went, and how much of it was useful: pure, out of what workers and generations wrote down."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from packtrain.members import Generation
+from packtrain.runs import Point, Spent, surviving
+
+COMPUTING = ("forward", "backward", "exchange", "wait", "optimizer")
+"""Spans in which steps are made; what else there is keeps a run from them."""
+_AWAY = ("start", "resumed")  # causes of generations before which nobody was at work
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where one rank's time went, over all generations."""
+
+    rank: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """`parts` add up to the time in which the run had machines; `useful` is what made steps that survived."""
+
+    useful: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    ranks: tuple[RankTime, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float | None:
+        return self.useful / self.seconds if self.seconds else None
+
+
+def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[Spent]) -> Goodput:
+    """The time of a run, by the first rank's clock in each generation."""
+    first = [one for one in spent if one.rank == 0]
+    parts: defaultdict[str, float] = defaultdict(float)
+    causes = {generation.number: generation.cause for generation in generations}
+    lost = lost_seconds(points)
+    ended: float | None = None
+    for number in sorted({one.generation for one in first}):
+        records = sorted((one for one in first if one.generation == number), key=lambda one: one.time)
+        seconds = _added(records)
+        again = causes.get(number, "start") not in _AWAY
+        if again and ended is not None:
+            began = records[0].time - sum(records[0].seconds.values())
+            parts["recovery"] += max(0.0, began - ended)
+        parts["recovery" if again else "start"] += seconds.pop("start", 0.0)
+        computing = sum(seconds.get(span, 0.0) for span in COMPUTING)
+        kept = max(0.0, 1 - lost.get(number, 0.0) / computing) if computing else 1.0
+        for span, one in seconds.items():
+            parts[span] += one * kept if span in COMPUTING else one
+        parts["lost steps"] += computing * (1 - kept)
+        ended = records[-1].time
+    useful = sum(parts[span] for span in COMPUTING)
+    return Goodput(useful, {name: one for name, one in parts.items() if one > 0}, _by_rank(spent))
+
+
+def lost_seconds(points: Sequence[Point]) -> dict[int, float]:
+    """The computing time of each generation's steps that no later one went on from."""
+    kept = {(point.generation, point.step) for point in surviving(points) if point.kind == "train"}
+    lost: defaultdict[int, float] = defaultdict(float)
+    for point in points:
+        if point.kind == "train" and (point.generation, point.step) not in kept:
+            lost[point.generation] += sum(point.values.get(f"{span}_seconds", 0.0) for span in COMPUTING)
+    return dict(lost)
+
+
+def _by_rank(spent: Sequence[Spent]) -> tuple[RankTime, ...]:
+    ranks = sorted({one.rank for one in spent})
+    return tuple(RankTime(rank, _added([one for one in spent if one.rank == rank])) for rank in ranks)
+
+
+def _added(records: Sequence[Spent]) -> dict[str, float]:
+    total: defaultdict[str, float] = defaultdict(float)
+    for record in records:
+        for span, seconds in record.seconds.items():
+            total[span] += seconds
+    return dict(total)
+
+
+ORDER: Mapping[str, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "exchange": "exchange that computing did not hide",
+    "wait": "waiting for the slowest rank",
+    "optimizer": "optimiser",
+    "data": "waiting for data",
+    "save": "copying for checkpoints",
+    "evaluation": "evaluation",
+    "start": "start",
+    "recovery": "recovery",
+    "lost steps": "steps that were lost",
+    "other": "keeping records",
+}
+"""The parts in the order in which they are shown, in words."""

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+
+from packtrain.members import Cause, Generation, Member
+from packtrain.report.goodput import COMPUTING, ORDER, goodput, lost_seconds
+from packtrain.runs import Point, Spent
+from packtrain.train.clock import SPANS
+
+
+def generation(number: int, cause: Cause = "start") -> Generation:
+    return Generation(number, (Member("n0", "::1", 1),), 1, "", cause=cause)
+
+
+def spent(time: float, generation: int = 1, rank: int = 0, **seconds: float) -> Spent:
+    return Spent(time, generation, rank, 1, seconds)
+
+
+def step(number: int, generation: int = 1, forward: float = 1.0) -> Point:
+    return Point("train", generation, number, 0.0, {"forward_seconds": forward})
+
+
+def began(at: int, generation: int) -> Point:
+    return Point("start", generation, at, 0.0, {})
+
+
+def test_a_run_that_wrote_nothing_has_no_goodput() -> None:
+    times = goodput([], [], [])
+    assert (times.seconds, times.useful, times.fraction, times.ranks) == (0.0, 0.0, None, ())
+
+
+def test_the_parts_add_up_to_the_time_that_passed() -> None:
+    records = [spent(110.0, start=4.0, forward=3.0, data=2.0, save=1.0), spent(120.0, forward=7.0, evaluation=3.0)]
+    times = goodput([generation(1)], [began(0, 1), step(1), step(2)], records)
+    assert times.seconds == pytest.approx(20.0)
+    assert times.parts == {"start": 4.0, "forward": 10.0, "data": 2.0, "save": 1.0, "evaluation": 3.0}
+    assert times.fraction == pytest.approx(0.5)
+
+
+def test_steps_that_nobody_went_on_from_are_lost_and_not_useful() -> None:
+    points = [began(0, 1), step(1), step(2, forward=3.0), began(1, 2), step(2, 2)]
+    assert lost_seconds(points) == {1: 3.0}
+    records = [spent(10.0, forward=4.0, data=6.0), spent(20.0, generation=2, forward=1.0)]
+    times = goodput([generation(1), generation(2, "program")], points, records)
+    assert times.parts["lost steps"] == pytest.approx(3.0)
+    assert times.useful == pytest.approx(2.0)
+
+
+def test_more_is_never_lost_than_was_computed() -> None:
+    times = goodput([generation(1)], [began(0, 1), step(5, forward=9.0), began(0, 2)], [spent(9.0, forward=4.0)])
+    assert (times.useful, times.parts) == (0.0, {"lost steps": 4.0})
+
+
+def test_the_time_from_a_failure_to_the_next_step_is_recovery() -> None:
+    records = [spent(100.0, start=2.0, forward=8.0), spent(120.0, generation=2, start=5.0, forward=5.0)]
+    times = goodput([generation(1), generation(2, "machine")], [], records)
+    assert times.parts["recovery"] == pytest.approx(10.0 + 5.0)
+    assert times.parts["start"] == pytest.approx(2.0)
+
+
+def test_the_time_in_which_a_run_was_stopped_does_not_count() -> None:
+    records = [spent(100.0, forward=10.0), spent(5000.0, generation=2, start=1.0, forward=9.0)]
+    times = goodput([generation(1), generation(2, "resumed")], [], records)
+    assert times.seconds == pytest.approx(20.0)
+    assert times.parts["start"] == pytest.approx(1.0)
+
+
+def test_clocks_that_disagree_take_no_time_away() -> None:
+    records = [spent(9000.0, forward=10.0), spent(100.0, generation=2, forward=10.0)]
+    times = goodput([generation(1), generation(2, "machine")], [], records)
+    assert times.seconds == pytest.approx(20.0)
+
+
+def test_every_rank_has_its_own_account() -> None:
+    records = [spent(1.0, forward=1.0), spent(1.0, rank=1, wait=2.0), spent(2.0, rank=1, wait=1.0)]
+    assert [(one.rank, one.seconds) for one in goodput([], [], records).ranks] == [
+        (0, {"forward": 1.0}),
+        (1, {"wait": 3.0}),
+    ]
+
+
+def test_every_span_of_a_worker_has_words_in_the_report() -> None:
+    assert set(SPANS) <= set(ORDER)
+    assert set(COMPUTING) <= set(SPANS)
