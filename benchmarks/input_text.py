@@ -144,7 +144,7 @@ def padding(source: Ids, target: Ids, batches: Sequence[Ids]) -> float:
 
 
 def order_of(source: Ids, target: Ids, budget: int) -> Order:
-    return Order(target - 1, likeness(source, target), budget, 1, np.maximum(source, target))
+    return Order(target - 1, likeness(source, target), lambda _: budget, 1, np.maximum(source, target))
 
 
 def notes_on_order(source: Ids, target: Ids, once: int) -> Iterator[str]:
@@ -157,8 +157,10 @@ def notes_on_order(source: Ids, target: Ids, once: int) -> Iterator[str]:
     orders = {
         "pairs, 640 tokens": order_of(*large, 640),
         "pairs, 25,000 tokens": order_of(*large, 25000),
-        "images, 256": Order(ones, ones, 256, 1),
-        "images, 256, weights 2 and 0.5": Order(ones, ones, 256, 1, None, (LARGE // 2, LARGE - LARGE // 2), (2.0, 0.5)),
+        "images, 256": Order(ones, ones, lambda _: 256, 1),
+        "images, 256, weights 2 and 0.5": Order(
+            ones, ones, lambda _: 256, 1, None, (LARGE // 2, LARGE - LARGE // 2), (2.0, 0.5)
+        ),
     }
     for name, order in orders.items():
         started = time.perf_counter()

@@ -1,9 +1,11 @@
-"""What Packtrain adds to a training step, against a bare PyTorch loop with the same model and batches.
+"""What Packtrain adds to a training step, against loops with the same model and batches.
 
     python benchmarks/step.py [--json] [--rounds 5] [--steps 60]
 
-Both run in this process on one thread, in turns. The bare loop does what any script would: make the batch,
-forward, backward, clip, Adam, EMA. Ours is the whole Trainer: loader, sums over ranks, metrics into a store.
+All run in this process on one thread, in turns. The bare loop does what any script would: make the batch, forward,
+backward, clip, Adam, EMA; Lightning Fabric and Accelerate do the same in their own words. Ours is the whole Trainer:
+loader, sums over ranks, the watch, metrics into a store. CPU time counts all threads; on a machine that others use
+too it repeats better than the time on the wall. JoeyNMT has a model of its own: benchmarks/translate.py.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ import itertools
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bench
 from packtrain.code import archive
@@ -32,7 +38,8 @@ from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.runs import create_run
 from packtrain.store import Store, open_store
-from packtrain.train.schedule import rate_of
+from packtrain.train.clock import Clock
+from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
@@ -40,40 +47,97 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 WARM_UP_STEPS = 5
 
 
-def bare(job: Job, recipe: Recipe, steps: int) -> float:
-    """Seconds a step of a plain loop, after a few to warm up."""
+@dataclass
+class Timer:
+    """Both clocks after every step."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.wall.append(time.perf_counter())
+        self.processor.append(time.process_time())
+
+    def seconds_a_step(self) -> tuple[float, float]:
+        steps = len(self.wall) - WARM_UP_STEPS
+        return tuple((one[-1] - one[WARM_UP_STEPS - 1]) / steps for one in (self.wall, self.processor))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a library says what a loop does."""
+
+    set_up: Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, Any]] = lambda model, optimizer: (model, optimizer)
+    backward: Callable[[Tensor], object] = lambda loss: loss.backward()
+    clip: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda model, _: nn.utils.clip_grad_norm_(
+        model.parameters(), 1.0
+    )
+
+
+def fabric() -> Words:
+    from lightning_fabric import Fabric
+
+    made = Fabric(accelerator="cpu", devices=1)
+    return Words(
+        made.setup, made.backward, lambda model, optimizer: made.clip_gradients(model, optimizer, max_norm=1.0)
+    )
+
+
+def accelerate() -> Words:
+    from accelerate import Accelerator
+
+    made = Accelerator(cpu=True)
+    return Words(made.prepare, made.backward, lambda model, _: made.clip_grad_norm_(model.parameters(), 1.0))
+
+
+PEERS = {"Lightning Fabric": ("lightning_fabric", fabric), "Accelerate": ("accelerate", accelerate)}
+
+
+def loop(job: Job, recipe: Recipe, steps: int, words: Words) -> tuple[float, float]:
     torch.manual_seed(1)
-    model = recipe.build_model()
+    model, optimizer = words.set_up(*_model_and_optimizer(recipe))
     average = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0, fused=True)
-    rate = rate_of(job.train.schedule, recipe.width)
+    rate = rate_of(job.train, recipe.width)
     batches = epoch_batches(recipe.costs, recipe.likeness, job.train.batch.value, job.train.seed, 0)
-    started = 0.0
+    timer = Timer()
     for step, ids in enumerate(itertools.islice(batches, steps)):
-        if step == WARM_UP_STEPS:
-            started = time.perf_counter()
-        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids).items()}
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
         for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+            group["lr"] = rate(Moment(step, 0.0))
         loss = recipe.loss(model, batch) / int(recipe.costs[ids].sum())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        words.backward(loss)
+        words.clip(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_lerp_(average, list(model.parameters()), 0.01)
         loss.item()
-    return (time.perf_counter() - started) / (steps - WARM_UP_STEPS)
+        timer.tick()
+    return timer.seconds_a_step()
 
 
-def ours(job: Job, recipe: Recipe, store: Store) -> float:
-    """Seconds a step of the Trainer: its own clock between the same two steps, whatever happened there."""
-    run = create_run(store, job, archive({}), recipe.pack.name)
+def _model_and_optimizer(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = recipe.build_model()
+    return model, torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+class TimingClock(Clock):
+    def __init__(self, timer: Timer) -> None:
+        super().__init__()
+        self._timer = timer
+
+    def mark(self, span: str) -> None:
+        super().mark(span)
+        if span == "optimizer":
+            self._timer.tick()
+
+
+def ours(recipe: Recipe, store: Store) -> tuple[float, float]:
+    run = create_run(store, recipe.job, archive({}), recipe.pack.name)
+    timer = Timer()
     with tempfile.TemporaryDirectory() as control:
-        trainer = Trainer(run, recipe, World(), 1, Control(Path(control)))
-        trainer.train()
-    clock = [point.values["elapsed_seconds"] for point in run.metrics() if point.kind == "train"]
-    return (clock[-1] - clock[WARM_UP_STEPS - 1]) / (len(clock) - WARM_UP_STEPS)
+        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
+    return timer.seconds_a_step()
 
 
 def main() -> None:
@@ -82,31 +146,44 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     settings = [f"train.duration={options.steps} steps", "checkpoint.every=1 h", "data.test=[]", "data.valid=[]"]
+    peers = {name: make() for name, (module, make) in PEERS.items() if find_spec(module)}
     with tempfile.TemporaryDirectory() as directory:
         job = load_job(EXAMPLE, settings, recipe_defaults).job
         store = open_store(f"{directory}/store")
         manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
         assert job.recipe is not None
         recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))
-        seconds: dict[str, list[float]] = {"bare PyTorch loop": [], "packtrain": []}
-        for _ in range(options.rounds):
-            seconds["bare PyTorch loop"].append(bare(job, recipe, options.steps))
-            seconds["packtrain"].append(ours(job, recipe, store))
-    ratios = [mine / theirs for theirs, mine in zip(*seconds.values(), strict=True)]
-    rows = [
-        {
-            "loop": name,
-            "ms a step": 1000 * bench.median(values),
-            "tokens/s": job.train.batch.value / bench.median(values),
+        contenders: dict[str, Callable[[], tuple[float, float]]] = {
+            "bare PyTorch loop": lambda: loop(job, recipe, options.steps, Words()),
+            "packtrain": lambda: ours(recipe, store),
+            **{name: lambda words=words: loop(job, recipe, options.steps, words) for name, words in peers.items()},  # type: ignore[misc]
         }
-        for name, values in seconds.items()
-    ]
-    overhead = bench.median(ratios) - 1
-    notes = [
-        f"overhead: {overhead:+.1%} (median of {options.rounds} rounds;"
-        f" {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
-    ]
-    bench.show("A training step", rows, notes, options.json)
+        seconds = {name: [] for name in contenders}  # type: dict[str, list[tuple[float, float]]]
+        for _ in range(options.rounds):
+            for name, contender in contenders.items():
+                seconds[name].append(contender())
+    report(job, seconds, options.json)
+
+
+def report(job: Job, seconds: dict[str, list[tuple[float, float]]], as_json: bool) -> None:
+    bare = seconds["bare PyTorch loop"]
+    rows, notes = [], []
+    for name, rounds in seconds.items():
+        ratios = [one[1] / other[1] for one, other in zip(rounds, bare, strict=True)]
+        wall, processor = (bench.median(values) for values in zip(*rounds, strict=True))
+        low, middle, high = min(ratios) - 1, bench.median(ratios) - 1, max(ratios) - 1
+        rows.append(
+            {
+                "loop": name,
+                "ms a step": 1000 * wall,
+                "CPU ms a step": 1000 * processor,
+                "tokens a CPU second": job.train.batch.value / processor,
+                "to the bare loop": f"{middle:+.1%} ({low:+.1%} to {high:+.1%})",
+            }
+        )
+    notes += [f"{name} is not installed" for name, (module, _) in PEERS.items() if not find_spec(module)]
+    notes.append(f"CPU time to that of the bare loop: median and range of {len(bare)} rounds; tokens without padding")
+    bench.show("A training step", rows, notes, as_json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""What a checkpoint costs: the stall of a save beside training, and the throughput of a run that saves often.
+
+    python benchmarks/checkpoint.py [--json] [--rounds 5] [--megabytes 300] [--steps 100]
+
+The stall is compared with torch.save of the same state (weights and Adam's moments) into a file on the same disk, in
+turns. The throughput is that of the example's Trainer with a save every 20 steps, against one that saves at its end
+only, in the time on the wall and in CPU time of all threads.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+import bench
+from packtrain.checkpoint import commit
+from packtrain.code import archive
+from packtrain.control import Control
+from packtrain.data.pack import Pack
+from packtrain.job import Job
+from packtrain.jobfile import load_job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.runs import create_run
+from packtrain.store import Store, open_store
+from packtrain.train.exchange import Alone
+from packtrain.train.optimizer import optimizer_tensors
+from packtrain.train.state import Buffers, Description, Progress, Snapshot
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+from step import EXAMPLE, Timer, TimingClock
+
+SAVE_EVERY = 20
+WIDTH = 1024
+
+
+def model_of(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Square layers whose weights and moments together take about so much."""
+    layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
+    model, optimizer = model_of(megabytes)
+    exchange, buffers = Alone(model, World()), Buffers()
+    seconds: dict[str, list[float]] = {"torch.save": [], "copy, the step waits": [], "write and commit, beside it": []}
+    job = Job.model_validate({"name": "bench", "program": ["x.py"]})
+    run = create_run(open_store(str(directory / "store")), job, archive({}), None)
+    for number in range(rounds + 1):
+        started = time.perf_counter()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "peer.pt")
+        saved = time.perf_counter()
+        files = {
+            "model.safetensors": exchange.whole(model.state_dict()),
+            "optimizer.safetensors": exchange.whole(optimizer_tensors(optimizer, model)),
+        }
+        snapshot = Snapshot(Description("", "", {}, {}, Progress(number)), buffers.copy(files))
+        copied = time.perf_counter()
+        place = directory / f"save-{number}"
+        place.mkdir()
+        commit(run, number, 1, None, snapshot.write(place))
+        buffers.give_back(snapshot.tensors)
+        done = time.perf_counter()
+        if number:  # the first save of a run makes its memory; all others find it
+            for name, spent in zip(seconds, (saved - started, copied - saved, done - copied), strict=True):
+                seconds[name].append(spent)
+    return seconds
+
+
+def throughput(job: Job, recipe: Recipe, store: Store) -> tuple[float, float]:
+    """Seconds a step on the wall and of CPU."""
+    run = create_run(store, job, archive({}), recipe.pack.name)
+    timer = Timer()
+    with tempfile.TemporaryDirectory() as control:
+        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
+    return timer.seconds_a_step()
+
+
+def saving(rounds: int, steps: int, directory: Path) -> dict[str, list[tuple[float, float]]]:
+    rare, often = (
+        load_job(
+            EXAMPLE,
+            [f"train.duration={steps} steps", f"checkpoint.every={every}", "data.test=[]", "data.valid=[]"],
+            recipe_defaults,
+        ).job
+        for every in ("1 h", f"{SAVE_EVERY} steps")
+    )
+    store = open_store(str(directory / "runs"))
+    manifest = pack(rare.name, rare.data, store, HereAlone(), Plain(lambda _: None))
+    assert rare.recipe is not None
+    seconds: dict[str, list[tuple[float, float]]] = {"rare": [], "often": []}
+    for _ in range(rounds):
+        for name, job in (("rare", rare), ("often", often)):
+            recipe = recipe_class(rare.recipe)(job, Pack(store, manifest.name, directory / "cache"))
+            seconds[name].append(throughput(job, recipe, store))
+    return seconds
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("--megabytes", type=float, default=300.0)
+    arguments.add_argument("--steps", type=int, default=100)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        found = stalls(options.megabytes, options.rounds, Path(name))
+        speeds = saving(options.rounds, options.steps, Path(name))
+    sync, copy, _ = found.values()
+    rows = [{"what": name, "seconds": bench.median(values)} for name, values in found.items()]
+    ratios = [one / other for one, other in zip(copy, sync, strict=True)]
+    costs = [
+        [often[clock] / rare[clock] - 1 for often, rare in zip(speeds["often"], speeds["rare"], strict=True)]
+        for clock in (0, 1)
+    ]
+    notes = [
+        f"the step waits {bench.median(ratios):.1%} of a torch.save of the same {options.megabytes:.0f} MB"
+        f" ({min(ratios):.1%} to {max(ratios):.1%}, {options.rounds} rounds)",
+        *(
+            f"a save every {SAVE_EVERY} steps costs {bench.median(cost):+.1%} of {clock}"
+            f" ({min(cost):+.1%} to {max(cost):+.1%})"
+            for clock, cost in zip(("the time on the wall", "CPU time"), costs, strict=True)
+        ),
+    ]
+    bench.show("A checkpoint", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

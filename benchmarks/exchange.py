@@ -1,0 +1,158 @@
+"""What each exchange of gradients makes of a link: tokens a second on two hosts, and the quality after equal samples.
+
+    sudo python benchmarks/exchange.py [--json] [--rounds 1] [--steps 20] [--quality-steps 300]
+
+Two hosts are two network namespaces with an address each (tests/parts/hosts.py), one worker on each; the link between
+them is shaped to 1 Gbit/s and to 100 Mbit/s. The quality is the validation loss after the same steps of the same
+global batches, which does not depend on the link and is measured without a limit. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import bench
+from packtrain.data.loader import Order, Position, parts
+from packtrain.data.pack import Pack
+from packtrain.jobfile import load_job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.store import open_store
+from packtrain.train.engine import Engine
+from packtrain.train.evaluation import evaluate
+from packtrain.train.schedule import Moment
+from packtrain.train.world import World
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "translate.yaml"
+EXCHANGES = {
+    "ddp": "{ddp: {}}",
+    "ddp, bf16": "{ddp: {compress: bf16}}",
+    "ddp, fp16": "{ddp: {compress: fp16}}",
+    "local, every 20 steps": "{local: {every: 20 steps}}",
+    "fsdp": "{fsdp: {}}",
+}
+LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+WARM_UP_STEPS = 3
+PATIENCE_SECONDS = 900
+
+
+def recipe_of(directory: Path, exchange: str) -> Recipe:
+    settings = [
+        f"train.exchange={exchange}",
+        "train.optimizer={adamw: {decay: 0.0, betas: [0.9, 0.98], epsilon: 1e-9}}",
+    ]
+    job = load_job(EXAMPLE, settings, recipe_defaults).job
+    store = open_store(str(directory / "store"))
+    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
+
+
+def work(directory: Path, exchange: str, steps: int, measured: bool) -> dict[str, float]:
+    """One worker: makes the steps, and says how fast."""
+    torch.set_num_threads(1)
+    world = World.join()
+    recipe = recipe_of(directory, EXCHANGES[exchange])
+    settings = recipe.job.train
+    engine = Engine(recipe, settings, world)
+    order = Order(recipe.costs, recipe.likeness, lambda _: settings.batch.value, settings.seed, recipe.lengths)
+    started, tokens = 0.0, 0
+    for number, loaded in enumerate(parts(order, recipe.batch, Position(), world.rank, world.num_ranks)):
+        if number == WARM_UP_STEPS:
+            started = time.perf_counter()
+        if number == steps:
+            break
+        batches = [{name: torch.from_numpy(array) for name, array in piece.items()} for piece in loaded.pieces]
+        engine.step(Moment(number, 0.0), batches, loaded.cost, loaded.own_cost, number + 1 == steps)
+        tokens += loaded.cost if number >= WARM_UP_STEPS else 0
+    found = {"tokens/s": tokens / (time.perf_counter() - started)}
+    if measured:
+        scores = evaluate(engine, recipe, world, "valid", 0, 1)
+        assert scores is not None
+        found["loss"] = scores.values["loss"]
+    world.leave()
+    return found
+
+
+def on_two_hosts(network: Any, directory: Path, exchange: str, steps: int, measured: bool) -> dict[str, float]:
+    processes = []
+    for rank, host in enumerate(network):
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": network[0].address,
+            "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            str(Path(__file__)),
+            "--work",
+            str(directory),
+            exchange,
+            str(steps),
+            str(int(measured)),
+        ]
+        processes.append(host.popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(outputs[0][1][-2000:] or outputs[1][1][-2000:])
+    found: dict[str, float] = json.loads(outputs[0][0].splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        directory, exchange, steps, measured = sys.argv[2:]
+        print(json.dumps(work(Path(directory), exchange, int(steps), measured == "1")))
+        return
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=1)
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--quality-steps", type=int, default=300)
+    arguments.add_argument("--only", nargs="*", choices=EXCHANGES, default=list(EXCHANGES))
+    options = arguments.parse_args()
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from parts.hosts import hosts, missing
+
+    if reason := missing():
+        bench.show("Exchanges", [{"exchange": "none measured"}], [reason], options.json)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch, shared = Path(name) / "scratch", Path(name) / "shared"
+        scratch.mkdir()
+        shared.mkdir()
+        recipe_of(shared, EXCHANGES["ddp"])
+        with hosts(scratch, 2, shared=[shared, HERE.parent]) as network:
+            for exchange in options.only:
+                row: dict[str, object] = {"exchange": exchange}
+                for link, rate in LINKS.items():
+                    for host in network:
+                        host.rate(rate)
+                    rounds = [
+                        on_two_hosts(network, shared, exchange, options.steps + WARM_UP_STEPS, False)["tokens/s"]
+                        for _ in range(options.rounds)
+                    ]
+                    row[f"tokens/s at {link}"] = float(np.median(rounds))
+                for host in network:
+                    host.rate(None)
+                row["validation loss"] = on_two_hosts(network, shared, exchange, options.quality_steps, True)["loss"]
+                rows.append(row)
+    notes = [f"speed over {options.steps} steps, loss after {options.quality_steps}; two hosts, one thread each"]
+    bench.show("Exchanges of gradients", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""How soon a run steps again after a worker was killed, and what is left of its time under a kill every half a minute.
+
+    python benchmarks/recover.py [--json] [--rounds 3] [--seconds 120] [--every 30]
+
+The example job on two workers, with a save every 20 steps, against what people write by hand: torchrun with restarts
+and a script that saves with torch.save. The same model, batches and kills (SIGKILL of the second worker). Goodput is
+the steps that were kept, at the pace of undisturbed ones, by the time that passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+import bench
+from packtrain.api import RunHandle
+from packtrain.api import run as start_run
+from packtrain.control import RUN_VARIABLE
+from packtrain.runs import Run
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
+SAVE_EVERY = 20
+WARM_STEPS = 2 * SAVE_EVERY + 5
+PATIENCE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was made: when, and in which attempt."""
+
+    number: int
+    attempt: int
+    time: float
+
+
+class Contender(ABC):
+    @abstractmethod
+    def steps(self) -> list[Step]: ...
+
+    @abstractmethod
+    def workers(self) -> list[psutil.Process]: ...
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    def kill_one(self) -> float:
+        """SIGKILL of the worker with the highest rank; when that was."""
+        victim = max(self.workers(), key=lambda worker: int(worker.environ()["RANK"]))
+        at = time.time()
+        victim.kill()
+        return at
+
+    def wait_for(self, steps: int, attempt: int) -> list[Step]:
+        """Until an attempt after `attempt` has made so many steps."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            made = [step for step in self.steps() if step.attempt > attempt]
+            if len(made) >= steps:
+                return made
+            time.sleep(0.1)
+        raise TimeoutError(f"no {steps} steps within {PATIENCE_SECONDS:.0f} s")
+
+
+class Ours(Contender):
+    def __init__(self, directory: Path) -> None:
+        os.environ["PACKTRAIN_CACHE"] = str(directory / "cache")
+        settings = [
+            "train.duration=100000 steps", f"checkpoint.every={SAVE_EVERY} steps", "evaluate.every=100000 steps",
+            "fleet.workers=2", "fleet.failures=1000", f"store={directory / 'store'}",
+        ]  # fmt: skip
+        self._handle: RunHandle = start_run(EXAMPLE, settings)
+        self._run: Run = self._handle._run
+        self._points = self._run.points()
+        self._steps: list[Step] = []
+
+    def steps(self) -> list[Step]:
+        for point in self._points.read():
+            if point.kind == "train":
+                self._steps.append(Step(point.step, point.generation, point.time))
+        self._steps.sort(key=lambda step: (step.attempt, step.number))
+        return self._steps
+
+    def workers(self) -> list[psutil.Process]:
+        return _processes(RUN_VARIABLE, self._run.name, str(self._run.store.url))
+
+    def end(self) -> None:
+        self._handle.stop()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._run.result() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+
+class ByHand(Contender):
+    """torchrun restarts a script that saves with torch.save."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log = directory / "steps.jsonl"
+        self._log.touch()
+        self._mark = str(directory)
+        self._process = subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                "--max-restarts", "1000", str(Path(__file__).parent / "by_hand.py"), str(directory), str(SAVE_EVERY),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "BY_HAND": self._mark},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def steps(self) -> list[Step]:
+        lines = self._log.read_text().splitlines()
+        return [Step(*json.loads(line)) for line in lines if line.endswith("]")]
+
+    def workers(self) -> list[psutil.Process]:
+        return _processes("BY_HAND", self._mark)
+
+    def end(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(PATIENCE_SECONDS)
+
+
+def _processes(variable: str, value: str, store: str | None = None) -> list[psutil.Process]:
+    """The workers whose environment has the variable."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            ours = environment.get(variable) == value and store in (None, environment.get("PACKTRAIN_STORE"))
+            if ours and "RANK" in environment:
+                found.append(process)
+    return found
+
+
+def pace(steps: list[Step]) -> float:
+    """Seconds of an undisturbed step: the median between two of the same attempt."""
+    return bench.median([late.time - early.time for early, late in pairwise(steps) if late.attempt == early.attempt])
+
+
+def kept(steps: list[Step]) -> int:
+    """How far the last attempt has come."""
+    return max(step.number for step in steps if step.attempt == steps[-1].attempt)
+
+
+def kills(contender: Contender, rounds: int) -> list[tuple[float, int]]:
+    """After each kill: seconds to the next step that was made, and how many had to be made again."""
+    found = []
+    attempt = 0
+    for _ in range(rounds):
+        made = contender.wait_for(WARM_STEPS, attempt)
+        attempt = made[-1].attempt
+        at = contender.kill_one()
+        first = contender.wait_for(1, attempt)[0]
+        before = max(step.number for step in contender.steps() if step.attempt == attempt)
+        found.append((first.time - at, before - first.number + 1))
+    return found
+
+
+def under_fire(contender: Contender, seconds: float, every: float) -> float:
+    """The goodput under a kill every so often."""
+    start = contender.steps()[-1]
+    began, pauses = time.time(), 0
+    while time.time() - began < seconds:
+        pauses += 1
+        time.sleep(max(0.0, began + pauses * every - time.time()))
+        with suppress(ValueError, psutil.Error):  # between two attempts there is nobody to kill
+            contender.kill_one()
+    steps = contender.steps()
+    return (kept(steps) - start.number) * pace(steps) / (time.time() - start.time)
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=3)
+    arguments.add_argument("--seconds", type=float, default=120.0)
+    arguments.add_argument("--every", type=float, default=30.0)
+    options = arguments.parse_args()
+    rows = []
+    for name, kind in (("packtrain", Ours), ("torchrun and torch.save", ByHand)):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            contender = kind(Path(directory))
+            try:
+                found = kills(contender, options.rounds)
+                goodput = under_fire(contender, options.seconds, options.every)
+            finally:
+                contender.end()
+        rows.append(
+            {
+                "run": name,
+                "seconds to the next step": bench.median([seconds for seconds, _ in found]),
+                "steps made again": bench.median([float(steps) for _, steps in found]),
+                "goodput under fire": f"{goodput:.0%}",
+            }
+        )
+    notes = [
+        f"medians of {options.rounds} kills; saves every {SAVE_EVERY} steps, 2 workers on this machine;"
+        f" under fire: a kill every {options.every:.0f} s for {options.seconds:.0f} s"
+    ]
+    bench.show("After a worker's death", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()
