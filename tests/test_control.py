@@ -36,6 +36,14 @@ def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) 
     assert Control(tmp_path).errors() == [cause, consequence]
 
 
+def test_an_error_tells_its_cause_and_step_where_they_are_known(tmp_path: Path) -> None:
+    plain, known = WorkerError(0, "a", False, 1.0), WorkerError(1, "b", False, 2.0, cause="memory", step=7)
+    for error in (plain, known):
+        Control(tmp_path).tell_error(error)
+    assert (plain.cause, plain.step) == ("program", None)
+    assert Control(tmp_path).errors() == [plain, known]
+
+
 def test_an_error_that_is_half_written_is_not_there_yet(tmp_path: Path) -> None:
     control = Control(tmp_path)
     (tmp_path / "error-0.part").write_text('{"rank": 0,')

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import packtrain.runs as run_module
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.members import Generation, Node
 from packtrain.runs import (
-    Generation,
-    Node,
     Point,
     Result,
     Run,
@@ -155,6 +154,32 @@ def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:
     assert run.propose(a_generation(2, "c"))
     assert run.generations() == [a_generation(1, "a", "b"), a_generation(2, "c")]
     assert run.latest_generation() == a_generation(2, "c")
+
+
+def test_a_generation_that_is_known_is_not_read_again(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.propose(a_generation(1))
+    known = run.latest_generation()
+    assert run.latest_generation(known) is known
+    run.propose(a_generation(2, "b"))
+    assert run.latest_generation(known) == a_generation(2, "b")
+
+
+def test_one_machine_at_a_time_calls_the_next_generation(any_store: Store) -> None:
+    run = new_run(any_store)
+    assert [run.caller(1, 0, node) for node in ("a", "b", "a")] == ["a", "a", "a"]
+    assert run.caller(1, 1, "b") == "b"
+    assert run.caller(2, 0, "b") == "b"
+
+
+def test_many_leases_are_read_as_few_are(any_store: Store) -> None:
+    run = new_run(any_store)
+    nodes = [a_node(f"n{number:02d}", renewal=number) for number in range(30)]
+    for node in nodes:
+        run.renew(node)
+    assert run.nodes() == nodes
+    assert run.node("n07") == nodes[7]
+    assert run.node("nobody") is None
 
 
 def test_a_member_has_a_rank_and_others_have_none() -> None:
@@ -317,6 +342,20 @@ def test_a_node_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_sto
     timer = threading.Timer(0.1, lambda: run.renew(a_node("a", renewal=6, left=True)))
     timer.start()
     assert run.state() == "interrupted"
+    timer.join()
+
+
+def test_a_run_that_no_machine_has_joined_is_waiting(any_store: Store) -> None:
+    assert new_run(any_store).state() == "waiting"
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_node("a", renewal=5, left=True))
+    timer = threading.Timer(0.1, lambda: run.renew(a_node("b")))
+    timer.start()
+    assert run.state() == "running"
     timer.join()
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -261,10 +260,13 @@ class Run:
         return PacktrainError(f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url} is damaged")
 
 
-@cache
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes far longer than using it
+
+
 def _adapter(kind: type[Stored]) -> TypeAdapter[Stored]:
-    """Making one takes far longer than using it."""
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def _json(record: Any) -> bytes:

@@ -24,9 +24,10 @@ from packtrain.control import CONTROL_VARIABLE
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED
 from packtrain.node import agent as agent_module
 from packtrain.node.agent import Agent
-from packtrain.node.generations import FAILURE
-from packtrain.runs import Generation, Run
+from packtrain.node.causes import FAILURE
+from packtrain.runs import Run
 from packtrain.store import Store, StoreError, open_store
+from parts.agents import StandIn, look_through
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job
 
@@ -249,22 +250,6 @@ def test_a_stop_of_two_machines_waits_for_the_last_words_of_the_first(machine: M
 # One look at a time.
 
 
-class StandIn:
-    """Workers that end when the test says so."""
-
-    def __init__(self, *_: object) -> None:
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def terminate(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
 @dataclass
 class Stepped:
     """An agent that looks at the world only when it is told to."""
@@ -274,7 +259,7 @@ class Stepped:
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.agent._tick()
+            look_through(self.agent)
 
     def end_workers(self, code: int) -> None:
         assert self.agent._attempt is not None
@@ -282,7 +267,7 @@ class Stepped:
 
     def checkpoint(self, **files: str) -> None:
         for name, text in files.items():
-            (self.agent._home / "checkpoints" / name).write_text(text)
+            (self.agent._home.path / "checkpoints" / name).write_text(text)
 
 
 @pytest.fixture
@@ -295,7 +280,7 @@ def stepped(
 
     def make(run: Run) -> Stepped:
         store = FaultyStore(directory_store)
-        agents.append(Agent(Run(store, run.name), "127.0.0.1", 1, {}))
+        agents.append(Agent(Run(store, run.name), "127.0.0.1", 1, {}, background=False))
         return Stepped(agents[-1], store)
 
     yield make
@@ -305,9 +290,10 @@ def stepped(
 
 def with_another(run: Run, name: str, agent: Agent) -> None:
     """The agent sees another machine renew its lease."""
-    for renewal in (1, 2):
-        run.renew(a_node(name, renewal, joined=2))
-        agent._watch.observe(run.nodes(), time.monotonic())
+    for _ in range(2):
+        before = run.node(name)
+        run.renew(a_node(name, 1 + (before.renewal if before else 0), joined=2))
+        agent._assembly.look_at_all()
 
 
 def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_starts_again(
@@ -338,19 +324,17 @@ def test_a_commit_that_comes_too_late_does_not_end_the_agent(
     one.look(2)
     one.checkpoint(state="some")
     monkeypatch.setattr(one.agent._program, "_last", -1e9)
-    monkeypatch.setattr(run.__class__, "latest_generation", seen_first(a_generation(1, one.agent.name)))
+    seen_first = iter([one.agent._latest])  # when the agent looks; the commit looks again
+    original = Run.latest_generation
+    monkeypatch.setattr(
+        Run, "latest_generation", lambda run, known=None: next(seen_first, None) or original(run, known)
+    )
     run.propose(a_generation(2, "another"))
     one.look()
     assert committed(run) == []
     one.look()
     assert one.agent._attempt is None
     assert run.result() is None
-
-
-def seen_first(generation: Generation) -> Callable[[Run], Generation | None]:
-    """`latest_generation`, which at first still sees what was there before."""
-    original, looks = Run.latest_generation, iter([generation])
-    return lambda run: next(looks, None) or original(run)
 
 
 def test_a_failure_that_another_machine_has_answered_already_is_not_answered_again(
@@ -378,6 +362,8 @@ def test_workers_that_end_well_without_a_result_are_started_again(
     with_another(run, "other", one.agent)
     one.look(2)
     one.end_workers(0)
+    one.look()
+    with_another(run, "other", one.agent)
     one.look()
     assert [generation.rank_of("other") for generation in run.generations()] == [1, 1]
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.node.generations import FAILURE, LeaseWatch, failures_in_a_row, proposal
-from packtrain.runs import Generation, Member, Node
+from packtrain.members import Generation, Member, Node
+from packtrain.node.generations import LeaseWatch, Why, joiner, proposal
+from packtrain.units import Machines
 from parts.runs import a_generation, a_node
 
 LOST = 12.0
@@ -85,44 +84,55 @@ def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, 
 def test_the_machines_that_came_first_are_chosen_and_the_first_of_them_is_met() -> None:
     late = a_node("a", joined=3)
     first, second = a_node("z", joined=1, port=4000, address="10.0.0.1"), a_node("b", joined=2, workers=2)
-    assert proposal(None, [late, second, first], 2, "start", 7) == Generation(
+    assert proposal(None, [late, second, first], Machines(2, 2), Why("start", "start", 7)) == Generation(
         1, (Member("z", "10.0.0.1", 1), Member("b", "127.0.0.1", 2)), 4000, "start", 7
     )
 
 
 def test_those_who_came_together_are_ordered_by_name_so_that_all_propose_the_same() -> None:
     nodes = [a_node(name, joined=1) for name in "cab"]
-    assert proposal(None, nodes, 3, "start", 0) == proposal(None, nodes[::-1], 3, "start", 0)
+    assert proposal(None, nodes, Machines(3, 3), Why("start", "start")) == proposal(
+        None, nodes[::-1], Machines(3, 3), Why("start", "start")
+    )
 
 
 def test_nothing_is_proposed_while_there_are_not_enough_machines() -> None:
-    assert proposal(None, [a_node("a")], 2, "start", 0) is None
-    assert proposal(None, [], 1, "start", 0) is None
+    assert proposal(None, [a_node("a")], Machines(2, 2), Why("start", "start")) is None
+    assert proposal(None, [], Machines(1, 1), Why("start", "start")) is None
 
 
 def test_the_next_generation_has_the_next_number() -> None:
-    proposed = proposal(a_generation(41), [a_node("a")], 1, "resumed", 0)
+    proposed = proposal(a_generation(41), [a_node("a")], Machines(1, 1), Why("resumed", "resumed"))
     assert proposed is not None
     assert proposed.number == 42
 
 
-# Failures.
+def test_a_range_takes_all_up_to_the_most_and_begins_with_the_least() -> None:
+    nodes = [a_node(name, joined=number) for number, name in enumerate("abcd")]
+    for count, members in ((1, None), (2, "ab"), (3, "abc"), (4, "abc")):
+        proposed = proposal(None, nodes[:count], Machines(2, 3), Why("start", "start"))
+        assert (proposed and "".join(member.node for member in proposed.members)) == members
 
 
-def generations(*reasons: str) -> list[Generation]:
-    return [a_generation(number, reason=reason) for number, reason in enumerate(reasons, 1)]
+def test_a_machine_that_is_to_leave_is_not_taken_along() -> None:
+    nodes = [a_node("a", joined=1, leaving=True), a_node("b", joined=2)]
+    proposed = proposal(a_generation(1, "a", "b"), nodes, Machines(1, 2), Why("notice", "a leaves"))
+    assert proposed is not None
+    assert [member.node for member in proposed.members] == ["b"]
+    assert proposal(a_generation(1, "a", "b"), nodes, Machines(2, 2), Why("notice", "a leaves")) is None
 
 
-def test_failures_are_counted_from_the_latest_back_to_what_was_none() -> None:
-    failure = f"{FAILURE}it broke"
-    assert failures_in_a_row([]) == 0
-    assert failures_in_a_row(generations("start")) == 0
-    assert failures_in_a_row(generations("start", failure, failure)) == 2
-    assert failures_in_a_row(generations("start", failure, "resumed")) == 0
-    assert failures_in_a_row(generations("start", failure, "resumed", failure)) == 1
+def test_why_it_began_stands_in_the_record() -> None:
+    why = Why("memory", "failure: full", 7, failed_step=9, used_seconds=3.0, seconds_left=60.0)
+    proposed = proposal(a_generation(1), [a_node("a")], Machines(1, 1), why)
+    assert proposed is not None
+    assert (proposed.cause, proposed.reason, proposed.step, proposed.failed_step) == ("memory", "failure: full", 7, 9)
+    assert (proposed.used_seconds, proposed.seconds_left) == (3.0, 60.0)
 
 
-def test_failures_with_progress_between_them_are_not_in_a_row() -> None:
-    failed = [a_generation(number, reason=f"{FAILURE}it broke") for number in (1, 2, 3)]
-    steps = (100, 200, 200)
-    assert failures_in_a_row([replace(one, step=step) for one, step in zip(failed, steps, strict=True)]) == 2
+def test_whoever_waited_longest_joins_while_there_is_room() -> None:
+    waiting = [a_node("a", joined=1), a_node("c", joined=4), a_node("b", joined=3)]
+    assert joiner(a_generation(1, "a"), waiting, Machines(1, 2)) == waiting[2]
+    assert joiner(a_generation(1, "a"), waiting[:1], Machines(1, 2)) is None
+    assert joiner(a_generation(1, "a", "x"), waiting, Machines(1, 2)) is None
+    assert joiner(a_generation(1, "a"), [a_node("b", leaving=True)], Machines(1, 2)) is None

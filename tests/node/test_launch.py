@@ -12,8 +12,16 @@ import psutil
 import pytest
 
 from packtrain.control import CONTROL_VARIABLE
-from packtrain.node.launch import Directories, Launch, interface_of, launcher_arguments, worker_environment
-from packtrain.runs import Generation, Member
+from packtrain.members import Generation, Member
+from packtrain.node.launch import (
+    Directories,
+    Launch,
+    free_port,
+    interface_of,
+    last_words,
+    launcher_arguments,
+    worker_environment,
+)
 from packtrain.store import Store
 from parts.runs import a_generation, new_run
 
@@ -32,7 +40,7 @@ def test_a_recipe_is_started_as_a_module_of_ours() -> None:
         "--monitor-interval", "0.2",
         "--redirects", "3",
         "--log-dir", "/logs",
-        "-m", "packtrain.train.worker",
+        "-m", "packtrain.train",
     ]  # fmt: skip
 
 
@@ -209,9 +217,18 @@ time.sleep(600)
 
 
 def test_a_port_that_is_free_can_be_listened_on() -> None:
-    from packtrain.node.agent import free_port
-
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", free_port()))
         listening.listen()
         assert listening.getsockname()[1] > 0
+
+
+def test_the_last_words_are_those_of_the_launcher_and_of_every_worker(tmp_path: Path) -> None:
+    (tmp_path / "x" / "attempt_0" / "1").mkdir(parents=True)
+    (tmp_path / "launcher.log").write_text("a" * 100_000 + "the end")
+    (tmp_path / "x" / "attempt_0" / "1" / "stderr.log").write_text("MemoryError")
+    (tmp_path / "x" / "attempt_0" / "1" / "stdout.log").write_text("not this")
+    said = last_words(tmp_path)
+    assert said.endswith("the end\nMemoryError")
+    assert len(said) < 20_000
+    assert last_words(tmp_path / "nothing") == ""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.members import Node, Report
 from packtrain.node import lease as lease_module
 from packtrain.node.lease import Lease
-from packtrain.runs import Node, Run
+from packtrain.runs import Run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.runs import a_node
@@ -32,7 +33,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: Store, tmp_path: Path) -> None:
     lease = Lease(Run(any_store, "job-1"), a_node("a"), tmp_path)
-    assert stored(any_store) == a_node("a")
+    assert stored(any_store).node == "a"
     until(lambda: stored(any_store).renewal >= 2)
     assert not stored(any_store).left
     lease.leave()
@@ -65,6 +66,31 @@ def test_a_fresh_port_is_told_with_the_next_renewal(directory_store: Store, tmp_
     until(lambda: stored(directory_store).port == 2)
     lease.leave()
     assert lease.node.port == 2
+
+
+def test_what_others_must_know_is_told_at_once(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 60.0)
+    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
+    report = Report(3, "memory", "full", 7)
+    lease.say_leaving()
+    lease.say_stopping(3)
+    lease.say_report(report)
+    until(lambda: stored(directory_store).report == report)
+    assert (stored(directory_store).leaving, stored(directory_store).stopping) == (True, 3)
+    lease.leave()
+
+
+def test_the_runs_time_is_counted_from_what_a_generation_tells(directory_store: Store, tmp_path: Path) -> None:
+    clock = {"now": 100.0}
+    node = a_node("a", used_seconds=0.0)
+    lease = Lease(Run(directory_store, "job-1"), node, tmp_path, clock=lambda: clock["now"], background=False)
+    clock["now"] += 10
+    lease.count_from(500.0)
+    clock["now"] += 5
+    lease.renew()
+    assert (stored(directory_store).used_seconds, stored(directory_store).machine_seconds) == (505.0, 15.0)
 
 
 def test_a_store_that_is_away_is_tried_again(

@@ -7,7 +7,8 @@ from typing import Any
 
 from packtrain.code import archive
 from packtrain.job import Job
-from packtrain.runs import Generation, Member, Node, Run, create_run
+from packtrain.members import Generation, Member, Node
+from packtrain.runs import Run, create_run
 from packtrain.store import Store
 
 

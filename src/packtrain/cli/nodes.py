@@ -18,32 +18,34 @@ def register(app: typer.Typer) -> None:
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
-    address: Annotated[str, typer.Option(help="Where the other machines reach this one.")] = "127.0.0.1",
+    address: Annotated[
+        str | None, typer.Option(help="Where the other machines reach this one. Default: a private address.")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="The network interface with that address, such as eth0.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes. Default: the job's, or one per GPU.")] = None,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets start this; people may, too."""
+    from packtrain.fleet import fleet_of
+    from packtrain.node.address import check_private, choose_address
     from packtrain.node.agent import Agent
+    from packtrain.node.endings import switch_off
+    from packtrain.node.gpus import gpu_count
     from packtrain.report import write_report
     from packtrain.runs import EXIT_CODES, Run
+    from packtrain.store.location import server_from
 
     run = Run(find_store(store), name)
-    count = workers or run.job.fleet.workers or gpu_count() or 1
-    Agent(run, address, count, dict(os.environ)).work()
+    fleet = run.job.fleet
+    endpoint = None if run.store.is_directory else server_from(os.environ).endpoint
+    own = choose_address(address, interface, fleet.kind.machines.most == 1, endpoint)
+    check_private(own, fleet.public_address)
+    count = workers or fleet.workers or gpu_count() or 1
+    Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices()).work()
     result = run.result()
     if result is None:
         sys.exit(EXIT_CODES["interrupted"])
     write_report(run)
+    switch_off(fleet.kind.power_off)
     sys.exit(EXIT_CODES[result.status])
-
-
-def gpu_count() -> int:
-    """How many NVIDIA GPUs this machine has; none where the driver is not there."""
-    try:
-        import pynvml
-    except ImportError:
-        return 0
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0

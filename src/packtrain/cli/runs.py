@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,8 +19,12 @@ from packtrain.cli.common import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from packtrain.runs import Run
+
 _STATE_STYLES = {
-    "finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow", "failed": "red",
+    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
+    "failed": "red",
 }  # fmt: skip
 
 
@@ -43,20 +47,23 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     found = find_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
     summaries = [summarise(run, state) for run, state in zip(runs, states(runs), strict=True)]
+    queues = [_queue_of(run, summary.state) for run, summary in zip(runs, summaries, strict=True)]
     if as_json:
-        print_json([asdict(summary) for summary in summaries])
+        print_json([{**asdict(one), "queue": queue} for one, queue in zip(summaries, queues, strict=True)])
         return
     if not summaries:
         console().print(f"no runs in {found.url}; [bold]packtrain run JOB[/bold] starts one")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("run", "state", "step", "loss", "score", "time", "what"):
+    queued = ["queue"] if any(queues) else []
+    for column in ("run", "state", *queued, "step", "loss", "score", "time", "what"):
         table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
-    for summary in summaries:
+    for summary, queue in zip(summaries, queues, strict=True):
         style = _STATE_STYLES[summary.state]
         table.add_row(
             f"[bold]{summary.run}[/bold]",
             f"[{style}]{summary.state}[/{style}]",
+            *([queue or ""] if queued else []),
             f"{summary.step:,}",
             "" if summary.loss is None else f"{summary.loss:.3f}",
             summary.headline,
@@ -64,6 +71,13 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
             summary.what,
         )
     console().print(table)
+
+
+def _queue_of(run: Run, state: str) -> str | None:
+    """Where a run that has not ended stands in its fleet's queue, if it has one."""
+    from packtrain.fleet import fleet_of
+
+    return None if state in ("finished", "failed", "stopped") else fleet_of(run.job.fleet.kind).queue(run)
 
 
 def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -88,12 +102,21 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
     rank: Annotated[int | None, typer.Option("--rank", help="Only this worker's lines.")] = None,
 ) -> None:
-    """Print what the workers wrote."""
+    """Print what the workers wrote, that of all machines together or of one worker."""
+    from packtrain.runs import LEASE_LOST_SECONDS
+
     run = find_run(store, name)
     reader = run.log_lines()
+    ended_at: float | None = None
     while True:
-        over = not follow or run.result() is not None
-        for line in sorted(reader.read(), key=lambda line: line.time):
+        if ended_at is None and run.result() is not None:
+            ended_at = time.monotonic()
+        # The last lines come after the result: when the machines have left, or should have, they are all there.
+        over = not follow or (
+            ended_at is not None
+            and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(node.left for node in run.nodes()))
+        )
+        for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
             if rank is None or line.rank == rank:
                 who = "launcher" if line.rank is None else f"rank {line.rank}"
                 print(f"[{who}] {line.text}", flush=True)
@@ -115,7 +138,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     screen = console()
     with screen.status(f"{run.name} commits a checkpoint and ends (Ctrl-C: it does so without this command)"):
         while (result := run.result()) is None:
-            if run.state() == "interrupted":
+            if run.state() in ("interrupted", "waiting"):
                 run.finish(Result("stopped", "stopped by hand, when no machine was working on it", 0, 0.0))
     screen.print(f"{run.name}: {result.status} at step {result.step:,}; `packtrain resume {run.name}` goes on")
 

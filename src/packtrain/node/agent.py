@@ -1,88 +1,87 @@
 """The agent on each machine: it takes part in generations until the run has a result.
 
-    register and renew a lease; then, once a second:
+    register and renew a lease; then, every second or two:
         the run has a result: leave
         a generation that names this machine has begun: start its workers, ending those of an older one
-        the workers ended: write the result, or propose the next generation
-        a machine of the generation is lost, or there is no generation: propose one
-        a stop, the deadline or SIGTERM: let the workers commit and leave
+        the workers ended: write the result, or say in the lease how they ended
+        a machine of the generation is lost, is to leave, or wants to join: have the workers commit, propose the next
+        a stop, the deadline or a notice: let the workers commit and leave
 
 No agent is special. Proposals are put-if-absent: the first one holds, and all others follow it.
 """
 
 from __future__ import annotations
 
-import shutil
-import signal
+import os
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import FrameType
 
 from packtrain.checkpoint import Superseded, committed
 from packtrain.chunks import Flusher
 from packtrain.code import unpack
-from packtrain.control import Control, cache_directory
-from packtrain.node.generations import FAILURE, LeaseWatch, failures_in_a_row, proposal
-from packtrain.node.launch import Directories, Launch, launcher_arguments, worker_environment
+from packtrain.errors import EXIT_UNFINISHED
+from packtrain.members import Generation, Node, Report
+from packtrain.node.assembly import Assembly
+from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, begin
+from packtrain.node.deadline import Deadline, first_bound, in_words
+from packtrain.node.endings import Leaving, complain, switch_off
+from packtrain.node.homes import Home, remove_orphans, sweep
+from packtrain.node.launch import Launch, free_port, launcher_arguments, worker_environment
 from packtrain.node.lease import Lease
-from packtrain.node.logs import LogShipper
+from packtrain.node.notices import NoticeBoard, Notices
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.runs import Event, Generation, Node, Result, Run, Status
+from packtrain.node.task import Task
+from packtrain.runs import Event, Result, Run, Status
 from packtrain.store import StoreError
 from packtrain.units import show_seconds
 
-TICK_SECONDS = 0.5
-STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
-_NOTICE = "this machine is to leave (SIGTERM)"
-
-
-@dataclass
-class Attempt:
-    """The workers of one generation on this machine."""
-
-    generation: Generation
-    rank: int
-    launch: Launch
-    control: Control
-    shipper: LogShipper
-    asked_to_stop: bool = False
-    asked_at: float = 0.0
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
+LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...
+IDLE_SECONDS = 1.0  # ... and while there are none
+_TICK_SECONDS = 0.2  # between two looks at what is on this machine
+_RESULT_LOOKS = 5  # workers that work are themselves a sign that there is no result
+_END_SECONDS = 20.0  # for the last words after the deadline
+_QUIET = ("ended", "notice", "joined")
 
 
 class Agent:
-    def __init__(self, run: Run, address: str, workers: int, inherited: dict[str, str]) -> None:
-        self._run, self._job, self._inherited = run, run.job, inherited
-        self._machines = run.job.fleet.kind.machines
-        self.name = f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
-        self._home = cache_directory() / "nodes" / f"{run.name}-{self.name}"
-        self._home.mkdir(parents=True)
+    """`background`: renews its lease by itself; otherwise whoever made it does, and decides when it looks."""
+
+    def __init__(
+        self,
+        run: Run,
+        address: str,
+        workers: int,
+        inherited: dict[str, str],
+        notices: Sequence[Notices] = (),
+        clock: Callable[[], float] = time.monotonic,
+        background: bool = True,
+    ) -> None:
+        self._run, self._job, self._inherited, self._clock = run, run.job, inherited, clock
+        self.name = new_name()
+        self._home = Home.make(run, self.name)
         self._events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
-        others = run.nodes()
-        node = Node(
-            self.name,
-            socket.gethostname(),
-            address,
-            free_port(),
-            workers,
-            joined=1 + max((other.joined for other in others), default=0),
-            renewal=0,
-            used_seconds=max((other.used_seconds for other in others), default=0.0),
-        )
-        self._lease = Lease(run, node, self._home)
-        self._watch = LeaseWatch()
+        self._telemetry = run.telemetry_writer(self.name)
+        # Those who were there before a generation come before those who came after it.
+        latest = run.latest_generation()
+        joined = 1 + (latest.number if latest is not None else 0)
+        node = Node(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
+        self._lease = Lease(run, node, self._home.path, self._telemetry, clock, background)
+        self._assembly = Assembly(run, self._lease, clock)
+        self._board = NoticeBoard(notices, clock)
+        self._deadline = Deadline(self._near_deadline, self._out_of_time, clock)
+        self._program = ProgramCheckpoints(run, self._home.path / "checkpoints", run.job.checkpoint, self._tell)
+        self._latest: Generation | None = None
         self._attempt: Attempt | None = None
-        self._program = ProgramCheckpoints(run, self._home / "checkpoints", run.job.checkpoint, self._tell)
-        self._last_tried = 0
-        self._wanted: str | None = None  # why the generation that was last tried needs a next one
-        self._signalled = False
-        self._over = False
+        self._report: Report | None = None  # how the generation that was last tried ended here
+        self._ended_at = 0.0
+        self._last_tried = self._looks = 0
+        self._over = self._hurry = False
+        self._gone = threading.Event()
+        self._hold(first_bound(run.job.budget, run.job.fleet))
 
     def _tell(self, kind: str, text: str) -> None:
         print(f"{kind}: {text}", flush=True)
@@ -91,229 +90,308 @@ class Agent:
 
     def work(self) -> None:
         """Returns when the run has a result, or when this machine is to leave it."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        flusher = Flusher([self._events, self._logs], lambda error: print(f"warning: {error}", flush=True))
+        self._board.listen()
+        flusher = Flusher([self._events, self._logs], complain)
+        history = Flusher([self._telemetry], complain, seconds=10.0)
+        sweeping = Task(lambda: sweep(self._run, self._tell), "sweep")
         try:
-            (self._home / "code").mkdir()
-            unpack(self._run.store.get(self._run.key("code.tar.zst")), self._home / "code")
+            (self._home.path / "code").mkdir()
+            unpack(self._run.store.get(self._run.key("code.tar.zst")), self._home.path / "code")
             self._tell("node", f"{self.name} has joined with {self._lease.node.workers} workers")
             while not self._over:
                 try:
-                    self._tick()
+                    self.look()
                 except StoreError as error:
                     if not error.temporary:
                         raise
-                    print(f"warning: {error}", flush=True)
-                time.sleep(TICK_SECONDS)
+                    complain(error)
+                self._pause()
         finally:
+            self._board.close()
             self._end_attempt()
+            with suppress(Exception):
+                sweeping.result()
             self._tell("node", f"{self.name} leaves")
             flusher.close()
+            history.close()
             self._lease.leave()
-            shutil.rmtree(self._home, ignore_errors=True)
+            self._home.remove()
+            self._deadline.close()
+            self._gone.set()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._signalled = True
+    def _pause(self) -> None:
+        """Until the next look at the store; what happens on this machine cuts it short."""
+        until = self._clock() + (LOOK_SECONDS if self._is_working() else IDLE_SECONDS)
+        notice = self._board.notice
+        while self._clock() < until and not self._over and not self._hurry:
+            attempt = self._attempt
+            if self._board.notice is not notice or (attempt is not None and _wants_a_look(attempt)):
+                break
+            time.sleep(_TICK_SECONDS)
+        self._hurry = False
+
+    def _is_working(self) -> bool:
+        return self._attempt is not None and self._attempt.launch is not None
 
     # One look at the world.
 
-    def _tick(self) -> None:
-        if self._run.result() is not None:
+    def look(self) -> None:
+        self._looks += 1
+        if (not self._is_working() or self._looks % _RESULT_LOOKS == 0) and self._run.result() is not None:
             self._over = True
             return
-        latest = self._run.latest_generation()
+        known, latest = self._latest, self._run.latest_generation(self._latest)
+        if latest is not None and latest is not known:
+            self._latest = latest
+            self._hold(latest.seconds_left)
         attempt = self._attempt
         if attempt is not None:
             attempt.shipper.ship()
             if latest is not None and latest.number > attempt.generation.number:
                 self._tell("superseded", f"generation {latest.number} has begun: {latest.reason}")
                 self._end_attempt()
+                self._hurry = True
+            elif attempt.launch is None:
+                self._launch(attempt)
             elif (code := attempt.launch.poll()) is not None:
                 self._after(attempt, code)
             else:
                 self._look_after(attempt)
-        elif self._leaving() is not None:
-            self._finish_stopped(latest)
-        elif latest is not None and latest.rank_of(self.name) is not None and not self._has_tried(latest):
+        elif (leaving := self._leaving()) is not None:
+            self._finish_stopped(latest, leaving)
+        elif latest is not None and latest.rank_of(self.name) is not None and latest.number > self._last_tried:
             self._start(latest)
         else:
-            self._watch_and_propose(latest)
+            self._between(latest)
 
-    def _has_tried(self, generation: Generation) -> bool:
-        return self._last_tried >= generation.number
-
-    def _leaving(self) -> str | None:
-        """Why the run is to end before its goal."""
-        stop = self._run.stop_request()
+    def _leaving(self, stop_too: bool = True) -> Leaving | None:
+        """Why the workers are to end before their goal. A stop is asked for in the store: not everybody has to look."""
+        stop = self._run.stop_request() if stop_too else None
         if stop is not None:
-            return stop.reason
-        hours = self._job.budget.hours
-        if hours is not None and self._lease.used_seconds() >= hours * 3600:
-            return f"the budget of {hours:g} hours is used up"
-        return _NOTICE if self._signalled else None
+            return Leaving("stop", stop.reason)
+        if self._deadline.is_near:
+            return Leaving("budget", in_words(self._job.budget))
+        notice = self._board.notice
+        if notice is None:
+            return None
+        self._lease.say_leaving()
+        return Leaving("notice", notice.reason)
 
     # Attempts.
 
     def _start(self, generation: Generation) -> None:
         rank = generation.rank_of(self.name)
         assert rank is not None
+        self._last_tried, self._report = generation.number, None
+        self._lease.count_from(generation.used_seconds)
+        if self._deadline.is_near:
+            return
+        attempt = begin(self._run, self.name, generation, rank, self._home.path, self._logs, self._clock())
+        self._attempt = attempt
         if self._job.program is not None:
-            self._program.restore()
-        self._last_tried, self._wanted = generation.number, None
-        home = self._home / f"{generation.number:06d}"
-        directories = Directories(home / "logs", home / "control", self._home / "code", self._home / "checkpoints")
-        directories.logs.mkdir(parents=True)
-        first_rank = sum(member.workers for member in generation.members[:rank])
-        self._attempt = Attempt(
-            generation,
-            rank,
-            Launch(
-                launcher_arguments(generation, rank, self._job.program, directories.logs),
-                worker_environment(self._run, generation, rank, directories, self._inherited),
-                directories,
-            ),
-            Control(directories.control),
-            LogShipper(directories.logs, self._logs, self.name, generation.number, first_rank),
+            attempt.preparing = Task(self._program.restore, "restore")
+        if attempt.is_first and generation.number > 1:
+            Task(lambda: remove_orphans(self._run, generation.number, complain), "orphans")
+        self._launch(attempt)
+
+    def _launch(self, attempt: Attempt) -> None:
+        """Starts the workers, once what they need is there."""
+        if attempt.preparing is not None:
+            if not attempt.preparing.is_done:
+                return
+            preparing, attempt.preparing = attempt.preparing, Task(self._program.restore, "restore again")
+            preparing.result()  # an error leaves the second try
+            attempt.preparing = None
+        generation, directories = attempt.generation, attempt.directories
+        attempt.launch = Launch(
+            launcher_arguments(generation, attempt.rank, self._job.program, directories.logs),
+            worker_environment(self._run, generation, attempt.rank, directories, self._inherited),
+            directories,
         )
+        self._lease.sampler.watch_workers_of(attempt.launch.pid)
         workers = sum(member.workers for member in generation.members)
         self._tell("generation", f"{generation.number} begins with {workers} workers ({generation.reason})")
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._attempt.launch.kill()
-            self._attempt.shipper.ship(all_of_it=True)
-            self._attempt = None
+            self._attempt.kill()
+            self._lease.sampler.watch_workers_of(None)
+            self._attempt, self._ended_at = None, self._clock()
             self._lease.offer_port(free_port())
 
     def _look_after(self, attempt: Attempt) -> None:
         """While the workers work."""
         if self._job.program is not None and attempt.is_first:
-            with suppress(Superseded):  # the next look at the world ends the attempt
-                self._program.commit_if_due(attempt.generation.number)
-        reason = self._leaving()
-        if reason is not None and not attempt.asked_to_stop:
-            attempt.asked_to_stop, attempt.asked_at = True, time.monotonic()
-            self._tell("stopping", reason)
-            attempt.control.ask_to_stop()
-            if self._job.program is not None:
-                attempt.launch.terminate()
-        elif attempt.asked_to_stop and time.monotonic() - attempt.asked_at > STOP_GRACE_SECONDS:
-            self._tell(
-                "warning", f"the workers did not stop within {show_seconds(STOP_GRACE_SECONDS)}: they are killed"
-            )
-            attempt.launch.kill()
-        elif len(attempt.generation.members) > 1:
+            self._commit_if_due(attempt)
+        several = len(attempt.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
+        if attempt.asked is not None:
+            self._hold_to_grace(attempt, attempt.asked)
+        elif (leaving := self._leaving(stop_too=attempt.is_first)) is not None:
+            cause = "notice" if leaving.kind == "notice" else "ended"
+            left = self._board.seconds_left() if leaving.kind == "notice" else None
+            grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
+            self._ask_to_stop(attempt, Asked(cause, leaving.reason, self._clock(), grace))  # type: ignore[arg-type]
+        if several and self._attempt is attempt:
             self._watch_members(attempt)
+
+    def _hold_to_grace(self, attempt: Attempt, asked: Asked) -> None:
+        assert attempt.launch is not None
+        if self._clock() - asked.at > asked.grace_seconds:
+            self._tell("warning", f"the workers did not stop within {show_seconds(asked.grace_seconds)}: killed")
+            attempt.launch.kill()
+
+    def _ask_to_stop(self, attempt: Attempt, asked: Asked) -> None:
+        if attempt.ask_to_stop(asked):
+            self._tell("stopping", asked.reason)
+            self._lease.say_stopping(attempt.generation.number)
+
+    def _commit_if_due(self, attempt: Attempt) -> None:
+        if attempt.committing is not None and attempt.committing.is_done:
+            committing, attempt.committing = attempt.committing, None
+            with suppress(Superseded):  # the next look at the world ends the attempt
+                committing.result()
+        if attempt.committing is None and self._program.is_due():
+            number = attempt.generation.number
+            attempt.committing = Task(lambda: self._program.commit(number), "commit")
 
     def _watch_members(self, attempt: Attempt) -> None:
         """The first machine watches all others, and they watch the first."""
-        now = time.monotonic()
-        self._watch.observe(self._run.nodes(), now)
-        members = attempt.generation.members
-        watched = members[1:] if attempt.is_first else members[:1]
-        for member in watched:
-            if self._watch.lost(member.node, now) and self._run.result() is None:
-                self._tell("lost", f"{member.node} does not renew its lease")
-                self._end_attempt()
-                self._want(attempt.generation, f"{FAILURE}machine {member.node} is lost")
+        generation, assembly = attempt.generation, self._assembly
+        if not attempt.is_first:
+            first = assembly.look_at(generation.members[0].node)
+            if assembly.is_lost(generation.members[0].node):
+                self._lose(attempt, generation.members[0].node)
+            elif first is not None and first.stopping == generation.number:
+                self._ask_to_stop(attempt, Asked("ended", "the first machine asks for it", self._clock()))
+            return
+        assembly.look_at_all()
+        for member in generation.members[1:]:
+            node = assembly.watch.nodes.get(member.node)
+            report = node.report if node is not None else None
+            if assembly.is_lost(member.node):
+                self._lose(attempt, member.node)
                 return
+            if report is not None and report.generation == generation.number and report.cause not in _QUIET:
+                self._give_up(Report(generation.number, "ended", "workers of another machine failed"))
+                return
+            if node is not None and node.leaving:
+                self._ask_to_stop(attempt, Asked("notice", f"machine {member.node} has to leave", self._clock()))
+        newcomer = assembly.joiner(generation, attempt.began)
+        if newcomer is not None:
+            self._ask_to_stop(attempt, Asked("joined", f"machine {newcomer.node} joins", self._clock()))
+
+    def _lose(self, attempt: Attempt, node: str) -> None:
+        if self._run.result() is not None:
+            self._over = True
+            return
+        self._tell("lost", f"{node} does not renew its lease")
+        self._give_up(Report(attempt.generation.number, "machine", f"machine {node} is lost"))
+
+    def _give_up(self, report: Report) -> None:
+        """Ends the workers of this machine because of another one."""
+        self._end_attempt()
+        self._report, self._hurry = report, True
+        self._lease.say_report(report)
 
     def _after(self, attempt: Attempt, code: int) -> None:
         """When the workers have ended, one way or another. The attempt stays until the store knows about it."""
-        errors = attempt.control.errors()
-        program_done = self._job.program is not None and code == 0
-        if attempt.is_first and self._job.program is not None:
+        finished = self._job.program is not None and code == 0 and attempt.asked is None
+        if attempt.closing is None and (attempt.stacks() or (self._job.program is not None and attempt.is_first)):
+            attempt.kill()
+            attempt.closing = Task(lambda: self._close(attempt), "close")
+        if attempt.closing is not None:
+            if not attempt.closing.is_done:
+                return
+            closing, attempt.closing = attempt.closing, None
             try:
-                self._program.commit(attempt.generation.number)
+                closing.result()
             except Superseded:
-                program_done = False
-        attempt.launch.kill()
+                finished = False
+            attempt.closing = closing
+        report = attempt.report(code)
         leaving = self._leaving()
         if self._run.result() is not None:
             self._over = True
-        elif attempt.is_first and program_done and not attempt.asked_to_stop:
+        elif finished and attempt.is_first:
             self._conclude("finished", "the program ended with exit code 0")
         elif leaving is not None:
-            self._finish_stopped(attempt.generation)
-        elif code == 0 and attempt.is_first:
-            self._want(attempt.generation, "the workers ended before the goal")
-        elif code == 0:
-            pass  # the first machine has the result or goes on; the others wait for it
-        elif errors and errors[0].hopeless:
-            self._conclude("failed", errors[0].text)
+            self._finish_stopped(attempt.generation, leaving)
+        elif report.hopeless:
+            self._conclude("failed", report.text)
         else:
-            text = (
-                errors[0].text if errors else f"a worker ended with exit code {code}; `packtrain logs` has its output"
-            )
-            self._retry(attempt.generation, text)
+            self._lease.say_report(report)
+            if report.cause not in _QUIET:
+                self._tell("failure", report.text)
         self._end_attempt()
+        self._report, self._hurry = report, True
 
-    def _retry(self, failed: Generation, text: str) -> None:
-        # Other machines may have proposed the next one already: theirs is not one more failure.
-        tried = [generation for generation in self._run.generations() if generation.number <= failed.number]
-        if failures_in_a_row(tried) >= self._job.fleet.failures:
-            self._conclude("failed", f"{text} (after {self._job.fleet.failures} more attempts)")
-        else:
-            self._want(failed, f"{FAILURE}{text}")
-            self._tell("failure", text)
+    def _close(self, attempt: Attempt) -> None:
+        attempt.keep_stacks(self._run, self._tell)
+        if attempt.committing is not None:
+            with suppress(Exception):  # what it could not commit is committed now
+                attempt.committing.result()
+        if self._job.program is not None and attempt.is_first:
+            self._program.commit(attempt.generation.number)
 
-    # Proposals.
-
-    def _watch_and_propose(self, latest: Generation | None) -> None:
-        """Without workers of its own: wait, or take over when nobody of the latest generation is left."""
-        now = time.monotonic()
-        self._watch.observe(self._run.nodes(), now)
-        if latest is None:
-            self._propose(latest, "start")
-        elif self._wanted is not None and latest.number == self._last_tried:
-            self._propose(latest, self._wanted)
-        elif all(self._watch.lost(member.node, now) or member.node == self.name for member in latest.members):
-            self._propose(latest, "resumed")
-
-    def _want(self, ended: Generation, reason: str) -> None:
-        """Proposes the generation after `ended`: now, or as soon as there are enough machines."""
-        self._wanted = reason
-        self._propose(ended, reason)
-
-    def _propose(self, latest: Generation | None, reason: str) -> None:
-        now = time.monotonic()
-        nodes = self._run.nodes()
-        self._watch.observe(nodes, now)
-        # Its own lease as it is now: the one in the store may still offer the port of the last generation.
-        others = [node for node in nodes if node.node != self.name and self._watch.alive(node.node, now)]
-        alive = [self._lease.node, *others]
-        generation = proposal(latest, alive, self._machines, reason, self._committed_step())
-        if generation is not None:
-            self._run.propose(generation)
+    def _between(self, latest: Generation | None) -> None:
+        """Without workers: wait for whoever is to propose the next generation, or propose it."""
+        if not self._assembly.is_caller(latest):
+            return
+        own = self._report if latest is not None and self._last_tried == latest.number else None
+        given_up = self._assembly.call(latest, own, self._ended_at)
+        if given_up is not None:
+            self._conclude("failed", given_up)
+        self._latest = self._run.latest_generation(latest)
+        self._hurry = self._latest is not latest
 
     # Endings.
 
-    def _finish_stopped(self, latest: Generation | None) -> None:
+    def _finish_stopped(self, latest: Generation | None, leaving: Leaving) -> None:
         """A person's stop and the budget end the run; a machine that has to go only leaves it."""
-        reason = self._leaving()
-        if reason not in (None, _NOTICE) and self._speaks_for(latest):
-            self._conclude("stopped", reason)
-        self._over = self._over or self._signalled
+        if leaving.kind != "notice" and self._speaks_for(latest):
+            self._conclude("stopped", leaving.reason)
+        self._over = self._over or self._board.notice is not None
 
     def _speaks_for(self, latest: Generation | None) -> bool:
         """The first machine has the last checkpoint, so it says that the run is over; another if it is lost."""
         if latest is None or latest.members[0].node == self.name:
             return True
-        now = time.monotonic()
-        self._watch.observe(self._run.nodes(), now)
-        return self._watch.lost(latest.members[0].node, now)
+        self._assembly.look_at(latest.members[0].node)
+        return self._assembly.is_lost(latest.members[0].node)
 
     def _conclude(self, status: Status, reason: str) -> None:
-        if self._run.finish(Result(status, reason, self._committed_step(), self._lease.used_seconds())):
+        step = max((checkpoint.step for checkpoint in committed(self._run)), default=0)
+        if self._run.finish(Result(status, reason, step, self._lease.used_seconds())):
             self._tell(status, reason)
         self._over = True
 
-    def _committed_step(self) -> int:
-        return max((checkpoint.step for checkpoint in committed(self._run)), default=0)
+    # The deadline, from a thread of its own: nothing here waits for the store.
+
+    def _hold(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self._deadline.hold(seconds)
+
+    def _near_deadline(self) -> None:
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.ask_to_stop(Asked("ended", in_words(self._job.budget), self._clock()))
+
+    def _out_of_time(self) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.launch is not None:
+            attempt.launch.kill()
+        if not self._gone.wait(_END_SECONDS):
+            print(f"failed: {in_words(self._job.budget)}, and the store does not answer", flush=True)
+            switch_off(self._job.fleet.kind.power_off)
+            os._exit(EXIT_UNFINISHED)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def new_name() -> str:
+    return f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
+
+
+def _wants_a_look(attempt: Attempt) -> bool:
+    """Whether something on this machine waits for the next look at the world."""
+    if attempt.launch is None:
+        return attempt.preparing is None or attempt.preparing.is_done
+    return attempt.launch.poll() is not None and (attempt.closing is None or attempt.closing.is_done)

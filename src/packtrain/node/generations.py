@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packtrain.runs import LEASE_LOST_SECONDS, Generation, Member, Node
-
-FAILURE = "failure: "
+from packtrain.members import Cause, Generation, Member, Node
+from packtrain.runs import LEASE_LOST_SECONDS
+from packtrain.units import Machines
 
 
 @dataclass
@@ -15,11 +15,14 @@ class LeaseWatch:
     """Judges leases by this reader's own clock: what counts is when it saw a renewal, not when it was written."""
 
     lost_after_seconds: float = LEASE_LOST_SECONDS
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """The leases as they were last seen, those of nodes that left included."""
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _renewed: set[str] = field(default_factory=set)
 
     def observe(self, nodes: Iterable[Node], now: float) -> None:
         for node in nodes:
+            self.nodes[node.node] = node
             if node.left:
                 self._seen.pop(node.node, None)
                 self._renewed.discard(node.node)
@@ -38,24 +41,46 @@ class LeaseWatch:
         """Has left, or has not renewed for too long. A node can be neither alive nor lost: nobody knows yet."""
         return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
 
+    def renewed_since(self, node: str, moment: float) -> bool:
+        return node in self._renewed and self._seen[node][1] > moment
 
-def proposal(
-    previous: Generation | None, alive: Sequence[Node], machines: int, reason: str, step: int
-) -> Generation | None:
+
+@dataclass(frozen=True)
+class Why:
+    """Why there is to be a new generation, and what it goes on from."""
+
+    cause: Cause
+    reason: str
+    step: int = 0
+    failed_step: int | None = None
+    used_seconds: float = 0.0
+    seconds_left: float | None = None
+
+
+def proposal(previous: Generation | None, alive: Sequence[Node], machines: Machines, why: Why) -> Generation | None:
     """The next generation, of those who came first; None while there are not enough machines."""
-    chosen = sorted(alive, key=lambda node: (node.joined, node.node))[:machines]
-    if len(chosen) < machines:
+    staying = [node for node in alive if not node.leaving]
+    chosen = sorted(staying, key=lambda node: (node.joined, node.node))[: machines.most]
+    if len(chosen) < machines.least:
         return None
     members = tuple(Member(node.node, node.address, node.workers) for node in chosen)
     number = 1 if previous is None else previous.number + 1
-    return Generation(number, members, chosen[0].port, reason, step)
+    return Generation(
+        number,
+        members,
+        chosen[0].port,
+        why.reason,
+        why.step,
+        why.cause,
+        why.failed_step,
+        why.used_seconds,
+        why.seconds_left,
+    )
 
 
-def failures_in_a_row(generations: Sequence[Generation]) -> int:
-    """How many generations up to the latest began because the one before had failed, with nothing committed between."""
-    count = 0
-    for generation in reversed(generations):
-        if not generation.reason.startswith(FAILURE) or generation.step != generations[-1].step:
-            break
-        count += 1
-    return count
+def joiner(current: Generation, alive: Iterable[Node], machines: Machines) -> Node | None:
+    """A machine that waits beside a generation which has room for it."""
+    if len(current.members) >= machines.most:
+        return None
+    waiting = [node for node in alive if current.rank_of(node.node) is None and not node.leaving]
+    return min(waiting, key=lambda node: (node.joined, node.node), default=None)

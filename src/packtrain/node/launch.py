@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,9 +23,14 @@ from packtrain.control import (
     STORE_VARIABLE,
     end_with_parent,
 )
-from packtrain.runs import Generation, Run
+from packtrain.errors import PacktrainError
+from packtrain.members import Generation
+from packtrain.runs import Run
 
 _KILL_WAIT_SECONDS = 5.0
+_TAIL_BYTES = 8192
+# Below those that systems give to connections by themselves: who gets one of these has asked for it by number.
+_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         "--log-dir", str(logs),
     ]  # fmt: skip
     if program is None:
-        return [*arguments, "-m", "packtrain.train.worker"]
+        return [*arguments, "-m", "packtrain.train"]
     if program[0].endswith(".py"):
         return [*arguments, *program]
     return [*arguments, "--no-python", *program]
@@ -109,6 +116,10 @@ class Launch:
                 preexec_fn=_end_with_agent,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.poll()
 
@@ -128,17 +139,53 @@ class Launch:
 
     def _family(self) -> list[psutil.Process]:
         """What the launcher and its workers started; those whose parents are gone are known by their environment."""
-        family = {process for process in psutil.process_iter() if self._has_mark(process)}
+        family = {process for process in psutil.process_iter() if _mark_of(process) == self._mark}
         if self._process.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 family.update(psutil.Process(self._process.pid).children(recursive=True))
         return list(family)
 
-    def _has_mark(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(CONTROL_VARIABLE) == self._mark
-        except (psutil.Error, OSError):
-            return False
+
+def last_words(logs: Path) -> str:
+    """The ends of what the launcher and its workers wrote to their files of errors."""
+    paths = [logs / "launcher.log", *sorted(logs.rglob("stderr.log"))]
+    return "\n".join(_tail(path) for path in paths if path.exists())
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def kill_marked(directory: Path) -> None:
+    """Ends every process that was started for a control directory below this one."""
+    marked = [process for process in psutil.process_iter() if _mark_of(process).startswith(f"{directory}/")]
+    for process in marked:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(marked, timeout=_KILL_WAIT_SECONDS)
+
+
+def _mark_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get(CONTROL_VARIABLE, "")
+    except (psutil.Error, OSError):
+        return ""
+
+
+def free_port() -> int:
+    """A port on which this machine could host the next generation's meeting."""
+    start = random.randrange(len(_PORTS))  # noqa: S311 - so that agents of one machine do not all try the same
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(start + offset) % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise PacktrainError(f"no port between {_PORTS.start} and {_PORTS.stop} is free on this machine")
 
 
 def _end_with_agent() -> None:

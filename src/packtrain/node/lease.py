@@ -1,28 +1,50 @@
-"""The lease: a record that a thread renews as long as the agent lives."""
+"""The lease: a record that a thread renews as long as the agent lives, with what the machine is doing."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from packtrain.chunks import ChunkWriter
+from packtrain.members import Measured, Node, Report, Telemetry
 from packtrain.node.telemetry import TelemetrySampler
-from packtrain.runs import LEASE_SECONDS, Node, Run
+from packtrain.runs import LEASE_SECONDS, Run
 from packtrain.store import StoreError
 
 
 class Lease:
-    """Renews `node` every few seconds; a store that is away is tried again at the next renewal."""
+    """Renews `node` every few seconds; a store that is away is tried again at the next renewal.
 
-    def __init__(self, run: Run, node: Node, disk: Path) -> None:
-        self._run, self._node = run, node
-        self._sampler = TelemetrySampler(disk)
-        self._started, self._used_before = time.monotonic(), node.used_seconds
-        self._over, self._writing = threading.Event(), threading.Lock()
+    The machine is measured in a thread of its own: `history` has no gap where the store is slow. Without a
+    `background` nothing happens by itself, and whoever made the lease calls `renew`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        node: Node,
+        disk: Path,
+        history: ChunkWriter[Measured] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        background: bool = True,
+    ) -> None:
+        self._run, self._node, self._history, self._clock = run, node, history, clock
+        self.sampler = TelemetrySampler(disk)
+        self._telemetry = Telemetry()
+        self._started = self._counted_from = clock()
+        self._used_before = node.used_seconds
+        self._over, self._hurry, self._writing = threading.Event(), threading.Event(), threading.Lock()
         run.renew(node)
-        self._thread = threading.Thread(target=self._work, name="lease", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name="lease", daemon=True),
+            threading.Thread(target=self._measure, name="telemetry", daemon=True),
+        ]
+        for thread in self._threads if background else ():
+            thread.start()
 
     @property
     def node(self) -> Node:
@@ -30,32 +52,71 @@ class Lease:
 
     def used_seconds(self) -> float:
         """How long the run has had a machine, earlier attempts included."""
-        return self._used_before + time.monotonic() - self._started
+        return self._used_before + self._clock() - self._counted_from
+
+    def count_from(self, used_seconds: float) -> None:
+        """The run's time so far, as a generation's record tells it."""
+        self._used_before, self._counted_from = used_seconds, self._clock()
 
     def offer_port(self, port: int) -> None:
         """A fresh port, on which this node could host the next generation."""
+        self._change(port=port)
+
+    def say_leaving(self) -> None:
+        if not self._node.leaving:
+            self._change(leaving=True)
+
+    def say_stopping(self, generation: int) -> None:
+        self._change(stopping=generation)
+
+    def say_report(self, report: Report) -> None:
+        self._change(report=report)
+
+    def _change(self, **fields: Any) -> None:
+        """Others hear of it with the next renewal, which comes at once."""
         with self._writing:
-            self._node = replace(self._node, port=port)
+            self._node = replace(self._node, **fields)
+        self._hurry.set()
 
     def leave(self) -> None:
         self._over.set()
-        self._thread.join()
-        self._renew(left=True)
+        self._hurry.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self.renew(left=True)
 
     def _work(self) -> None:
-        while not self._over.wait(LEASE_SECONDS):
-            self._renew()
+        while not self._over.is_set():
+            self._hurry.wait(LEASE_SECONDS)
+            if self._over.is_set():
+                return
+            self._hurry.clear()
+            self.renew()
 
-    def _renew(self, left: bool = False) -> None:
+    def _measure(self) -> None:
+        while not self._over.wait(LEASE_SECONDS):
+            self._sample()
+
+    def _sample(self) -> None:
+        self._telemetry = self.sampler.sample()
+        if self._history is not None:
+            self._history.append(Measured(time.time(), self._node.node, self._telemetry))
+
+    def renew(self, left: bool = False) -> None:
+        if self._telemetry.memory_bytes == 0:
+            self._sample()
         with self._writing:
             self._node = replace(
                 self._node,
                 renewal=self._node.renewal + 1,
                 used_seconds=self.used_seconds(),
+                machine_seconds=self._clock() - self._started,
                 left=left,
-                telemetry=self._sampler.sample(),
+                telemetry=self._telemetry,
             )
-            try:
-                self._run.renew(self._node)
-            except StoreError as error:
-                print(f"warning: the lease could not be renewed: {error}", flush=True)
+            node = self._node
+        try:
+            self._run.renew(node)
+        except StoreError as error:
+            print(f"warning: the lease could not be renewed: {error}", flush=True)

@@ -36,8 +36,13 @@ class ProgramCheckpoints:
         if found is not None:
             self._tell("restored", f"the program's checkpoint directory is back as of {found.name}")
 
+    def is_due(self) -> bool:
+        every = self._settings.every
+        assert every != "auto", "a program's job has a time here"
+        return time.monotonic() - self._last >= every.value
+
     def commit_if_due(self, generation: int) -> None:
-        if time.monotonic() - self._last >= self._settings.every.value:
+        if self.is_due():
             self.commit(generation)
 
     def commit(self, generation: int) -> None:

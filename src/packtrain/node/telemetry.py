@@ -1,4 +1,4 @@
-"""What the machine is doing, sampled between two calls."""
+"""What the machine and its workers are doing, sampled between two calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.runs import Telemetry
+from packtrain.members import Telemetry, WorkerUse
+from packtrain.node.gpus import GpuSampler
 
 
 class TelemetrySampler:
@@ -15,6 +16,13 @@ class TelemetrySampler:
         self._disk = disk
         psutil.cpu_percent()  # the first call only sets the mark that later ones measure from
         self._network, self._when = psutil.net_io_counters(), time.monotonic()
+        self._gpus = GpuSampler()
+        self._launcher: int | None = None
+        self._workers: dict[int, tuple[int, psutil.Process]] = {}
+
+    def watch_workers_of(self, launcher: int | None) -> None:
+        """The launcher whose workers are measured from now on."""
+        self._launcher, self._workers = launcher, {}
 
     def sample(self) -> Telemetry:
         memory, network, now = psutil.virtual_memory(), psutil.net_io_counters(), time.monotonic()
@@ -29,4 +37,29 @@ class TelemetrySampler:
             disk_free_bytes=psutil.disk_usage(str(self._disk)).free,
             sent_bytes_per_second=sent / seconds,
             received_bytes_per_second=received / seconds,
+            gpus=self._gpus.sample(),
+            workers=self._worker_uses(),
         )
+
+    def _worker_uses(self) -> tuple[WorkerUse, ...]:
+        """A worker and what it started count together; all of them know their rank by their environment."""
+        launcher = self._launcher
+        if launcher is None:
+            return ()
+        try:
+            family = psutil.Process(launcher).children(recursive=True)
+        except psutil.Error:
+            return ()
+        workers = self._workers
+        sums: dict[int, tuple[float, int]] = {}
+        for process in family:
+            try:
+                if process.pid not in workers:
+                    workers[process.pid] = (int(process.environ().get("RANK", "-1")), process)
+                rank, known = workers[process.pid]
+                cpu, resident = known.cpu_percent() / 100, known.memory_info().rss
+            except (psutil.Error, OSError, ValueError):
+                continue
+            before = sums.get(rank, (0.0, 0))
+            sums[rank] = (before[0] + cpu, before[1] + resident)
+        return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()) if rank >= 0)

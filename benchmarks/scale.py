@@ -1,0 +1,295 @@
+"""What control costs: requests and bytes for each node and second, and the time to form a generation.
+
+python benchmarks/scale.py [--json] [--rounds 5] [--nodes 2 8 32 128 512 1000] [--store directory s3]
+
+The agents are real ones without torch: their workers do nothing. They share a clock that stands still while they look,
+so that what is counted does not depend on how many fit on this machine; how long the store takes for it is measured.
+
+req/node/s, B/node/s: of a generation that works. form: from the first agent's start to the last one's workers, by the
+agents' clock (s), in requests and bytes for each node, and the time that the store took for them on this machine (store
+s). busy: the time that the store takes for a second of all nodes. look: one look of the first member at all leases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+import bench
+from packtrain.code import archive
+from packtrain.job import Job
+from packtrain.members import Telemetry
+from packtrain.node import agent as agent_module
+from packtrain.node import lease as lease_module
+from packtrain.node.agent import IDLE_SECONDS, LOOK_SECONDS, Agent
+from packtrain.runs import LEASE_SECONDS, Run, create_run
+from packtrain.store import Entry, Store, open_store
+
+Answer = TypeVar("Answer")
+_AT_ONCE = 16
+_ENTRY_BYTES = 300  # what an object takes in an answer to a listing
+# What Amazon promises for one prefix of a bucket.
+_S3_WRITES_PER_SECOND, _S3_READS_PER_SECOND = 3500.0, 5500.0
+
+
+class CountingStore(Store):
+    """A store that counts what passes through it."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner, self.url, self.is_directory = inner, inner.url, inner.is_directory
+        self._lock = Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self.reads = self.writes = self.bytes = 0
+
+    def _count(self, write: bool, size: int) -> None:
+        with self._lock:
+            self.writes, self.reads = self.writes + write, self.reads + (not write)
+            self.bytes += size
+
+    def put(self, key: str, data: bytes) -> None:
+        self._count(True, len(data))
+        self._inner.put(key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._count(True, len(data))
+        return self._inner.put_if_absent(key, data)
+
+    def put_file(self, key: str, path: Path) -> None:
+        self._count(True, path.stat().st_size)
+        self._inner.put_file(key, path)
+
+    def find(self, key: str) -> bytes | None:
+        data = self._inner.find(key)
+        self._count(False, len(data or b""))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._count(False, length)
+        return self._inner.get_range(key, start, length)
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._inner.get_file(key, path)
+        self._count(False, path.stat().st_size)
+
+    def list(self, prefix: str = "", after: str | None = None) -> list[Entry]:
+        entries = self._inner.list(prefix, after)
+        self._count(False, _ENTRY_BYTES * len(entries))
+        return entries
+
+    def folders(self, prefix: str) -> list[str]:
+        names = self._inner.folders(prefix)
+        self._count(False, _ENTRY_BYTES * len(names))
+        return names
+
+    def entry(self, key: str) -> Entry | None:
+        self._count(False, 0)
+        return self._inner.entry(key)
+
+    def delete(self, key: str) -> None:
+        self._count(True, 0)
+        self._inner.delete(key)
+
+
+class NoWorkers:
+    """A launch that does nothing, for ever."""
+
+    pid = 0
+
+    def __init__(self, *_: object) -> None: ...
+
+    def poll(self) -> int | None:
+        return None
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class NoTelemetry:
+    def __init__(self, *_: object) -> None: ...
+
+    def watch_workers_of(self, launcher: int | None) -> None: ...
+
+    def sample(self) -> Telemetry:
+        return Telemetry(0.5, 0.5, 1 << 34, 1 << 40, 1e6, 1e6)
+
+
+class Fleet:
+    """Agents with one clock; every look of one of them is a look at the real store."""
+
+    def __init__(self, store: CountingStore, count: int) -> None:
+        fleet = {"local": {"machines": count}, "workers": 1}
+        job = Job.model_validate({"name": "scale", "recipe": "translate", "fleet": fleet, **_RECIPE})
+        self.store, self.now = store, 1000.0
+        self.run = create_run(store, job, archive({}), None)
+        self._pool = ThreadPoolExecutor(_AT_ONCE)
+        self.agents = list(self._pool.map(lambda _: self._agent(), range(count)))
+
+    def _agent(self) -> Agent:
+        return Agent(Run(self.store, self.run.name), "127.0.0.1", 1, {}, clock=lambda: self.now, background=False)
+
+    def step(self, seconds: float) -> float:
+        """Lets the time pass; all renew and look once. The seconds that this took in fact."""
+        self.now += seconds
+        started = time.perf_counter()
+        list(self._pool.map(lambda agent: agent._lease.renew(), self.agents))
+        list(self._pool.map(lambda agent: agent.look(), self.agents))
+        return time.perf_counter() - started
+
+    def form(self) -> tuple[float, float]:
+        """Until every member has begun: the seconds by the agents' clock, and those that the store took."""
+        began, taken = self.now, 0.0
+        while not all(agent._attempt is not None for agent in self.agents):
+            taken += self.step(IDLE_SECONDS)
+            if self.now - began > 600:
+                raise SystemExit("the agents did not find together within 600 s")
+        return self.now - began, taken
+
+    def first_look_seconds(self) -> float:
+        """What one look of the first member takes: it reads every lease."""
+        latest = self.run.latest_generation()
+        first = next(agent for agent in self.agents if latest and agent.name == latest.members[0].node)
+        started = time.perf_counter()
+        first.look()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for agent in self.agents:
+            agent._home.remove()
+
+
+_RECIPE = {
+    "model": "tiny",
+    "data": {"train": [{"bitext": ["a", "b"]}]},
+    "train": {"duration": "10 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.01}}},
+}
+
+
+def measure(kind: str, store: Store, count: int, rounds: int) -> dict[str, object]:
+    counting = CountingStore(store)
+    with contextlib.redirect_stdout(io.StringIO()):  # agents tell what they do
+        fleet = Fleet(counting, count)
+        try:
+            forming, taken = fleet.form()
+            forming_requests, forming_bytes = counting.reads + counting.writes, counting.bytes
+            counting.reset()
+            looks = [fleet.step(LOOK_SECONDS) for _ in range(rounds)]
+            seconds = LOOK_SECONDS * rounds
+            reads, writes = counting.reads / seconds, counting.writes / seconds
+            first = bench.median([fleet.first_look_seconds() for _ in range(3)])
+        finally:
+            fleet.close()
+    return {
+        "store": kind,
+        "nodes": count,
+        "req/node/s": (reads + writes) / count,
+        "B/node/s": counting.bytes / seconds / count,
+        "reads/s": reads,
+        "writes/s": writes,
+        "form s": forming,
+        "form req/node": forming_requests / count,
+        "form store s": taken,
+        "form B/node": forming_bytes / count,
+        "busy": bench.median(looks) / LOOK_SECONDS,
+        "look s": first,
+    }
+
+
+def notes_on(rows: list[dict[str, object]]) -> Iterator[str]:
+    for kind in dict.fromkeys(str(row["store"]) for row in rows):
+        mine = [row for row in rows if row["store"] == kind]
+        small, large = mine[0], mine[-1]
+        ratio = max(
+            _number(large, column) / _number(small, column) for column in ("req/node/s", "B/node/s", "form req/node")
+        )
+        grows = "no faster than linearly" if ratio < 1.5 else "FASTER than linearly"
+        sizes = f"from {small['nodes']} to {large['nodes']} nodes"
+        yield f"{kind}: requests and bytes of all grow {grows} {sizes} (per node: x {ratio:.2f})"
+        yield (
+            f"{kind}: a generation's record names every member and each reads it once:"
+            f" {_number(large, 'form B/node') / 1000:,.0f} kB for each of {large['nodes']} nodes to form one"
+        )
+        for column, limit, what in (
+            ("busy", 1.0, "this machine serves the requests no faster than they come"),
+            ("look s", LEASE_SECONDS, "the first member needs longer for all leases than a lease lasts"),
+        ):
+            met = [row for row in mine if _number(row, column) >= limit]
+            where = f"at {met[0]['nodes']} nodes" if met else f"not met up to {large['nodes']} nodes"
+            per_node = _number(large, column) / _number(large, "nodes")
+            yield f"{kind}: {what}: {where} (by its growth at {limit / per_node:,.0f})"
+    last = rows[-1]
+    reads, writes = (_number(last, column) / _number(last, "nodes") for column in ("reads/s", "writes/s"))
+    nodes = min(_S3_READS_PER_SECOND / reads, _S3_WRITES_PER_SECOND / writes)
+    yield f"Amazon S3 promises 5,500 reads and 3,500 writes a second for a prefix: met at {nodes:,.0f} nodes"
+
+
+def _number(row: dict[str, object], column: str) -> float:
+    return float(row[column])  # type: ignore[arg-type]
+
+
+@contextmanager
+def directory() -> Iterator[Callable[[], Store]]:
+    with tempfile.TemporaryDirectory() as name:
+        yield lambda: open_store(tempfile.mkdtemp(dir=name))
+
+
+@contextmanager
+def s3() -> Iterator[Callable[[], Store]]:
+    """moto's server, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="AK", AWS_SECRET_ACCESS_KEY="any")  # noqa: S106
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(urllib.request.Request(f"{url}/scale", method="PUT")).close()  # noqa: S310
+                break
+            time.sleep(0.1)
+        numbers = iter(range(1000))
+        yield lambda: open_store(f"s3://scale/{next(numbers)}")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+STORES = {"directory": directory, "s3": s3}
+
+
+def main() -> None:
+    parser = bench.parser(__doc__)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32, 128, 512, 1000])
+    parser.add_argument("--store", choices=STORES, nargs="+", default=list(STORES))
+    options = parser.parse_args()
+    agent_module.Launch = NoWorkers  # type: ignore[assignment,misc]
+    lease_module.TelemetrySampler = NoTelemetry  # type: ignore[assignment,misc]
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["PACKTRAIN_CACHE"] = cache
+        for kind in options.store:
+            with STORES[kind]() as fresh:
+                rows += [measure(kind, fresh(), count, options.rounds) for count in sorted(options.nodes)]
+    bench.show("Control", rows, list(notes_on(rows)), options.json)
+
+
+if __name__ == "__main__":
+    main()

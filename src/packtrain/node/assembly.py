@@ -1,0 +1,170 @@
+"""How the machines of a run find together: who proposes the next generation, and what it says.
+
+The first machine of a generation reads every lease; the others read its lease alone. Where there is no first one,
+at the start or when it is lost, whoever is first to claim the call reads them all. So the requests of all machines
+together grow with their number, not with its square.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from packtrain.checkpoint import committed
+from packtrain.members import Generation, Node, Report
+from packtrain.node.causes import COUNTED, is_consequence, most_telling, reason_for, verdict
+from packtrain.node.deadline import seconds_left
+from packtrain.node.generations import LeaseWatch, Why, joiner, proposal
+from packtrain.node.lease import Lease
+from packtrain.runs import LEASE_SECONDS, Run
+
+GATHER_SECONDS = 4.0  # for machines that were started together to be seen together
+RENEWAL_SECONDS = 3 * LEASE_SECONDS  # in which a lease that lives is seen to be renewed
+EXPLAIN_SECONDS = 6.0  # for the machine that broke the others' connections to say why
+GROW_SECONDS = 30.0  # the least time between two generations for the sake of a new machine
+
+
+class Assembly:
+    def __init__(self, run: Run, lease: Lease, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._lease, self._clock = run, lease, clock
+        self._machines = run.job.fleet.kind.machines
+        self.watch = LeaseWatch()
+        self._turn = (0, 0)  # of which generation, and how many who claimed the call are lost
+        self._holder: str | None = None
+        self._gathering = (0, 0.0)  # for which generation, since when
+        self._judged: dict[int, str | None] = {}
+
+    @property
+    def name(self) -> str:
+        return self._lease.node.node
+
+    # Leases.
+
+    def look_at_all(self) -> None:
+        self.watch.observe(self._run.nodes(), self._clock())
+
+    def look_at(self, name: str) -> Node | None:
+        node = self._run.node(name)
+        self.watch.observe([node] if node is not None else [], self._clock())
+        return node
+
+    def is_lost(self, name: str) -> bool:
+        """By what was seen so far."""
+        return name != self.name and self.watch.lost(name, self._clock())
+
+    def alive(self) -> list[Node]:
+        """Those who take part now. This machine's own lease is as it is here: the store may have an older one."""
+        now = self._clock()
+        others = [node for name, node in self.watch.nodes.items() if name != self.name and self.watch.alive(name, now)]
+        return [self._lease.node, *others]
+
+    def joiner(self, generation: Generation, began: float) -> Node | None:
+        """A machine that the generation should take in; not right after the last one."""
+        if self._clock() - began < GROW_SECONDS:
+            return None
+        return joiner(generation, self.alive(), self._machines)
+
+    # Proposals.
+
+    def is_caller(self, latest: Generation | None) -> bool:
+        """Whether it is for this machine to propose the generation after the latest."""
+        if latest is not None:
+            first = latest.members[0].node
+            if first == self.name:
+                return True
+            self.look_at(first)
+            if not self.is_lost(first):
+                return False
+        number = 1 if latest is None else latest.number + 1
+        if self._turn[0] != number:
+            self._turn, self._holder = (number, 0), None
+        if self._holder is None:
+            self._holder = self._run.caller(*self._turn, self.name)
+        if self._holder == self.name:
+            return True
+        self.look_at(self._holder)
+        if self.is_lost(self._holder):
+            self._turn, self._holder = (number, self._turn[1] + 1), None
+        return False
+
+    def call(self, latest: Generation | None, own: Report | None, since: float) -> str | None:
+        """Proposes the next generation once it is clear how the latest ended and who is there; why the run is given
+        up, if it is. `own` is how it ended on this machine, `since` when."""
+        self.look_at_all()
+        number = 1 if latest is None else latest.number + 1
+        if latest is not None and own is not None and self._unsettled(latest, own, since):
+            return None
+        ended = self._how_it_ended(latest, own)
+        step = max((checkpoint.step for checkpoint in committed(self._run)), default=0)
+        if ended.cause in COUNTED and latest is not None:
+            if latest.number not in self._judged:
+                tried = [one for one in self._run.generations() if one.number <= latest.number]
+                self._judged[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
+            if (given_up := self._judged[latest.number]) is not None:
+                return given_up
+        alive = self.alive()
+        if self._still_gathering(number, len(alive), ended):
+            return None
+        proposed = proposal(latest, alive, self._machines, self._why(ended, step))
+        if proposed is not None:
+            self._run.propose(proposed)
+        return None
+
+    def _why(self, ended: Report, step: int) -> Why:
+        nodes = {**self.watch.nodes, self.name: self._lease.node}.values()
+        used = max(self._lease.used_seconds(), *(node.used_seconds for node in nodes))
+        left = seconds_left(self._run.job.budget, self._run.job.fleet, nodes, used)
+        return Why(ended.cause, reason_for(ended), step, ended.step, used, left)
+
+    def _unsettled(self, latest: Generation, own: Report, since: float) -> bool:
+        """Whether another machine of the generation may still say, or be, what is wrong.
+
+        It has to be heard of since the generation ended here. Where all that is known here is that a connection
+        broke, the others get some time to say why.
+        """
+        others = [member.node for member in latest.members if member.node != self.name]
+        silent = [name for name in others if not self.is_lost(name) and not self._reported(name, latest)]
+        if own.cause == "program" and is_consequence(own.text) and self._clock() - since < EXPLAIN_SECONDS:
+            return bool(silent)
+        return any(not self.watch.renewed_since(name, since) for name in silent)
+
+    def _reported(self, name: str, generation: Generation) -> Report | None:
+        node = self.watch.nodes.get(name)
+        report = node.report if node is not None else None
+        return report if report is not None and report.generation == generation.number else None
+
+    def _how_it_ended(self, latest: Generation | None, own: Report | None) -> Report:
+        if latest is None:
+            return Report(0, "start", "start")
+        reports = [own] if own is not None else []
+        others = [member.node for member in latest.members if member.node != self.name]
+        if own is None and all(self.is_lost(name) for name in others):
+            return Report(latest.number, "resumed", "resumed")
+        for name in others:
+            node, report = self.watch.nodes.get(name), self._reported(name, latest)
+            if report is not None:
+                reports.append(report)
+            elif node is not None and node.leaving:
+                reports.append(Report(latest.number, "notice", f"machine {name} had to leave"))
+            elif self.is_lost(name):
+                reports.append(Report(latest.number, "machine", f"machine {name} is lost"))
+        if not reports:
+            return Report(latest.number, "ended", "the first machine is lost")
+        asked = [report for report in reports if report.cause in ("notice", "joined")]
+        told = most_telling(reports)
+        # Programs end in all sorts of ways when they are asked to.
+        return asked[0] if asked and told.cause == "program" and not told.hopeless else told
+
+    def _still_gathering(self, number: int, count: int, ended: Report) -> bool:
+        """Whether more machines may be there than have been seen to be alive: those that are started together appear
+        one after the other, and of a lease that was seen once nobody knows."""
+        if count >= self._machines.most or count < self._machines.least:
+            return False
+        if self._gathering[0] != number:
+            self._gathering = (number, self._clock())
+        waited = self._clock() - self._gathering[1]
+        if ended.cause in ("start", "resumed") and waited < GATHER_SECONDS:
+            return True
+        now = self._clock()
+        unknown = [name for name in self.watch.nodes if not self.watch.alive(name, now) and not self.is_lost(name)]
+        return any(name != self.name for name in unknown) and waited < RENEWAL_SECONDS

@@ -1,0 +1,103 @@
+"""The workers of one generation on this machine: made ready, working, brought to an end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packtrain.chunks import ChunkWriter
+from packtrain.control import Control
+from packtrain.members import Cause, Generation, Report
+from packtrain.node.causes import oom_kills, why_they_ended
+from packtrain.node.launch import Directories, Launch, last_words
+from packtrain.node.logs import LogShipper
+from packtrain.node.task import Task
+from packtrain.runs import LogLine, Run
+
+STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """That workers are to commit and end: why, since when, and how long they may take."""
+
+    cause: Cause
+    reason: str
+    at: float
+    grace_seconds: float = STOP_GRACE_SECONDS
+
+
+@dataclass
+class Attempt:
+    """`preparing` and `closing` are what happens before the launch and after its end; both take their time."""
+
+    generation: Generation
+    rank: int
+    directories: Directories
+    shipper: LogShipper
+    is_program: bool
+    began: float
+    preparing: Task | None = None
+    launch: Launch | None = None
+    committing: Task | None = None
+    closing: Task | None = None
+    asked: Asked | None = None
+    _oom_kills: int = field(default_factory=oom_kills)
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def control(self) -> Control:
+        return Control(self.directories.control)
+
+    def ask_to_stop(self, asked: Asked) -> bool:
+        """Whether this is the first time. Needs no store, and may come from any thread."""
+        with self._asking:
+            if self.asked is not None:
+                return False
+            self.asked = asked
+        self.control.ask_to_stop()
+        if self.is_program and self.launch is not None:
+            self.launch.terminate()
+        return True
+
+    def kill(self) -> None:
+        if self.launch is not None:
+            self.launch.kill()
+        self.shipper.ship(all_of_it=True)
+
+    def report(self, code: int) -> Report:
+        errors, said = self.control.errors(), last_words(self.directories.logs)
+        ended = why_they_ended(self.generation.number, code, errors, said, oom_kills() - self._oom_kills)
+        if self.asked is not None and not ended.hopeless:
+            return Report(self.generation.number, self.asked.cause, self.asked.reason)
+        return ended
+
+    def stacks(self) -> list[Path]:
+        """What workers that hung left behind: where each of their threads was."""
+        return sorted(self.directories.control.glob("stacks-*.txt"))
+
+    def keep_stacks(self, run: Run, tell: Callable[[str, str], None]) -> None:
+        for path in self.stacks():
+            rank = path.stem.removeprefix("stacks-")
+            name = f"stacks/{self.generation.number:06d}-{rank}.txt"
+            run.store.put_file(run.key(name), path)
+            tell("stacks", f"where the threads of rank {rank} were is in {name}")
+            path.unlink()
+
+
+def begin(
+    run: Run, node: str, generation: Generation, rank: int, home: Path, logs: ChunkWriter[LogLine], now: float
+) -> Attempt:
+    """An attempt with its directories; nothing is started yet."""
+    folder = home / f"{generation.number:06d}"
+    directories = Directories(folder / "logs", folder / "control", home / "code", home / "checkpoints")
+    directories.logs.mkdir(parents=True, exist_ok=True)
+    first_rank = sum(member.workers for member in generation.members[:rank])
+    shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank)
+    return Attempt(generation, rank, directories, shipper, run.job.program is not None, now)

@@ -1,0 +1,143 @@
+"""Why workers ended, and whether to try again: pure decisions over what they left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from packtrain.control import WorkerError
+from packtrain.members import Cause, Generation, Report
+
+FAILURE = "failure: "
+
+# Every other reason for a new generation is nobody's failure.
+COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
+# The most telling first: one worker that gives up takes the others with it, and they only know that it is gone.
+_TELLING: tuple[Cause, ...] = (
+    "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "notice", "joined", "ended",
+    "resumed", "start",
+)  # fmt: skip
+_SAME_AGAIN: tuple[Cause, ...] = ("program", "memory", "number", "mistake")
+_ADVICE: Mapping[Cause, str] = {
+    "memory": "make train.micro_batch smaller, or spread the batch over more workers or machines",
+    "disk": "free some space, or set PACKTRAIN_CACHE to a larger disk",
+}
+
+_PORT = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+_MEMORY = re.compile(r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]annot allocate memory")
+_DISK = re.compile(r"No space left on device|Disk quota exceeded")
+_KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
+# What gloo, NCCL and torch's store say when it is another worker that is gone.
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
+    r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+
+
+def is_consequence(text: str) -> bool:
+    """Whether an error only says that another worker is gone."""
+    return _CONSEQUENCE.search(text) is not None
+
+
+def why_they_ended(
+    generation: int, code: int, errors: Sequence[WorkerError], said: str, out_of_memory_kills: int
+) -> Report:
+    """How the workers of this machine ended: from what they told, what launcher and workers last wrote (`said`), and
+    how often the kernel killed for want of memory meanwhile."""
+    if code == 0:
+        return Report(generation, "ended", "the workers ended before the goal")
+    told = sorted(errors, key=lambda error: (not error.hopeless, is_consequence(error.text), error.time))
+    first = told[0] if told else None
+    if first is not None and (first.hopeless or first.cause != "program"):
+        return Report(generation, first.cause, first.text, first.step, first.hopeless)
+    if out_of_memory_kills and _KILLED.search(said):
+        return Report(generation, "memory", "the kernel killed a worker: this machine is out of memory")
+    if _PORT.search(said):
+        return Report(generation, "port", "the port at which the workers were to meet was taken meanwhile")
+    if first is not None and is_consequence(first.text):
+        return Report(generation, "program", first.text)  # without its step: that is the step of another's error
+    text = first.text if first is not None else f"a worker ended with exit code {code}; `packtrain logs` has its output"
+    step = first.step if first is not None else None
+    for cause, pattern in (("memory", _MEMORY), ("disk", _DISK)):
+        if pattern.search(said if first is None else first.text):
+            return Report(generation, cause, text, step)  # type: ignore[arg-type]
+    return Report(generation, "program", text, step)
+
+
+def most_telling(reports: Sequence[Report]) -> Report:
+    """Of all that machines say about how a generation ended, what explains the rest."""
+    return min(reports, key=lambda one: (not one.hopeless, _rank(one), is_consequence(one.text)))
+
+
+def _rank(report: Report) -> int:
+    # That a machine is gone, or was asked to go, explains that its peers lost the connection to it.
+    if report.cause == "program" and is_consequence(report.text):
+        return _TELLING.index("joined") * 2 + 1
+    return _TELLING.index(report.cause) * 2
+
+
+def reason_for(report: Report) -> str:
+    """What the next generation's record says."""
+    return f"{FAILURE}{report.text}" if report.cause in COUNTED else report.text
+
+
+def verdict(tried: Sequence[Generation], failed: Report, step: int, failures: int) -> str | None:
+    """Why the run is given up after this failure; None: it is tried again. `step` is the one committed by now.
+
+    `tried` are all generations up to the one that failed.
+    """
+    if failed.hopeless:
+        return failed.text
+    if failed.cause not in COUNTED:
+        return None
+    last = tried[-1] if tried else None
+    if last is not None and failed.cause in _SAME_AGAIN and last.cause == failed.cause and last.step == step:
+        at = f"step {failed.step} failed" if failed.step is not None else f"after step {step} it failed"
+        same_step = failed.step is not None and failed.step == last.failed_step
+        if same_step or failed.cause == "memory":
+            return _with_advice(f"{failed.text} ({at} twice in the same way)", failed.cause)
+    if failures_in_a_row(tried, step) >= failures:
+        return _with_advice(f"{failed.text} (after {failures} more attempts)", failed.cause)
+    return None
+
+
+def _with_advice(text: str, cause: Cause) -> str:
+    return f"{text}: {_ADVICE[cause]}" if cause in _ADVICE else text
+
+
+def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
+    """How many generations up to the latest began because the one before had failed, with nothing committed since.
+
+    Those that began for other reasons (a notice, a store that was away) neither count nor start the count anew,
+    but a person who resumes the run does.
+    """
+    count = 0
+    for generation in reversed(generations):
+        if generation.step != step or generation.cause in ("start", "resumed"):
+            break
+        count += generation.cause in COUNTED
+    return count
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """How often the kernel has killed for want of memory: on the machine, and in this process's group."""
+    groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
+    files = [root / "proc/vmstat", root / "sys/fs/cgroup/memory/memory.oom_control"]
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if controllers == "":
+            files.append(root / "sys/fs/cgroup" / relative / "memory.events")
+        elif "memory" in controllers.split(","):
+            files.append(root / "sys/fs/cgroup/memory" / relative / "memory.oom_control")
+    return sum(_count(path) for path in dict.fromkeys(files))
+
+
+def _count(path: Path) -> int:
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == "oom_kill")

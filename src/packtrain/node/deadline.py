@@ -1,0 +1,99 @@
+"""The budget as a deadline that a machine holds by its own clock, whatever the store and everybody else are doing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from packtrain.job import Budget as Settings
+from packtrain.job import Fleet
+from packtrain.members import Node
+
+MARGIN_SECONDS = 300.0  # for the last checkpoint ...
+_MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
+
+
+def seconds_left(budget: Settings, fleet: Fleet, nodes: Iterable[Node], used_seconds: float) -> float | None:
+    """How long the machines that are there may go on together; None without a budget.
+
+    Hours are the run's, by the clock; dollars are paid for every machine, also for those that are gone.
+    """
+    known = list(nodes)
+    limits = []
+    if budget.hours is not None:
+        limits.append(budget.hours * 3600 - used_seconds)
+    price = fleet.dollars_per_hour
+    if budget.dollars is not None and price is not None:
+        paid = sum(node.machine_seconds for node in known)
+        there = max(1, sum(not node.left for node in known))
+        limits.append((budget.dollars / price * 3600 - paid) / there)
+    return max(0.0, min(limits)) if limits else None
+
+
+def first_bound(budget: Settings, fleet: Fleet) -> float | None:
+    """What a machine holds to before it knows of any generation: all machines may have begun at once."""
+    limits = []
+    if budget.hours is not None:
+        limits.append(budget.hours * 3600)
+    price = fleet.dollars_per_hour
+    if budget.dollars is not None and price is not None:
+        limits.append(budget.dollars / price * 3600 / fleet.kind.machines.most)
+    return min(limits, default=None)
+
+
+def in_words(budget: Settings) -> str:
+    parts = [f"{budget.hours:g} hours"] if budget.hours is not None else []
+    parts += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
+    return f"the budget of {' and '.join(parts)} is used up"
+
+
+class Deadline:
+    """Calls `warn` a while before the time is over, and `end` when it is; both from a thread of its own."""
+
+    def __init__(
+        self, warn: Callable[[], None], end: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._warn, self._end, self._clock = warn, end, clock
+        self._changed = threading.Condition()
+        self._at: float | None = None
+        self._margin = 0.0
+        self._warned = self._over = False
+        self._thread: threading.Thread | None = None
+
+    def hold(self, seconds: float) -> None:
+        """The time that is left from now on; what was held before is replaced."""
+        with self._changed:
+            self._at = self._clock() + seconds
+            self._margin = min(MARGIN_SECONDS, _MARGIN_FRACTION * seconds)
+            self._warned = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="deadline", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is time to commit and end."""
+        return self._at is not None and self._clock() >= self._at - self._margin
+
+    def close(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                assert self._at is not None
+                due = self._at if self._warned else self._at - self._margin
+                if self._over:
+                    return
+                if self._clock() < due:
+                    self._changed.wait(due - self._clock())
+                    continue
+                ended, self._warned = self._warned, True
+            if ended:
+                self._end()
+                return
+            self._warn()

@@ -1,0 +1,169 @@
+"""A node's directory on its machine, and what to do about those that dead nodes left there.
+
+An agent holds a lock on its home as long as it lives. The kernel takes the lock back whatever ends the agent, so a
+home whose lock can be taken belongs to nobody: its logs are brought into the store, and it is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from packtrain.control import cache_directory
+from packtrain.members import Generation
+from packtrain.node.launch import kill_marked
+from packtrain.node.logs import LogShipper, source_of
+from packtrain.runs import LogLine, Run
+from packtrain.store import StoreError
+
+_REST = "-rest-"
+_FOREIGN_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose home it is."""
+
+    store: str
+    run: str
+    node: str
+
+
+class Home:
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def make(cls, run: Run, node: str) -> Home:
+        path = homes_directory() / f"{run.name}-{node}"
+        path.mkdir(parents=True)
+        lock = _lock(path)
+        assert lock is not None, "a name that is used once"
+        (path / "owner.part").write_text(json.dumps(asdict(Owner(run.store.url, run.name, node))))
+        (path / "owner.part").rename(path / "owner.json")
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def owner(self) -> Owner | None:
+        try:
+            return Owner(**json.loads((self.path / "owner.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def homes_directory() -> Path:
+    return cache_directory() / "nodes"
+
+
+def _lock(path: Path) -> int | None:
+    """The home's lock, until it is closed or this process ends; None while another has it, or it cannot be had."""
+    try:
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sweep(run: Run, tell: Callable[[str, str], None]) -> None:
+    """Takes over what dead nodes of this machine left: their processes, their logs, their leases, their files.
+
+    Homes of other stores are only removed once they are old: their logs may still be wanted.
+    """
+    directory = homes_directory()
+    for path in sorted(directory.iterdir()) if directory.exists() else ():
+        lock = _lock(path) if path.is_dir() else None
+        if lock is None:
+            continue
+        home = Home(path, lock)
+        kill_marked(path)
+        owner = home.owner()
+        if owner is not None and owner.store == run.store.url:
+            try:
+                _bury(Run(run.store, owner.run), owner.node, path, tell if owner.run == run.name else None)
+            except StoreError as error:
+                print(f"warning: {path} is kept for now: {error}", flush=True)
+                os.close(lock)
+                continue
+        elif owner is not None and time.time() - path.stat().st_mtime < _FOREIGN_SECONDS:
+            os.close(lock)
+            continue
+        home.remove()
+
+
+def _bury(run: Run, node: str, path: Path, tell: Callable[[str, str], None] | None) -> None:
+    """Ships what the store does not have of a dead node's logs, and says in its lease that it has left."""
+    lines = _ship_rest(run, node, path)
+    lease = run.node(node)
+    if lease is not None and not lease.left:
+        run.renew(replace(lease, left=True))
+    if tell is not None:
+        tell("node", f"{node} was found dead on this machine; {lines} more lines of its logs are kept")
+
+
+def _ship_rest(run: Run, node: str, path: Path) -> int:
+    """Whatever is shipped arrives whole, as one object, so whoever has to do it again knows what is there."""
+    generations = {one.number: one for one in run.generations()}
+    writer = run.log_writer(f"{node}{_REST}{uuid.uuid4().hex[:8]}")
+    shipped = Counter(source_of(line) for line in _lines_of(run, node))
+    count = 0
+    for folder in sorted(path.iterdir()):
+        if folder.name.isdigit() and int(folder.name) in generations and (folder / "logs").is_dir():
+            number = int(folder.name)
+            first_rank = _first_rank(generations[number], node)
+            count += LogShipper(folder / "logs", writer, node, number, first_rank, shipped).ship(all_of_it=True)
+    writer.flush()
+    return count
+
+
+def _lines_of(run: Run, node: str) -> Iterator[LogLine]:
+    """What the store has of one node's logs."""
+    for writer in run.store.folders(run.key("logs/")):
+        if writer == node or writer.startswith(f"{node}{_REST}"):
+            for entry in run.store.list(run.key(f"logs/{writer}")):
+                for line in run.store.get(entry.key).splitlines():
+                    yield LogLine(**json.loads(line))
+
+
+def _first_rank(generation: Generation, node: str) -> int:
+    rank = generation.rank_of(node) or 0
+    return sum(member.workers for member in generation.members[:rank])
+
+
+def remove_orphans(run: Run, current: int, complain: Callable[[StoreError], None]) -> None:
+    """Deletes files of checkpoints that older generations began and never committed.
+
+    Only a generation older than the current one is touched: it commits nothing any more.
+    """
+    try:
+        _remove_orphans(run, current)
+    except StoreError as error:
+        complain(error)
+
+
+def _remove_orphans(run: Run, current: int) -> None:
+    for name in run.store.folders(run.key("checkpoints/")):
+        _, _, rest = name.partition("-")
+        generation = rest.partition("-")[0]
+        if not generation.isdigit() or int(generation) >= current:
+            continue
+        folder = run.key(f"checkpoints/{name}")
+        if run.store.exists(f"{folder}/manifest.json"):
+            continue
+        for entry in run.store.list(folder):
+            run.store.delete(entry.key)

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.places import Place, make_place
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The run that all others are compared with."""
+    place = make_place(tmp_path_factory.mktemp("oracle"))
+    done = place.packtrain("run", "job.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return place
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = make_place(tmp_path)
+    yield made
+    made.close()

@@ -1,0 +1,170 @@
+"""A job of two machines on this one, and what is done to it: real agents and workers, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from packtrain.checkpoint import committed
+from packtrain.control import CONTROL_VARIABLE
+from packtrain.runs import Point, Run, open_run
+from packtrain.store import open_store
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+STEPS = 120
+JOB = f"""
+name: faults
+recipe: translate
+store: STORE
+data:
+  train: [{{bitext: [{EXAMPLES}/data/en-de/valid.en.gz, {EXAMPLES}/data/en-de/valid.de.gz]}}]
+  vocabulary: 500
+model: {{size: tiny, width: 32, heads: 2, feedforward: 64, encoder_layers: 1, decoder_layers: 1, dropout: 0.1}}
+train:
+  duration: {STEPS} steps
+  batch: 600 tokens
+  schedule: {{noam: {{warmup: 10 steps, peak: 0.003}}}}
+checkpoint: {{every: 20 steps, keep_last: 2, keep_best: 0}}
+fleet: {{local: {{machines: 2}}, workers: 1}}
+"""
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class Place:
+    """A directory with a store and a cache of its own, and the nodes that were started by hand."""
+
+    directory: Path
+    store: str
+    extra: dict[str, str] = field(default_factory=dict)
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {"PACKTRAIN_CACHE": str(self.directory / "cache"), "PACKTRAIN_STORE": self.store, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own, **self.extra}
+
+    def packtrain(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "packtrain", *arguments]
+        return subprocess.run(
+            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=timeout
+        )
+
+    def detach(self, *options: str) -> None:
+        done = self.packtrain("run", "job.yaml", "--detach", *options)
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    def add_node(self) -> subprocess.Popen[bytes]:
+        """Another machine, as a person or a fleet would start it."""
+        with (self.directory / f"node-{len(self.nodes)}.txt").open("wb") as log:
+            self.nodes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "packtrain", "node", self.run().name, "--address", "127.0.0.1"],
+                    cwd=self.directory,
+                    env=self.environment,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        return self.nodes[-1]
+
+    def run(self) -> Run:
+        return open_run(open_store(self.store), None)
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["environ", "status"]):
+            mark = (process.info["environ"] or {}).get("PACKTRAIN_CACHE")
+            if mark == str(self.directory / "cache") and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def agents(self) -> list[psutil.Process]:
+        return [one for one in self.processes() if "node" in one.cmdline()[:5] and _mark(one) is None]
+
+    def workers_of(self, node: str) -> list[psutil.Process]:
+        """The workers of one machine, without their launcher."""
+        mine = [one for one in self.processes() if f"-{node}/" in (_mark(one) or "")]
+        return [one for one in mine if "LOCAL_RANK" in one.environ()]
+
+    def machine(self, node: str) -> list[psutil.Process]:
+        """Everything of one machine: its agent first, so that nothing is started again."""
+        family = [one for one in self.processes() if f"-{node}/" in (_mark(one) or "")]
+        launchers = {one.ppid() for one in family}
+        return [*(one for one in self.agents() if one.pid in launchers), *family]
+
+    def committed_step(self) -> int:
+        return max((one.step for one in committed(self.run())), default=0)
+
+    def wait_for_commit(self, step: int = 20) -> None:
+        wait_until(lambda: self.committed_step() >= step, f"a checkpoint of step {step}")
+
+    def wait_for_result(self, seconds: float = 150) -> str:
+        wait_until(lambda: self.run().result() is not None, "the end of the run", seconds)
+        result = self.run().result()
+        assert result is not None
+        return result.status
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        for node in self.nodes:
+            node.wait()
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(CONTROL_VARIABLE)
+    except psutil.Error:
+        return None
+
+
+def make_place(directory: Path, store: str | None = None, **extra: str) -> Place:
+    place = Place(directory, store or str(directory / "store"), extra)
+    (directory / "job.yaml").write_text(JOB.replace("STORE", place.store))
+    return place
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+
+
+def history(run: Run) -> list[tuple[int, dict[str, float]]]:
+    """Losses and batches of every step: what must be the same whatever happened."""
+
+    def exact(point: Point) -> dict[str, float]:
+        return {name: value for name, value in point.values.items() if name in ("loss", "tokens", "rate", "epoch")}
+
+    return [(point.step, exact(point)) for point in run.metrics() if point.kind == "train"]
+
+
+def weights(run: Run) -> dict[str, str]:
+    last = committed(run)[-1]
+    return {file.name: file.sha256 for file in last.files if file.name.endswith(".safetensors")}
+
+
+def assert_same_as(oracle: Place, place: Place) -> None:
+    """Every step once, with the same samples and the same loss; the same weights at the end."""
+    assert [step for step, _ in history(place.run())] == list(range(1, STEPS + 1))
+    assert history(place.run()) == history(oracle.run())
+    assert weights(place.run()) == weights(oracle.run())
+
+
+def assert_nothing_left(place: Place) -> None:
+    wait_until(lambda: not place.processes(), "all processes to end", 30)
+    assert list((place.directory / "cache" / "nodes").iterdir()) == []

@@ -1,0 +1,61 @@
+"""A program that takes more memory than the kernel gives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packtrain.runs import Run
+from packtrain.store import open_store
+from parts.presence import need
+from parts.runs import new_run, program_job
+
+GREEDY = """
+blocks = []
+while True:
+    blocks.append(bytearray(b"x") * 20_000_000)
+"""
+LIMIT_BYTES = 900_000_000
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory group of this test's own, where root may make one."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    root = v1 if (v1 / "memory.limit_in_bytes").exists() else Path("/sys/fs/cgroup")
+    made = root / f"packtrain-{uuid.uuid4().hex[:8]}"
+    try:
+        made.mkdir()
+        limit = made / ("memory.limit_in_bytes" if root == v1 else "memory.max")
+        limit.write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        need(False, f"no memory group can be made here: {error}")
+    yield made
+    made.rmdir()
+
+
+def test_twice_in_the_same_place_ends_the_run_with_advice(tmp_path: Path, group: Path) -> None:
+    run: Run = new_run(open_store(str(tmp_path / "store")), program_job(fleet={"local": {}, "workers": 1}), GREEDY)
+    environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def enter() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
+        env=environment,
+        preexec_fn=enter,  # noqa: PLW1509
+        stdout=subprocess.DEVNULL,
+    )
+    assert agent.wait(120) == 100
+    result = run.result()
+    assert result is not None
+    assert "out of memory" in result.reason
+    assert "train.micro_batch" in result.reason
+    assert [generation.cause for generation in run.generations()] == ["start", "memory"]

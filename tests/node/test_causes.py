@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packtrain.control import WorkerError
+from packtrain.members import Cause, Generation, Report
+from packtrain.node.causes import failures_in_a_row, most_telling, oom_kills, reason_for, verdict, why_they_ended
+from parts.runs import a_generation
+
+KILLED = "exitcode  : -9 (pid: 4242)"
+
+
+def error(text: str, **fields: object) -> WorkerError:
+    return WorkerError(**{"rank": 0, "text": text, "hopeless": False, "time": 1.0, **fields})  # type: ignore[arg-type]
+
+
+# What happened on one machine.
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "said", "kills", "cause"),
+    [
+        (0, [], "", 0, "ended"),
+        (1, [], "", 0, "program"),
+        (1, [error("full", cause="memory")], "", 0, "memory"),
+        (1, [error("away", cause="store")], "", 0, "store"),
+        (1, [], KILLED, 1, "memory"),
+        (1, [], KILLED, 0, "program"),
+        (1, [], "somebody else was killed", 1, "program"),
+        (1, [], "MemoryError\n", 0, "memory"),
+        (1, [], "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", 0, "memory"),
+        (1, [], "OSError: [Errno 28] No space left on device", 0, "disk"),
+        (1, [], "The server socket has failed to listen (errno: 98 - Address already in use).", 0, "port"),
+        (1, [error("it broke")], "", 0, "program"),
+    ],
+)
+def test_causes_are_told_apart(code: int, errors: list[WorkerError], said: str, kills: int, cause: str) -> None:
+    assert why_they_ended(3, code, errors, said, kills).cause == cause
+
+
+def test_an_error_is_told_with_its_step_but_a_lost_connection_without() -> None:
+    own = why_they_ended(3, 1, [error("it broke", step=7)], "", 0)
+    assert (own.generation, own.text, own.step) == (3, "it broke", 7)
+    lost = why_they_ended(3, 1, [error("[gloo] Connection closed by peer", step=7)], "", 0)
+    assert (lost.cause, lost.step) == ("program", None)
+
+
+def test_the_error_that_explains_the_others_comes_first() -> None:
+    errors = [error("Connection reset by peer", time=1.0), error("it broke", time=2.0, step=7)]
+    assert why_they_ended(3, 1, errors, "", 0).text == "it broke"
+
+
+# What happened to all of them.
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([("program", "Connection closed by peer"), ("machine", "b is lost")], "machine"),
+        ([("program", "it broke"), ("machine", "b is lost")], "program"),
+        ([("program", "Connection closed by peer"), ("memory", "full")], "memory"),
+        ([("program", "Broken pipe"), ("notice", "b had to leave")], "notice"),
+        ([("ended", ""), ("program", "Broken pipe")], "program"),
+        ([("ended", ""), ("hang", "no step for 60 s")], "hang"),
+    ],
+)
+def test_the_most_telling_report_explains_the_rest(told: list[tuple[Cause, str]], expected: str) -> None:
+    reports = [Report(1, cause, text) for cause, text in told]
+    assert most_telling(reports).cause == most_telling(reports[::-1]).cause == expected
+
+
+def test_only_failures_that_count_are_called_failures() -> None:
+    assert reason_for(Report(1, "program", "it broke")) == "failure: it broke"
+    assert reason_for(Report(1, "joined", "machine b joins")) == "machine b joins"
+
+
+# Whether to try again.
+
+
+def tried(*causes: Cause, step: int = 0, failed_step: int | None = None) -> list[Generation]:
+    return [
+        Generation(number, a_generation(1).members, 1, "", step, cause, failed_step)
+        for number, cause in enumerate(causes, 1)
+    ]
+
+
+def test_failures_without_a_commit_between_them_are_counted() -> None:
+    assert failures_in_a_row([], 0) == 0
+    assert failures_in_a_row(tried("start"), 0) == 0
+    assert failures_in_a_row(tried("start", "program", "machine"), 0) == 2
+    assert failures_in_a_row(tried("start", "program", "machine"), 30) == 0
+    assert failures_in_a_row([*tried("start", "program"), *tried("program", step=30)], 30) == 1
+
+
+def test_notices_joins_and_a_store_that_is_away_are_not_counted() -> None:
+    assert failures_in_a_row(tried("start", "notice", "joined", "store", "port", "ended"), 0) == 0
+    assert failures_in_a_row(tried("start", "program", "store", "notice", "hang"), 0) == 2
+
+
+def test_a_person_who_resumes_starts_the_count_anew() -> None:
+    assert failures_in_a_row(tried("start", "program", "program", "resumed", "disk"), 0) == 1
+
+
+def test_a_run_is_given_up_after_as_many_more_attempts_as_the_job_says() -> None:
+    failed = Report(9, "program", "it broke")
+    assert verdict(tried("start"), failed, 0, 2) is None
+    assert verdict(tried("start", "program"), failed, 0, 2) is None
+    assert verdict(tried("start", "program", "program"), failed, 0, 2) == "it broke (after 2 more attempts)"
+    assert verdict(tried("start", "program", "program"), failed, 30, 2) is None, "there was a commit since"
+    assert verdict(tried("start"), failed, 0, 0) == "it broke (after 0 more attempts)"
+
+
+def test_what_is_hopeless_is_given_up_at_once_and_what_does_not_count_never() -> None:
+    assert verdict(tried("start"), Report(1, "number", "the loss is not finite", hopeless=True), 0, 9) is not None
+    assert verdict(tried("start", *["program"] * 9), Report(1, "notice", "it leaves"), 0, 0) is None
+
+
+def test_an_error_at_the_same_step_twice_is_given_up() -> None:
+    failed = Report(2, "program", "it broke", step=7)
+    before = tried("start", "program", failed_step=7)
+    assert verdict(before, failed, 0, 9) == "it broke (step 7 failed twice in the same way)"
+    assert verdict(tried("start", "program", failed_step=6), failed, 0, 9) is None
+    assert verdict(tried("start", "machine", failed_step=7), failed, 0, 9) is None
+
+
+def test_out_of_memory_twice_is_given_up_with_advice_even_if_nobody_knows_the_step() -> None:
+    said = verdict(tried("start", "memory"), Report(2, "memory", "the kernel killed a worker"), 0, 9)
+    assert said is not None
+    assert "train.micro_batch" in said
+    assert verdict(tried("start", "program"), Report(2, "memory", "full"), 0, 9) is None
+
+
+# The kernel's counters.
+
+
+def test_kills_are_counted_where_the_kernel_does(tmp_path: Path) -> None:
+    assert oom_kills(tmp_path) == 0
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 5\noom_kill 2\n")
+    assert oom_kills(tmp_path) == 2
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/job\n0::/pod\n")
+    for name, text in (
+        ("memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n"),
+        ("pod/memory.events", "oom 1\noom_kill 4\n"),
+    ):
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert oom_kills(tmp_path) == 9

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from packtrain.members import Gpu, Measured
+from packtrain.node import lease as lease_module
+from packtrain.node.gpus import GpuSampler, gpu_count
+from packtrain.node.lease import Lease
+from packtrain.node.telemetry import TelemetrySampler
+from packtrain.runs import Run
+from packtrain.store import Store
+from parts.runs import a_node
+
+LAUNCHER = """
+import os, subprocess, sys, time
+worker = "import time; x = bytearray(30_000_000); print('ready', flush=True); time.sleep(600)"
+for rank in ("4", "5"):
+    child = subprocess.Popen([sys.executable, "-c", worker], env={**os.environ, "RANK": rank}, stdout=subprocess.PIPE)
+    child.stdout.readline()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def fake_nvml(count: int) -> ModuleType:
+    """As much of NVIDIA's library as is asked for: there is no such card here."""
+    module = ModuleType("pynvml")
+
+    class NVMLError(Exception): ...
+
+    def power(handle: int) -> int:
+        if handle == 1:
+            raise NVMLError("not supported")
+        return 123_400
+
+    module.__dict__.update(
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda _: b"Tesla V100",
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=87, memory=20),
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=11_000, total=16_000),
+        nvmlDeviceGetPowerUsage=power,
+        nvmlDeviceGetTemperature=lambda *_: 61,
+    )
+    return module
+
+
+def test_gpus_tell_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
+    assert gpu_count() == 2
+    assert GpuSampler().sample() == (
+        Gpu("Tesla V100", 0.87, 11_000, 16_000, 123.4, 61.0),
+        Gpu("Tesla V100", 0.87, 11_000, 16_000, 0.0, 61.0),
+    )
+
+
+def test_without_a_driver_or_its_library_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = fake_nvml(0)
+
+    def refuse() -> None:
+        raise broken.NVMLError("driver not loaded")
+
+    broken.__dict__["nvmlInit"] = refuse
+    for module in (broken, None):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        assert gpu_count() == 0
+
+
+def test_workers_are_measured_one_by_one(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE)
+    try:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        sampler = TelemetrySampler(tmp_path)
+        assert sampler.sample().workers == ()
+        sampler.watch_workers_of(launcher.pid)
+        workers = sampler.sample().workers
+        assert [use.rank for use in workers] == [4, 5]
+        assert all(use.memory_bytes > 30_000_000 for use in workers)
+    finally:
+        for child in subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False
+        ).stdout.split():
+            os.kill(int(child), 9)
+        launcher.kill()
+        launcher.wait()
+    sampler.watch_workers_of(launcher.pid)
+    assert sampler.sample().workers == ()
+
+
+def test_the_history_goes_into_the_store(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.02)
+    run = Run(directory_store, "job-1")
+    writer = run.telemetry_writer("a")
+    lease = Lease(run, a_node("a"), tmp_path, writer)
+    time.sleep(0.3)
+    lease.leave()
+    writer.flush()
+    measured: list[Measured] = run.telemetry().read()
+    assert len(measured) >= 2
+    assert {one.node for one in measured} == {"a"}
+    assert all(one.telemetry.memory_bytes > 0 for one in measured)
