@@ -16,13 +16,13 @@ from packtrain.document import Document, Node, plain, read_node, read_text, show
 from packtrain.errors import Mistake
 from packtrain.inline_secrets import INLINE, names_secret
 from packtrain.job import Data, Job, Source, expand
-from packtrain.parts import Location, is_address, is_name
+from packtrain.parts import Location, code_path_fault, is_address, is_recipe
 
 MAX_BYTES = 1_000_000
 
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
-DefaultsOf = Callable[[str], Mapping[str, object]]
+DefaultsOf = Callable[[str, Path], Mapping[str, object]]
 
 
 def read_document(path: str | Path) -> Document:
@@ -135,7 +135,7 @@ def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Docume
     return replace(document, data=data)
 
 
-def no_defaults(_recipe: str) -> Mapping[str, object]:
+def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
     return {}
 
 
@@ -165,13 +165,16 @@ class LoadedJob:
 def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: DefaultsOf = no_defaults) -> LoadedJob:
     """A job file over its recipe's defaults, with the overrides on top, validated; or one Mistake.
 
-    `defaults_of` gives a recipe's part of a document, and raises Mistake for a recipe that it does not know.
+    `defaults_of` gives a recipe's part of a document, and raises Mistake for a recipe that it does not know; it is
+    told the directory of the job's code, which recipes may come from.
     """
     document = read_document(path)
-    recipe = apply_overrides(document, overrides).data.get("recipe")
-    if isinstance(recipe, str) and is_name(recipe):
+    directory = Path(os.path.normpath(Path(path).absolute())).parent
+    given = apply_overrides(document, overrides).data
+    recipe, code = given.get("recipe"), given.get("code", ".")
+    if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_path_fault(code):
         try:
-            defaults = defaults_of(recipe)
+            defaults = defaults_of(recipe, directory / code)
         except Mistake as mistake:
             raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
         document = merge_defaults(document, defaults)
@@ -180,7 +183,6 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
         job = Job.model_validate(document.data)
     except ValidationError as error:
         raise document.first_mistake(error) from None
-    directory = Path(os.path.normpath(Path(path).absolute())).parent
     if job.program is None:
         job = job.model_copy(update={"data": _with_absolute_paths(job.data, directory)})
     return LoadedJob(job, directory, document)

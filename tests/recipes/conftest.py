@@ -13,8 +13,10 @@ from packtrain.pack.packing import pack
 from packtrain.pack.progress import Plain
 from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class
-from packtrain.recipes.translate.model import Transformer
-from packtrain.recipes.translate.shape import Shape
+from packtrain.recipes.chat.model import DialogueTransformer
+from packtrain.recipes.chat.shape import ChatShape
+from packtrain.recipes.shapes import Shape
+from packtrain.recipes.transformer import Transformer
 from packtrain.store import open_store
 
 MakeRecipe = Callable[..., Recipe]
@@ -40,13 +42,17 @@ def recipe(make_recipe: MakeRecipe) -> Recipe:
     return make_recipe()
 
 
-@pytest.fixture(scope="session")
-def make_model() -> MakeModel:
+@pytest.fixture(scope="session", params=["translate", "chat"])
+def make_model(request: pytest.FixtureRequest) -> MakeModel:
     """Builds a small untrained model whose layers speak louder than the last token, so that the context matters."""
 
     def make(seed: int = 1, vocabulary: int = 24, dropout: float = 0.0) -> Transformer:
         torch.manual_seed(seed)
-        model = Transformer(Shape(32, 4, 64, 2, 2, dropout, dropout), vocabulary).eval()
+        dimensions = (32, 4, 64, 2, 2, dropout, dropout)
+        if request.param == "translate":
+            model = Transformer(Shape(*dimensions), vocabulary).eval()
+        else:
+            model = DialogueTransformer(ChatShape(*dimensions, prompt=12, reply=64), vocabulary).eval()
         with torch.no_grad():
             for name, weights in model.named_parameters():
                 if "attention" in name and weights.ndim == 2:

@@ -15,7 +15,7 @@ from packtrain.data.order import Ids, block, share
 from packtrain.data.text import likeness
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes import Batch, Recipe, Scores
+from packtrain.recipes import Batch, Decoding, Recipe, Scores
 
 MakeRecipe = Callable[..., Recipe]
 EVERYTHING = np.arange(len(GREETINGS))
@@ -32,7 +32,7 @@ def model_of(recipe: Recipe, seed: int = 1) -> nn.Module:
 
 
 def tensors(recipe: Recipe, ids: Ids) -> Batch:
-    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids).items()}
+    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
 
 
 def gradients(recipe: Recipe, model: nn.Module, shares: list[Ids]) -> tuple[float, list[Tensor]]:
@@ -50,7 +50,7 @@ def gradients(recipe: Recipe, model: nn.Module, shares: list[Ids]) -> tuple[floa
 
 
 def test_a_batch_has_sources_and_targets_side_by_side(recipe: Recipe) -> None:
-    batch = recipe.batch(np.array([4, 0]))
+    batch = recipe.batch(np.array([4, 0]), 0)
     assert batch.keys() == {"source", "target"}
     for rows in batch.values():
         assert rows.shape[0] == 2
@@ -143,6 +143,7 @@ def measured(recipe: Recipe, model: nn.Module, parts: int, beam: int = 1) -> Sco
                 ids[list(block(len(ids), part, parts))],
                 decoded[list(block(len(decoded), part, parts))],
                 beam,
+                0,
             )
             for part in range(parts)
         ],
@@ -167,13 +168,15 @@ def test_the_measured_loss_is_a_mean_over_tokens_without_smoothing(make_recipe: 
     assert measured(smoothed, model, 1).values["loss"] == pytest.approx(mean, rel=1e-5)
 
 
-def test_bleu_is_of_the_texts_and_comes_with_its_signature(recipe: Recipe) -> None:
+def test_bleu_and_chrf_are_of_the_texts_and_come_with_their_signatures(recipe: Recipe) -> None:
     decoded = np.array([0, 1, 2])
-    part = recipe.measure(model_of(recipe), "valid", decoded, decoded, 1)
+    part = recipe.measure(model_of(recipe), "valid", decoded, decoded, 1, 0)
     right = [target for _, target in QUESTIONS[:3]]
     scores = recipe.score("valid", decoded, [type(part)(part.sums, right)])
     assert scores.values["bleu"] == pytest.approx(100.0)
+    assert scores.values["chrf"] == pytest.approx(100.0)
     assert "|tok:13a|" in scores.signatures["bleu"]
+    assert "|nc:6|nw:0|" in scores.signatures["chrf"]
     assert [(one.input, one.wanted, one.output) for one in scores.samples] == [
         (source, target, target) for source, target in QUESTIONS[:3]
     ]
@@ -181,7 +184,7 @@ def test_bleu_is_of_the_texts_and_comes_with_its_signature(recipe: Recipe) -> No
 
 def test_a_score_of_nothing_decoded_has_a_loss_and_no_bleu(recipe: Recipe) -> None:
     ids, nothing = np.arange(2), np.arange(0)
-    scores = recipe.score("valid", nothing, [recipe.measure(model_of(recipe), "valid", ids, nothing, 1)])
+    scores = recipe.score("valid", nothing, [recipe.measure(model_of(recipe), "valid", ids, nothing, 1, 0)])
     assert scores.values.keys() == {"loss"}
     assert scores.samples == ()
 
@@ -199,47 +202,50 @@ def test_an_evaluated_set_with_an_empty_line_is_measured_whole(make_recipe: Make
 # Predictions.
 
 
+def said(recipe: Recipe, inputs: list[str], beam: int = 1) -> list[str]:
+    return [made.text for made in recipe.predict(model_of(recipe), inputs, Decoding(beam))]
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_every_input_has_its_output_in_its_place(recipe: Recipe, beam: int) -> None:
-    model = model_of(recipe)
     inputs = ["good morning", "hello", "see you tomorrow morning", "hello"]
-    outputs = recipe.predict(model, inputs, beam)
-    assert outputs == [recipe.predict(model, [one], beam)[0] for one in inputs]
-    assert len(outputs) == 4
+    assert said(recipe, inputs, beam) == [said(recipe, [one], beam)[0] for one in inputs]
 
 
 @pytest.mark.parametrize("empty", ["", "  ", "\n", "\u3000"])
 def test_nothing_is_translated_to_nothing(recipe: Recipe, empty: str) -> None:
-    outputs = recipe.predict(model_of(recipe), [empty, "hello", empty], 1)
-    assert (outputs[0], outputs[2]) == ("", "")
-    assert outputs[1] == recipe.predict(model_of(recipe), ["hello"], 1)[0]
+    assert said(recipe, [empty, "hello", empty]) == ["", *said(recipe, ["hello"]), ""]
 
 
 def test_no_inputs_have_no_outputs(recipe: Recipe) -> None:
-    assert recipe.predict(model_of(recipe), [], 4) == []
+    assert said(recipe, []) == []
 
 
 def test_any_script_is_an_input(recipe: Recipe) -> None:
     inputs = ["доброе утро", "おはよう", "صباح الخير", "😀👨\u200d👩\u200d👧", "a\x00b", "<eos> <pad>"]
-    outputs = recipe.predict(model_of(recipe), inputs, 1)
-    assert len(outputs) == len(inputs)
-    assert all(isinstance(output, str) for output in outputs)
+    assert len(said(recipe, inputs)) == len(inputs)
 
 
-def test_a_sentence_that_is_too_long_is_refused_and_not_cut(recipe: Recipe) -> None:
-    too_long = "ж" * 600
-    with pytest.raises(Mistake, match=r"a sentence has 1,\d\d\d pieces, more than 1,000: 'жжж") as refused:
-        recipe.predict(model_of(recipe), ["hello", too_long], 1)
+@pytest.mark.parametrize("too_long", ["ж" * 600, "word " * 10_000])
+def test_a_text_that_is_too_long_is_refused_and_not_cut(recipe: Recipe, too_long: str) -> None:
+    with pytest.raises(Mistake, match=r"a text has \d+,\d\d\d pieces, more than 1,000: '(жжж|word)") as refused:
+        said(recipe, ["hello", too_long])
     assert len(str(refused.value)) < 200
 
 
 def test_marks_in_an_output_are_not_part_of_it(recipe: Recipe) -> None:
-    [output] = recipe.predict(model_of(recipe), ["hello"], 4)
+    [output] = said(recipe, ["hello"], beam=4)
     assert not any(mark in output for mark in ("<eos>", "<bos>", "<pad>"))
     assert EOS not in recipe.pack.vocabulary.encode([output])[0]
 
 
 # At the client.
+
+
+def test_vocabularies_of_their_own_for_either_side_are_refused(recipe: Recipe) -> None:
+    apart = recipe.job.model_copy(update={"data": recipe.job.data.model_copy(update={"joint": False})})
+    with pytest.raises(Mistake, match=r"^data\.joint: must be true"):
+        type(recipe).check(apart)
 
 
 def test_a_job_can_be_checked_where_there_is_no_torch() -> None:

@@ -50,6 +50,13 @@ class Ragged:
         values = np.fromiter((value for row in rows for value in row), dtype, int(offsets[-1]))
         return cls(values, offsets)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one behind the other."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return cls(np.concatenate([part.values for part in parts]), offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

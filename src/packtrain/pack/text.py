@@ -50,7 +50,7 @@ def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary) -> Col
     blocks = [pairs[start : start + _BLOCK_PAIRS] for start in range(0, len(pairs), _BLOCK_PAIRS)]
     sources = [Ragged.from_rows(_ended(source, [one.source for one in block]), _dtype(source)) for block in blocks]
     targets = [Ragged.from_rows(_begun(target, [one.target for one in block]), _dtype(target)) for block in blocks]
-    return Columns({"source": _joined(sources), "target": _joined(targets)})
+    return Columns({"source": Ragged.joined(sources), "target": Ragged.joined(targets)})
 
 
 def _ended(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
@@ -63,9 +63,3 @@ def _begun(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
 
 def _dtype(vocabulary: Vocabulary) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
     return np.dtype("<u2") if len(vocabulary) <= 1 << 16 else np.dtype("<u4")
-
-
-def _joined(parts: list[Ragged]) -> Ragged:
-    lengths = np.concatenate([part.lengths for part in parts])
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return Ragged(np.concatenate([part.values for part in parts]), offsets)

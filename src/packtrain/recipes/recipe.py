@@ -60,11 +60,15 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says to one input: in words, as values for scripts, and perhaps as a picture (PNG)."""
+    """What the model says to one input: in words, as values for scripts, and perhaps as a picture (PNG).
+
+    `note` is what a person should know of it, such as that a part of the input was not read.
+    """
 
     text: str
     details: dict[str, Any] = field(default_factory=dict)
     picture: bytes | None = None
+    note: str = ""
 
 
 def no_pulse() -> None:
@@ -109,6 +113,11 @@ class Recipe(ABC):
     @abstractmethod
     def check(cls, job: Job) -> None:
         """Raises Mistake for what this recipe cannot do."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know of how the data is used, such as how much of it the model does not see."""
+        return ()
 
     @property
     @abstractmethod

@@ -1,13 +1,15 @@
 """The Transformer of "Attention Is All You Need", with the norms before the layers.
 
 Shapes: B sentences, S source and T target positions, D width, H heads, V vocabulary.
-One embedding serves the source, the target and the softmax.
+One embedding serves the source, the target and the softmax. A recipe's own model may embed, close or speak
+in its own way.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import cast
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packtrain.pack.vocabulary import BOS, PAD
-from packtrain.recipes.translate.shape import Shape
+from packtrain.recipes.shapes import Shape
 
 
 @dataclass
@@ -124,8 +126,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.vocabulary = vocabulary
-        padded = -(-vocabulary // 8) * 8  # whole tiles for the matrix units of a GPU
-        self.embedding = nn.Embedding(padded, shape.width)
+        self.embedding = nn.Embedding(whole_tiles(vocabulary), shape.width)
         self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
         self.encoder_norm = nn.LayerNorm(shape.width)
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
@@ -140,42 +141,59 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.embedding.weight, std=self.shape.width**-0.5)
 
-    def embed(self, tokens_BL: Tensor, first_position: int = 0) -> Tensor:
+    def embed_source(self, tokens_BS: Tensor) -> Tensor:
+        return self._embed(tokens_BS, 0)
+
+    def embed_target(self, tokens_BT: Tensor, first_position: int = 0) -> Tensor:
+        return self._embed(tokens_BT, first_position)
+
+    def _embed(self, tokens_BL: Tensor, first_position: int) -> Tensor:
         width = self.shape.width
         positions = sinusoids(first_position, tokens_BL.shape[1], width, tokens_BL.device)
         embedded: Tensor = self.dropout(self.embedding(tokens_BL) * math.sqrt(width) + positions)
         return embedded
 
-    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """The source's states, and the mask of its real positions as attention wants it."""
-        mask_B11S = (source_BS != PAD)[:, None, None, :]
-        x_BSD = self.embed(source_BS)
-        for layer in self.encoder:
-            x_BSD = layer(x_BSD, mask_B11S)
-        return self.encoder_norm(x_BSD), mask_B11S
+    def close(self, norm: nn.Module, last: Tensor, embedded: Tensor, at: Tensor | EllipsisType = ...) -> Tensor:  # noqa: ARG002
+        """What leaves a stack of layers that began with `embedded`, at some of its positions."""
+        closed: Tensor = norm(last[at])
+        return closed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight)
 
+    def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """The source's states, and the mask of its real positions as attention wants it."""
+        mask_B11S = (source_BS != PAD)[:, None, None, :]
+        x_BSD = embedded_BSD = self.embed_source(source_BS)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, mask_B11S)
+        return self.close(self.encoder_norm, x_BSD, embedded_BSD), mask_B11S
+
     def forward(self, source_BS: Tensor, target_BT: Tensor, wanted_BT: Tensor) -> Tensor:
         """Logits for the positions where `wanted_BT` is true, one row each."""
         memory_BSD, mask_B11S = self.encode(source_BS)
-        x_BTD = self.embed(target_BT)
+        x_BTD = embedded_BTD = self.embed_target(target_BT)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, memory_BSD, mask_B11S)
-        return self.logits(self.decoder_norm(x_BTD[wanted_BT]))
+        return self.logits(self.close(self.decoder_norm, x_BTD, embedded_BTD, wanted_BT))
 
     def start(self, memory_BSD: Tensor) -> list[Cache]:
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
 
     def step(self, tokens_B: Tensor, position: int, caches: list[Cache], mask_B11S: Tensor) -> Tensor:
         """Logits of the next token after `tokens_B`, which stand at `position`; never of one that cannot follow."""
-        x_B1D = self.embed(tokens_B[:, None], position)
+        x_B1D = embedded_B1D = self.embed_target(tokens_B[:, None], position)
         for layer, cache in zip(self.decoder, caches, strict=True):
             x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
-        logits_BV = self.logits(self.decoder_norm(x_B1D[:, 0]))[:, : self.vocabulary]
+        hidden_B1D = self.close(self.decoder_norm, x_B1D, embedded_B1D)
+        logits_BV = self.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
         logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
         return logits_BV
+
+
+def whole_tiles(count: int) -> int:
+    """As many or a few more, so that the matrix units of a GPU are filled."""
+    return -(-count // 8) * 8
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:

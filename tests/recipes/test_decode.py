@@ -3,15 +3,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes.translate import decode
-from packtrain.recipes.translate.decode import greedy, length_penalty, translate
-from packtrain.recipes.translate.model import Transformer
+from packtrain.recipes import Decoding
+from packtrain.recipes import decode as searching
+from packtrain.recipes.decode import decode, draw, length_penalty, restrain
+from packtrain.recipes.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
 
@@ -24,6 +26,12 @@ SOURCES = torch.tensor(
         [13, 14, 15, 16, EOS],
     ]
 )
+
+
+def search(model: Transformer, sources: Tensor, beam: int, longer: int = 50, **wishes: Any) -> list[list[int]]:
+    """Outputs of at most `longer` tokens more than their source."""
+    limits = (sources != PAD).sum(1) + longer
+    return decode(model, sources, limits, Decoding(beam, **wishes), range(len(sources)))
 
 
 def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
@@ -90,20 +98,14 @@ def reluctant(model: Transformer, by: float) -> Transformer:
 # Greedy.
 
 
-def test_greedy_equals_a_loop_that_keeps_nothing(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_LONGER_THAN_SOURCE", 12)
+def test_greedy_equals_a_loop_that_keeps_nothing(make_model: MakeModel) -> None:
     lengths = set()
     for seed in range(4):
         model = make_model(seed)
-        found = greedy(model, SOURCES)
+        found = search(model, SOURCES, 1, longer=12)
         assert found == [plain_greedy(model, source, int((source != PAD).sum()) + 12) for source in SOURCES]
         lengths |= {len(tokens) for tokens in found}
     assert len(lengths) > 3  # some ended early, some late or never: rows did leave the batch at different steps
-
-
-def test_a_beam_of_one_is_greedy(make_model: MakeModel) -> None:
-    model = make_model(2)
-    assert translate(model, SOURCES, 1) == greedy(model, SOURCES)
 
 
 # Beam search.
@@ -112,8 +114,7 @@ def test_a_beam_of_one_is_greedy(make_model: MakeModel) -> None:
 def test_a_beam_of_everything_finds_what_an_exhaustive_search_finds(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "_LONGER_THAN_SOURCE", 1)
-    monkeypatch.setattr(decode, "_LENGTH_PENALTY", 2.0)  # so that lengths matter, few as they are
+    monkeypatch.setattr(searching, "_LENGTH_PENALTY", 2.0)  # so that lengths matter, few as they are
     source = torch.tensor([[5, EOS]])  # so that there are at most three tokens, the mark of the end among them
     words = [token for token in range(8) if token not in (PAD, BOS, EOS)]
     everything = [list(tokens) for length in range(3) for tokens in product(words, repeat=length)]
@@ -121,7 +122,7 @@ def test_a_beam_of_everything_finds_what_an_exhaustive_search_finds(
     for seed in range(16):
         model = reluctant(make_model(seed, vocabulary=8), by=0.25 * seed)
         best = max(everything, key=lambda tokens: penalised(model, source[0], tokens))
-        assert translate(model, source, len(words) ** 3) == [best]
+        assert search(model, source, len(words) ** 3, longer=1) == [best]
         found_lengths.add(len(best))
     assert len(found_lengths) > 1
 
@@ -130,41 +131,39 @@ def test_a_beam_of_everything_finds_what_an_exhaustive_search_finds(
 def test_a_beam_equals_a_search_that_keeps_nothing(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, beam: int, penalty: float
 ) -> None:
-    monkeypatch.setattr(decode, "_LONGER_THAN_SOURCE", 4)
-    monkeypatch.setattr(decode, "_LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
+    monkeypatch.setattr(searching, "_LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
     lengths = set()
     for seed in range(8):
         model = reluctant(make_model(seed), by=0.5 * seed)
-        found = translate(model, SOURCES, beam)
+        found = search(model, SOURCES, beam, longer=4)
         assert found == [plain_beam(model, source, beam, int((source != PAD).sum()) + 4) for source in SOURCES]
         lengths |= {len(tokens) for tokens in found}
     assert len(lengths) > 3
 
 
 @pytest.mark.parametrize("beam", [2, 4])
-def test_no_beam_finds_more_than_there_is(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, beam: int) -> None:
-    monkeypatch.setattr(decode, "_LONGER_THAN_SOURCE", 1)
+def test_no_beam_finds_more_than_there_is(make_model: MakeModel, beam: int) -> None:
     source = torch.tensor([[5, EOS]])
     for seed in range(6):
         model = reluctant(make_model(seed, vocabulary=8), by=0.5 * seed)
-        [all_of_it] = translate(model, source, 125)
-        [some] = translate(model, source, beam)
+        [all_of_it] = search(model, source, 125, longer=1)
+        [some] = search(model, source, beam, longer=1)
         if len(some) < 3:  # it ended within the limit
             assert penalised(model, source[0], some) <= penalised(model, source[0], all_of_it) + 1e-5
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
-def test_what_else_is_in_the_batch_does_not_change_a_translation(make_model: MakeModel, beam: int) -> None:
+def test_what_else_is_in_the_batch_does_not_change_an_output(make_model: MakeModel, beam: int) -> None:
     for seed in (1, 2):
         model = reluctant(make_model(seed), by=5.0 * seed)
-        alone = [translate(model, source[None, source != PAD], beam)[0] for source in SOURCES]
-        assert translate(model, SOURCES, beam) == alone
-        assert translate(model, SOURCES.flip(0), beam) == alone[::-1]
+        alone = [search(model, source[None, source != PAD], beam)[0] for source in SOURCES]
+        assert search(model, SOURCES, beam) == alone
+        assert search(model, SOURCES.flip(0), beam) == alone[::-1]
 
 
 def test_a_beam_never_writes_fillers_or_beginnings(make_model: MakeModel) -> None:
     for seed in range(3):
-        for tokens in translate(make_model(seed), SOURCES, 3):
+        for tokens in search(make_model(seed), SOURCES, 3):
             assert not {PAD, BOS, EOS} & set(tokens)
 
 
@@ -172,18 +171,79 @@ def test_a_beam_never_writes_fillers_or_beginnings(make_model: MakeModel) -> Non
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_a_translation_has_at_most_fifty_tokens_more_than_its_source(make_model: MakeModel, beam: int) -> None:
+def test_an_output_has_at_most_as_many_tokens_as_it_may(make_model: MakeModel, beam: int) -> None:
     model = reluctant(make_model(), by=1e9)
-    lengths = [len(tokens) for tokens in translate(model, SOURCES, beam)]
+    lengths = [len(tokens) for tokens in search(model, SOURCES, beam)]
     assert lengths == [int((source != PAD).sum()) + 50 for source in SOURCES]
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_no_sentences_have_no_translations(make_model: MakeModel, beam: int) -> None:
-    assert translate(make_model(), SOURCES[:0], beam) == []
+def test_no_sources_have_no_outputs(make_model: MakeModel, beam: int) -> None:
+    assert search(make_model(), SOURCES[:0], beam) == []
 
 
 def test_the_penalty_is_that_of_the_recipe() -> None:
     assert length_penalty(1) == 1.0
     assert length_penalty(7) == pytest.approx(2**0.6)
     assert length_penalty(20) < length_penalty(21)
+
+
+# Drawing.
+
+
+def test_a_draw_comes_from_the_likeliest_that_make_up_the_share() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    for share, drawn in [(0.0, {1}), (0.4, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]:
+        chances = torch.linspace(0, 1 - 2**-24, 200)
+        assert set(draw(logits.repeat(200, 1), share, 1.0, chances).tolist()) == drawn
+
+
+def test_draws_are_as_frequent_as_they_are_likely_and_the_temperature_flattens_them() -> None:
+    likely = torch.tensor([0.1, 0.6, 0.3])
+    chances = (torch.arange(1000) + 0.5) / 1000
+    for temperature in (1.0, 4.0):
+        expected = (likely.log() / temperature).softmax(0)
+        drawn = draw(likely.log().repeat(1000, 1), 1.0, temperature, chances)
+        assert torch.allclose(drawn.bincount(minlength=3) / 1000, expected, atol=0.002)
+
+
+def test_a_seed_and_a_number_decide_a_draw_and_the_neighbours_do_not(make_model: MakeModel) -> None:
+    model = reluctant(make_model(3), by=3.0)
+    drawn = search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
+    assert drawn == search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
+    assert drawn != search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=6)
+    decoding = Decoding(1, nucleus=0.9, temperature=2.0, seed=5)
+    limits = (SOURCES != PAD).sum(1) + 50
+    for number in (2, 4):
+        assert decode(model, SOURCES[number : number + 1], limits[number : number + 1], decoding, [number]) == [
+            drawn[number]
+        ]
+
+
+# Repetition.
+
+
+def test_what_was_written_before_becomes_less_likely() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 3.0]])
+    restrained = restrain(logits, torch.tensor([[0, 1]]), Decoding(repetition=2.0))
+    assert restrained.tolist() == [[1.0, -2.0, 0.5, 3.0]]
+    assert logits.tolist() == [[2.0, -1.0, 0.5, 3.0]]
+
+
+def test_only_the_token_that_would_end_a_run_again_is_forbidden() -> None:
+    written = torch.tensor([[9, 4, 5, 6, 4, 5], [9, 4, 5, 6, 5, 4]])
+    logits = torch.zeros(2, 10)
+    forbidden = restrain(logits, written, Decoding(no_repeat=3)).isneginf().nonzero().tolist()
+    assert forbidden == [[0, 6]]
+    assert restrain(logits, written[:1], Decoding(no_repeat=2)).isneginf().nonzero().tolist() == [[0, 6]]
+    assert restrain(logits, written[:1], Decoding(no_repeat=1)).isneginf().nonzero()[:, 1].tolist() == [4, 5, 6, 9]
+    assert not restrain(logits, written[:, :2], Decoding(no_repeat=3)).isneginf().any()
+
+
+@pytest.mark.parametrize("wishes", [{"beam": 1}, {"beam": 3}, {"beam": 1, "nucleus": 0.5}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_run_of_tokens_is_written_twice(make_model: MakeModel, size: int, wishes: dict[str, Any]) -> None:
+    model = reluctant(make_model(2), by=9.0)
+    for tokens in search(model, SOURCES, longer=10, no_repeat=size, **wishes):
+        runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+        assert len(set(runs)) == len(runs)

@@ -4,11 +4,14 @@ import pytest
 
 from packtrain.errors import FieldMistake
 from packtrain.job import Model, Option
-from packtrain.recipes.translate.shape import SIZES, Shape, shape_of
+from packtrain.recipes.chat.shape import SIZES as CHAT_SIZES
+from packtrain.recipes.chat.shape import ChatShape
+from packtrain.recipes.shapes import Shape, read_shape
+from packtrain.recipes.translate.shape import SIZES
 
 
 def shape(size: str, /, **options: Option) -> Shape:
-    return shape_of(Model(size=size, options=options))
+    return read_shape(Model(size=size, options=options), SIZES)
 
 
 def refusal(size: str, /, **options: Option) -> str:
@@ -20,6 +23,17 @@ def refusal(size: str, /, **options: Option) -> str:
 def test_base_and_big_are_those_of_the_paper() -> None:
     assert shape("base") == Shape(512, 8, 2048, 6, 6, 0.1, 0.1)
     assert shape("big") == Shape(1024, 16, 4096, 6, 6, 0.3, 0.1)
+
+
+def test_full_is_that_of_the_dialogue_recipe() -> None:
+    full = ChatShape(1024, 16, 4096, 6, 6, 0.1, 0.1, prompt=15, reply=16)
+    assert read_shape(Model(size="full"), CHAT_SIZES) == full
+    assert read_shape(Model(size="full", options={"turns": 1, "prompt": 30}), CHAT_SIZES).prompt == 30
+
+
+@pytest.mark.parametrize("size", CHAT_SIZES)
+def test_every_size_of_a_dialogue_model_is_possible(size: str) -> None:
+    assert read_shape(Model(size=size), CHAT_SIZES) == CHAT_SIZES[size]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,129 @@
+"""A recipe of one's own: tell the language of a text. See docs/recipes.md.
+
+Nothing is imported from torch up here, so that `packtrain run` can check the job on a machine without it.
+"""
+
+# ruff: noqa: ARG002 - a recipe has what the loop asks for, needed or not
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.order import Ids
+from packtrain.data.text import pad
+from packtrain.errors import FieldMistake
+from packtrain.job import Job
+from packtrain.pack.vocabulary import PAD
+from packtrain.recipes import Batch, Decoding, Measured, Prediction, Recipe, Scores
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WIDTHS = {"small": 16, "large": 128}
+
+
+class Languages(Recipe):
+    unit = "samples"  # a batch is counted in texts
+    sources = frozenset({"bitext", "folder"})  # a text and the name of its language
+    kind = "pairs"
+    measure_of_best = "accuracy"
+    defaults: ClassVar[Mapping[str, object]] = {
+        "data": {"vocabulary": 400},
+        "model": "small",
+        "train": {"batch": "64 samples", "schedule": {"constant": {"rate": 0.01}}},
+    }
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        if job.model.size not in WIDTHS:
+            raise FieldMistake("model.size", f"no size {job.model.size!r}; there are {', '.join(WIDTHS)}")
+
+    # The data: token arrays of the pack, side by side.
+
+    @cached_property
+    def _languages(self) -> list[str]:
+        return sorted(set(self._targets("train", np.arange(self.count("train")))))
+
+    def _targets(self, split: str, ids: Ids) -> list[str]:
+        column = self.pack.split(split).column("target")
+        return self.pack.target_vocabulary.decode([column[sample].tolist() for sample in ids.tolist()])
+
+    def _batch(self, split: str, ids: Ids) -> dict[str, NDArray[Any]]:
+        text = pad(self.pack.split(split).column("source"), ids, PAD)
+        language = [self._languages.index(name) for name in self._targets(split, ids)]
+        return {"text": text, "language": np.array(language, np.int64)}
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        return self._batch("train", ids)
+
+    def count(self, split: str) -> int:
+        return self.pack.manifest.splits[split].samples if split in self.pack.manifest.splits else 0
+
+    @property
+    def costs(self) -> NDArray[np.int64]:
+        return np.ones(self.count("train"), np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.pack.split("train").column("source").lengths
+
+    @property
+    def likeness(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    # The model: the mean of the pieces' vectors, and a linear layer.
+
+    @property
+    def width(self) -> int:
+        return WIDTHS[self.job.model.size]
+
+    def build_model(self) -> nn.Module:
+        from torch import nn
+
+        pieces = nn.EmbeddingBag(len(self.pack.vocabulary), self.width, padding_idx=PAD)
+        return nn.Sequential(pieces, nn.Linear(self.width, len(self._languages)))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(model(batch["text"]), batch["language"], reduction="sum")
+
+    # Measures: each worker adds up its part, `score` puts the parts together.
+
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        sums = {"samples": float(len(ids)), "loss": 0.0, "right": 0.0}
+        for start in range(0, len(ids), 256):
+            self.pulse()
+            batch = {
+                name: torch.from_numpy(rows) for name, rows in self._batch(split, ids[start : start + 256]).items()
+            }
+            with torch.inference_mode():
+                logits = model(batch["text"])
+            sums["loss"] += float(cross_entropy(logits, batch["language"], reduction="sum"))
+            sums["right"] += float((logits.argmax(1) == batch["language"]).sum())
+        return Measured(sums, [])
+
+    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+        samples, loss, right = (sum(part.sums[name] for part in parts) for name in ("samples", "loss", "right"))
+        return Scores({"loss": loss / samples, "accuracy": 100 * right / samples})
+
+    # Predictions, for `packtrain predict`.
+
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+        import torch
+
+        found = []
+        for row in self.pack.vocabulary.encode(inputs):
+            with torch.inference_mode():
+                chances = model(torch.tensor([row or [PAD]])).softmax(1)[0]
+            best = int(chances.argmax())
+            found.append(Prediction(f"{self._languages[best]} {100 * float(chances[best]):.0f} %"))
+        return found

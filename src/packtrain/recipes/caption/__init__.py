@@ -1,0 +1,280 @@
+"""Captions: Show, Attend and Tell, measured by BLEU and CIDEr on what it says freely about pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.order import Ids, philox_words
+from packtrain.data.pack import Pack
+from packtrain.data.text import pad
+from packtrain.errors import FieldMistake
+from packtrain.job import Job
+from packtrain.learning import Adam, AdamW, Sgd
+from packtrain.pack.shard import Array, Ragged
+from packtrain.pack.tiles import Tiled
+from packtrain.pack.vocabulary import PAD
+from packtrain.recipes.caption.bleu import SIGNATURE as BLEU_SIGNATURE
+from packtrain.recipes.caption.bleu import bleu
+from packtrain.recipes.caption.cider import SIGNATURE as CIDER_SIGNATURE
+from packtrain.recipes.caption.cider import Cider
+from packtrain.recipes.caption.images import Images
+from packtrain.recipes.caption.shape import shape_of
+from packtrain.recipes.pictures import middle_of, read_picture
+from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.runs import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from packtrain.recipes.caption.model import Captioner, Seen
+
+_DRAW_CAPTION = 6  # a stream of random words of its own, apart from those of the order and of training
+_SEEN_TOGETHER = 32  # pictures: bounds the memory of an evaluation
+_SHOWN_SAMPLES = 5
+_LAST_EPOCH = 1 << 40
+
+
+class Caption(Recipe):
+    """Batches are counted in samples, because which of its captions a picture has changes from epoch to epoch.
+
+    A sample's loss is the sum over its tokens, divided by the mean length of all captions: a constant, so that the
+    batch's mean is that of the tokens but for chance, and does not depend on how the batch is divided.
+    """
+
+    unit = "samples"
+    sources = frozenset({"coco", "vizwiz", "folder"})
+    kind = "captions"
+    inputs = "images"
+    measure_of_best = "cider"
+    files = ("weights",)
+    decoding = Decoding(beam=5)
+    defaults: ClassVar[Mapping[str, object]] = {
+        "data": {"vocabulary": 10000},
+        "model": "resnet101",
+        "train": {
+            "duration": "15 epochs",
+            "batch": "64 samples",
+            "optimizer": {"adam": {"betas": [0.9, 0.999], "epsilon": 1e-8}},
+            "schedule": {
+                "phases": [{"until": "5 epochs", "rate": 4e-4}, {"until": "15 epochs", "rate": 1e-4}],
+            },
+            "clip": 5.0,
+            "min_scale": 0.7,
+        },
+        "evaluate": {"every": "1 epochs", "beam": 5},
+    }
+
+    def __init__(self, job: Job, pack: Pack) -> None:
+        super().__init__(job, pack)
+        self._shape = shape_of(job.model)
+        self._images = Images(pack, job.data.sizes)
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        shape = shape_of(job.model)
+        decays = isinstance(job.train.optimizer, (Sgd, Adam, AdamW)) and job.train.optimizer.decay > 0
+        if decays and shape.is_frozen(0) and shape.tuned_stages:
+            raise FieldMistake(
+                "train.optimizer", "its decay would shrink the frozen encoder; leave it out, or set frozen_epochs to 0"
+            )
+
+    # The data.
+
+    def count(self, split: str) -> int:
+        splits = self.pack.manifest.splits
+        return splits[split].samples if split in splits else 0
+
+    @property
+    def costs(self) -> NDArray[np.int64]:
+        return np.ones(self.count("train"), np.int64)
+
+    @property
+    def likeness(self) -> NDArray[np.int64]:
+        """All alike: captions that have ended take no time, so there is no padding to save."""
+        return np.zeros(self.count("train"), np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.costs
+
+    @property
+    def width(self) -> int:
+        return self._shape.width
+
+    @cached_property
+    def _mean_tokens(self) -> float:
+        """Of a training caption, with its end mark."""
+        split = self.pack.split("train")
+        captions = int(split.lengths("caption_lengths").sum())
+        return float(split.lengths("captions").sum() - captions) / max(1, captions)
+
+    def _captions(self, split: str, sample: int) -> list[Array]:
+        shard, row = self.pack.split(split).at(sample)
+        ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)
+        return np.split(shard.ragged["captions"][row], ends[:-1])
+
+    def _drawn(self, sample: int, epoch: int) -> Array:
+        """The caption that a picture has in an epoch."""
+        captions = self._captions("train", sample)
+        word = int(philox_words(1, self.job.train.seed, epoch, sample, _DRAW_CAPTION)[0])
+        return captions[word % len(captions)]
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        train = self.job.train
+        now = train.in_epoch(epoch)
+        pixels = self._images.random(ids, train.seed, epoch, now.size, now.min_scale)
+        return {"pixels": pixels, "tokens": _padded([self._drawn(sample, epoch) for sample in ids.tolist()])}
+
+    def fetching(self, ids: Ids) -> AbstractContextManager[None]:
+        return self._images.fetching(ids)
+
+    # Learning.
+
+    def build_model(self) -> nn.Module:
+        from packtrain.recipes.caption.model import Captioner
+        from packtrain.recipes.resnet import load_published
+
+        model = Captioner(self._shape, len(self.pack.vocabulary))
+        if self._shape.is_published:
+            load_published(model.encoder, self.pack.given_file(self._shape.weights), "model.weights")
+        return model
+
+    def prepare(self, epoch: int, model: nn.Module) -> None:
+        _captioner(model).encoder_is_frozen = self._shape.is_frozen(epoch)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        told = model(batch["pixels"], batch["tokens"])
+        smoothing = self.job.train.label_smoothing
+        tokens = cross_entropy(told.logits.float(), told.wanted, label_smoothing=smoothing, reduction="sum")
+        penalty = (1 - told.places.float()).square().mean(1).sum()
+        loss: Tensor = tokens / self._mean_tokens + self._shape.penalty * penalty
+        return loss
+
+    # Evaluation.
+
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from packtrain.recipes.caption.decode import captions
+
+        captioner = _captioner(model)
+        loss, tokens = 0.0, 0
+        outputs: list[str] = []
+        with torch.inference_mode():
+            for part, seen in self._seen(captioner, split, ids, epoch):
+                rows = [self._captions(split, sample) for sample in part.tolist()]
+                picture = np.repeat(np.arange(len(part)), [len(own) for own in rows])
+                targets = torch.from_numpy(_padded([row for own in rows for row in own])).to(captioner.bias.device)
+                told = captioner.tell(seen.select(torch.from_numpy(picture).to(targets.device)), targets)
+                loss += float(cross_entropy(told.logits.float(), told.wanted, reduction="sum"))
+                tokens += len(told.wanted)
+            for _, seen in self._seen(captioner, split, decoded, epoch):
+                outputs += self.pack.vocabulary.decode(captions(captioner, seen, beam))
+        return Measured({"loss": loss, "tokens": float(tokens)}, outputs)
+
+    def _seen(self, model: Captioner, split: str, ids: Ids, epoch: int) -> Iterator[tuple[Ids, Seen]]:
+        import torch
+
+        size = self.job.train.in_epoch(epoch).size
+        for start in range(0, len(ids), _SEEN_TOGETHER):
+            self.pulse()
+            part = ids[start : start + _SEEN_TOGETHER]
+            pixels = torch.from_numpy(self._images.centred(split, part, size))
+            yield part, model.see(pixels.to(model.bias.device))
+
+    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+        """With several sources, each has scores of its own besides: a mix says little about its parts."""
+        tokens = sum(part.sums["tokens"] for part in parts)
+        values = {"loss": sum(part.sums["loss"] for part in parts) / max(1.0, tokens)}
+        outputs = [output for part in parts for output in part.outputs]
+        if not outputs:
+            return Scores(values)
+        wanted = [self._references(split)[sample] for sample in decoded.tolist()]
+        orders = bleu(outputs, wanted)
+        values |= {f"bleu{order}": score for order, score in enumerate(orders, 1)}
+        values["cider"] = self._cider(split).score(outputs, wanted)
+        for name, chosen in self._by_source(split, decoded).items():
+            said, truths = [outputs[at] for at in chosen], [wanted[at] for at in chosen]
+            values[f"bleu4_{name}"] = bleu(said, truths)[-1]
+            values[f"cider_{name}"] = self._cider(split).score(said, truths)
+        samples = tuple(
+            Sample(f"{split} picture {sample}", " / ".join(truths), output)
+            for sample, truths, output in zip(decoded[:_SHOWN_SAMPLES].tolist(), wanted, outputs, strict=False)
+        )
+        return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
+
+    @cached_property
+    def _of_splits(self) -> dict[str, tuple[list[list[str]], Cider]]:
+        return {}
+
+    def _evaluated(self, split: str) -> tuple[list[list[str]], Cider]:
+        """The captions of a split as texts, and what CIDEr learns from all of them, however few are decoded."""
+        if split not in self._of_splits:
+            rows = [self._captions(split, sample) for sample in range(self.count(split))]
+            texts = iter(self.pack.vocabulary.decode([row.tolist() for own in rows for row in own]))
+            references = [[next(texts) for _ in own] for own in rows]
+            self._of_splits[split] = (references, Cider(references))
+        return self._of_splits[split]
+
+    def _references(self, split: str) -> list[list[str]]:
+        return self._evaluated(split)[0]
+
+    def _cider(self, split: str) -> Cider:
+        return self._evaluated(split)[1]
+
+    def _by_source(self, split: str, decoded: Ids) -> dict[str, list[int]]:
+        """Which of the decoded samples each source of a mix has, by its kind; numbered where a kind comes twice."""
+        sources = getattr(self.job.data, split)
+        if len(sources) < 2:
+            return {}
+        kinds = [source.kind for source in sources]
+        names = [kind if kinds.count(kind) == 1 else f"{kind}{number}" for number, kind in enumerate(kinds, 1)]
+        ends = np.cumsum(self.pack.manifest.splits[split].sources)
+        source_of = np.searchsorted(ends, decoded, side="right")
+        found = {name: np.flatnonzero(source_of == number).tolist() for number, name in enumerate(names)}
+        return {name: chosen for name, chosen in found.items() if chosen}
+
+    # Predictions.
+
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+        """A caption for each picture, with what was looked at for each of its words, also as a picture."""
+        pictures = [read_picture(path) for path in inputs]
+        return [self._told(_captioner(model), picture, decoding.beam) for picture in pictures]
+
+    def _told(self, model: Captioner, picture: Tiled, beam: int) -> Prediction:
+        import torch
+
+        from packtrain.recipes.caption.decode import captions, places
+        from packtrain.recipes.caption.gaze import PANEL, by_word, drawn
+
+        size = self.job.train.in_epoch(_LAST_EPOCH).size
+        pixels = middle_of(picture, size, size)
+        with torch.inference_mode():
+            seen = model.see(torch.from_numpy(pixels)[None].to(model.bias.device))
+            tokens = captions(model, seen, beam)[0]
+            looked = places(model, seen, tokens).float().cpu().numpy()
+        text = self.pack.vocabulary.decode([tokens])[0]
+        side = -(-len(pixels) // model.encoder.shape.reduction)
+        gazes = by_word(self.pack.vocabulary, tokens, looked.reshape(len(tokens), side, side))
+        details = {"words": [{"word": gaze.word, "looked": gaze.map.round(4).tolist()} for gaze in gazes]}
+        return Prediction(text, details, drawn(middle_of(picture, PANEL, PANEL), text, gazes))
+
+
+def _padded(rows: Sequence[Array]) -> NDArray[np.int64]:
+    return pad(Ragged.from_rows([row.tolist() for row in rows], np.dtype("<u4")), np.arange(len(rows)), PAD)
+
+
+def _captioner(model: nn.Module) -> Captioner:
+    from packtrain.recipes.caption.model import Captioner
+
+    assert isinstance(model, Captioner)
+    return model

@@ -1,0 +1,119 @@
+"""Where the model looked for each word, drawn over the picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from packtrain.pack.vocabulary import Vocabulary
+
+Map = NDArray[np.float32]
+Pixels = NDArray[np.uint8]
+
+PANEL = 192
+_GAP = 14
+_MARGIN = 22
+_TITLE = 28
+_HEADING = 24
+_COLUMNS = 5
+_PAPER, _INK, _PALE = (255, 255, 255), (30, 34, 42), (112, 118, 130)
+# From what is not looked at to what is: dark violet, red, orange, light yellow.
+_HEAT = np.array([(24, 12, 60), (120, 28, 109), (212, 72, 66), (251, 155, 6), (252, 245, 160)], np.float64)
+_DIMMEST, _DENSEST = 0.35, 0.62  # how much of the heat lies over the picture where it is least and most
+
+
+@dataclass(frozen=True)
+class Gaze:
+    """A word, and how much of the looking went to each place: a map that sums to 1."""
+
+    word: str
+    map: Map
+
+
+def by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) -> list[Gaze]:
+    """The maps of a word's pieces, averaged. A blank belongs to the word behind it."""
+    texts = vocabulary.decode([tokens[: end + 1] for end in range(len(tokens))])
+    pieces = vocabulary.decode([[token] for token in tokens])
+    numbers = [max(1, len(text.split())) for text in texts]
+    for at in reversed(range(len(tokens) - 1)):
+        if not pieces[at]:
+            numbers[at] = numbers[at + 1]
+    found = np.array(numbers, np.int64)
+    said = texts[-1].split() if texts else []
+    return [Gaze(word, maps[found == number].mean(0)) for number, word in enumerate(said, 1) if (found == number).any()]
+
+
+def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
+    """A PNG: the picture as it was seen, then a panel for every word."""
+    panels = 1 + len(gazes)
+    columns = min(_COLUMNS, panels)
+    rows = -(-panels // columns)
+    width = 2 * _MARGIN + columns * PANEL + (columns - 1) * _GAP
+    heading = _font(_HEADING)
+    lines = _wrapped(caption, heading, width - 2 * _MARGIN)
+    top = _MARGIN + len(lines) * (_HEADING + 8) + 8
+    height = top + rows * (_TITLE + PANEL + _GAP) - _GAP + _MARGIN
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for number, line in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + number * (_HEADING + 8)), line, _INK, heading)
+    picture = Image.fromarray(pixels).resize((PANEL, PANEL), Image.Resampling.BICUBIC)
+    titles = [("what it saw", _PALE), *((gaze.word, _INK) for gaze in gazes)]
+    shown = [picture, *(heated(picture, gaze.map) for gaze in gazes)]
+    for number, ((title, colour), panel) in enumerate(zip(titles, shown, strict=True)):
+        left = _MARGIN + number % columns * (PANEL + _GAP)
+        upper = top + number // columns * (_TITLE + PANEL + _GAP)
+        font = _font(17)
+        draw.text((left, upper + 2), _shortened(title, font, PANEL), colour, font)
+        sheet.paste(panel, (left, upper + _TITLE), _rounded(panel.size))
+    file = io.BytesIO()
+    sheet.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def heated(picture: Image.Image, places: Map) -> Image.Image:
+    """The picture in grey under the colours of heat; the hottest place of each map has the brightest."""
+    least, most = float(places.min()), float(places.max())
+    scaled = (places - least) / max(most - least, 1e-9)
+    heat = Image.fromarray(scaled.astype(np.float32)).resize(picture.size, Image.Resampling.BICUBIC)
+    share = np.clip(np.asarray(heat, np.float64), 0, 1)
+    at = share * (len(_HEAT) - 1)
+    below = np.minimum(at.astype(np.int64), len(_HEAT) - 2)
+    part = (at - below)[..., None]
+    colours = _HEAT[below] * (1 - part) + _HEAT[below + 1] * part
+    grey = np.asarray(picture.convert("L").convert("RGB"), np.float64)
+    density = (_DENSEST + (_DIMMEST - _DENSEST) * share)[..., None]
+    return Image.fromarray((grey * (1 - density) + colours * density).round().astype(np.uint8))
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _rounded(size: tuple[int, int]) -> Image.Image:
+    mask = Image.new("L", (size[0] * 4, size[1] * 4), 0)
+    ImageDraw.Draw(mask).rounded_rectangle((0, 0, mask.width - 1, mask.height - 1), 24, 255)
+    return mask.resize(size, Image.Resampling.LANCZOS)
+
+
+def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(_shortened(word, font, width))
+    return lines or ["(nothing)"]
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."

@@ -1,0 +1,262 @@
+"""Classification: a residual network tells what a picture shows; its first and its first five guesses are counted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.images import ImageBatches, RectangularBatch, rectangular_plan
+from packtrain.data.order import Ids, block
+from packtrain.data.pack import Pack
+from packtrain.data.tiles import Pixels
+from packtrain.job import Job
+from packtrain.learning import EpochSettings
+from packtrain.recipes.classify.shape import classifier_of
+from packtrain.recipes.classify.words import read_words
+from packtrain.recipes.pictures import middle_of, read_picture
+from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.runs import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_ZOOM = 1.14  # as in data.images: a copy that has so many times the size is seen without being made larger
+_MEASURED_TOGETHER = 64
+_GUESSES = 5
+_SHOWN_SAMPLES = 5
+_SHOWN_PROBABILITY = 0.01
+_LAST_EPOCH = 1 << 40  # beyond all phases
+
+
+class Classify(Recipe):
+    unit = "samples"
+    sources = frozenset({"imagenet", "folder"})
+    kind = "labels"
+    inputs = "images"
+    measure_of_best = "top1"
+    files = ("weights", "words")
+    defaults: ClassVar[Mapping[str, object]] = {
+        "data": {},
+        "model": "resnet50",
+        "train": {
+            "duration": "90 epochs",
+            "batch": "256 samples",
+            "optimizer": {"sgd": {"momentum": 0.9, "decay": 1e-4}},
+            "schedule": {"cosine": {"peak": 0.1, "warmup": "5 epochs"}},
+            "label_smoothing": 0.1,
+        },
+        "evaluate": {"every": "1 epochs"},
+    }
+
+    def __init__(self, job: Job, pack: Pack) -> None:
+        super().__init__(job, pack)
+        self._makers: dict[str, ImageBatches] = {}
+        self._opening = threading.Lock()
+        self._coming: tuple[ExitStack, Ids] | None = None
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        classifier_of(job.model)
+
+    # The data.
+
+    @property
+    def costs(self) -> NDArray[np.int64]:
+        return np.ones(self.count("train"), np.int64)
+
+    @property
+    def likeness(self) -> NDArray[np.int64]:
+        return np.zeros(self.count("train"), np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.costs
+
+    @property
+    def width(self) -> int:
+        return classifier_of(self.job.model).shape.features
+
+    def count(self, split: str) -> int:
+        splits = self.pack.manifest.splits
+        return splits[split].samples if split in splits else 0
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        settings = self.job.train.in_epoch(epoch)
+        copy = self._copy("train", settings.size)
+        self._fetch_ahead(copy)
+        pixels = self._images(copy).random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale)
+        return {"pixels": pixels, "label": self._labels(copy, ids)}
+
+    def _short_side(self, size: int) -> int | None:
+        """Of the smallest copies that pictures of a size can be taken from; None: of the originals."""
+        return min((copy for copy in self.job.data.sizes if copy >= int(_ZOOM * size)), default=None)
+
+    def _copy(self, split: str, size: int) -> str:
+        short_side = self._short_side(size)
+        return split if short_side is None else f"{split}@{short_side}"
+
+    def _images(self, copy: str) -> ImageBatches:
+        with self._opening:  # batches for training are made by another thread than those of an evaluation
+            if copy not in self._makers:
+                self._makers[copy] = ImageBatches(self.pack.split(copy), _threads())
+            return self._makers[copy]
+
+    def _labels(self, copy: str, ids: Ids) -> NDArray[np.int64]:
+        places = map(self.pack.split(copy).at, ids.tolist())
+        return np.fromiter((shard.plain["label"][row] for shard, row in places), np.int64, len(ids))
+
+    @contextmanager
+    def fetching(self, ids: Ids) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._coming = (stack, ids)
+            yield
+
+    def _fetch_ahead(self, copy: str) -> None:
+        """Which copies of the pictures are wanted, only the first batch of an epoch tells."""
+        if self._coming is not None:
+            stack, ids = self._coming
+            self._coming = None
+            split = self.pack.split(copy)
+            stack.enter_context(split.prefetched(split.order_of_use(ids)))
+
+    # The model.
+
+    def build_model(self) -> nn.Module:
+        from packtrain.recipes.resnet import ResNet, load_published
+
+        classifier = classifier_of(self.job.model)
+        model = ResNet(classifier.shape, len(self.pack.manifest.classes))
+        if classifier.weights is not None:
+            load_published(model, self.pack.given_file(classifier.weights), "model.weights")
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        from packtrain.recipes.resnet import normalised
+
+        logits = model(normalised(batch["pixels"])).float()
+        return cross_entropy(logits, batch["label"], label_smoothing=self.job.train.label_smoothing, reduction="sum")
+
+    # Evaluation.
+
+    def divide(self, split: str, num_ranks: int) -> list[Ids]:
+        """Contiguous parts; where batches are to be rectangular, of the same batches for any number of workers."""
+        last = self.job.train.in_epoch(_LAST_EPOCH)
+        if not last.rectangular or not self.count(split):
+            return super().divide(split, num_ranks)
+        batches = [batch.ids for batch in self._rectangular(split, np.arange(self.count(split)), last.size)]
+        none = np.zeros(0, np.int64)
+        return [
+            np.concatenate([none, *(batches[number] for number in block(len(batches), rank, num_ranks))])
+            for rank in range(num_ranks)
+        ]
+
+    def _rectangular(self, split: str, ids: Ids, size: int) -> list[RectangularBatch]:
+        reader = self.pack.split(self._copy(split, size))
+        widths, heights = reader.plain("width")[ids], reader.plain("height")[ids]
+        plan = rectangular_plan(widths, heights, size, _MEASURED_TOGETHER)
+        return [RectangularBatch(ids[batch.ids], batch.height, batch.width) for batch in plan]
+
+    def _plan(self, split: str, ids: Ids, settings: EpochSettings) -> list[RectangularBatch]:
+        if settings.rectangular:
+            return self._rectangular(split, ids, settings.size)
+        starts = range(0, len(ids), _MEASURED_TOGETHER)
+        together = [ids[start : start + _MEASURED_TOGETHER] for start in starts]
+        return [RectangularBatch(part, settings.size, settings.size) for part in together]
+
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:  # noqa: ARG002
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from packtrain.recipes.resnet import normalised
+
+        settings = self.job.train.in_epoch(epoch)
+        copy = self._copy(split, settings.size)
+        device = next(model.parameters()).device
+        counted = self._plan(split, ids, settings)
+        # Only the first of these are ever shown; another worker may count them.
+        shown = decoded[:_SHOWN_SAMPLES]
+        others = self._plan(split, np.setdiff1d(shown, ids), settings)
+        sums = {"samples": float(len(ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
+        guesses: dict[int, int] = {}
+        for number, batch in enumerate([*counted, *others]):
+            self.pulse()
+            pixels = torch.from_numpy(self._images(copy).centred(batch.ids, batch.height, batch.width)).to(device)
+            with torch.inference_mode():
+                logits = model(normalised(pixels)).float()
+            best = logits.topk(min(_GUESSES, logits.shape[1])).indices
+            guesses.update(zip(batch.ids.tolist(), best[:, 0].tolist(), strict=True))
+            if number < len(counted):
+                labels = torch.from_numpy(self._labels(copy, batch.ids)).to(device)
+                right = best == labels[:, None]
+                sums["loss"] += float(cross_entropy(logits, labels, reduction="sum"))
+                sums["top1"] += float(right[:, 0].sum())
+                sums["top5"] += float(right.sum())
+        names = [self._names[guesses[sample]] for sample in shown.tolist()]
+        return Measured(sums, names + [""] * (len(decoded) - len(shown)))
+
+    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+        total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
+        samples = max(1.0, total["samples"])
+        values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
+        if len(self._names) > _GUESSES:  # otherwise the first five are all there are
+            values["top5"] = 100 * total["top5"] / samples
+        outputs = [output for part in parts for output in part.outputs]
+        shown = decoded[:_SHOWN_SAMPLES]
+        copy = self._copy(split, self.job.train.in_epoch(_LAST_EPOCH).size)
+        wanted = [self._names[label] for label in self._labels(copy, shown).tolist()] if outputs else []
+        inputs = [f"picture {sample}" for sample in shown.tolist()]
+        return Scores(values, samples=tuple(Sample(*row) for row in zip(inputs, wanted, outputs, strict=False)))
+
+    # Predictions.
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Of the classes, in words where there are some."""
+        path = classifier_of(self.job.model).words
+        words = {} if path is None else read_words(self.pack.given_file(path), "model.words")
+        return tuple(words.get(name, name) for name in self.pack.manifest.classes)
+
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:  # noqa: ARG002
+        import torch
+
+        from packtrain.recipes.resnet import normalised
+
+        device = next(model.parameters()).device
+        found = []
+        for path in inputs:
+            pixels = torch.from_numpy(self._seen(path)[None]).to(device)
+            with torch.inference_mode():
+                found.append(model(normalised(pixels)).float().softmax(1)[0].topk(min(_GUESSES, len(self._names))))
+        return [self._prediction(best.values.tolist(), best.indices.tolist()) for best in found]
+
+    def _seen(self, path: str) -> Pixels:
+        """A picture as those of the last evaluation were seen."""
+        settings = self.job.train.in_epoch(_LAST_EPOCH)
+        picture = read_picture(path, self._short_side(settings.size))
+        height = width = settings.size
+        if settings.rectangular:
+            sides = np.array([picture.width]), np.array([picture.height])
+            [batch] = rectangular_plan(*sides, settings.size, 1)
+            height, width = batch.height, batch.width
+        return middle_of(picture, height, width)
+
+    def _prediction(self, probabilities: list[float], classes: list[int]) -> Prediction:
+        best = [(self._names[one], chance) for one, chance in zip(classes, probabilities, strict=True)]
+        shown = [f"{name} {100 * chance:.0f} %" for name, chance in best if chance >= _SHOWN_PROBABILITY]
+        text = ", ".join(shown or [f"{best[0][0]} {100 * best[0][1]:.1f} %"])
+        return Prediction(text, {"top5": [{"class": name, "probability": chance} for name, chance in best]})
+
+
+def _threads() -> int:
+    """Workers of one machine share its cores: each is told how many are its own."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(told)) if told.isdecimal() else len(os.sched_getaffinity(0))

@@ -1,0 +1,190 @@
+"""The residual network, with torchvision's names of parameters so that published weights fit.
+
+pixels = normalised(batch)          uint8 [N, height, width, RGB] as packs give them
+maps = model.features(pixels)       [N, features, height / reduction, width / reduction]
+logits = model(pixels)              [N, classes]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+
+from packtrain.errors import Mistake
+from packtrain.recipes.resnet_shape import ResNetShape
+
+_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, over 0 to 1: what published weights were trained with
+_DEVIATION = (0.229, 0.224, 0.225)
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Bytes [N, height, width, RGB] as numbers [N, RGB, height, width] around 0, channels last in memory."""
+    mean = torch.tensor(_MEAN, device=pixels.device) * 255
+    deviation = torch.tensor(_DEVIATION, device=pixels.device) * 255
+    return ((pixels.float() - mean) / deviation).permute(0, 3, 1, 2)
+
+
+class Norm(nn.BatchNorm2d):
+    """Batch norm that goes by its running means where a batch has at most one value for each channel.
+
+    A rank's part of a batch may be one sample, or none.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() <= x.shape[1]:
+            return batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        return super().forward(x)
+
+
+class BasicBlock(nn.Module):
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(inputs, width, stride)
+        self.bn1 = Norm(width)
+        self.conv2 = _conv3x3(width, width)
+        self.bn2 = Norm(width)
+        self.downsample = _shortcut(inputs, width, stride)
+
+    @property
+    def last_norm(self) -> Norm:
+        return self.bn2
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return torch.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class Bottleneck(nn.Module):
+    """With the stride on its 3 x 3 convolution, as torchvision has it."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = _conv1x1(inputs, width)
+        self.bn1 = Norm(width)
+        self.conv2 = _conv3x3(width, width, stride)
+        self.bn2 = Norm(width)
+        self.conv3 = _conv1x1(width, outputs)
+        self.bn3 = Norm(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
+
+    @property
+    def last_norm(self) -> Norm:
+        return self.bn3
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.bn1(self.conv1(x)))
+        out = torch.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        return torch.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+_BLOCKS: Mapping[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
+
+
+class ResNet(nn.Module):
+    """Without `classes` it has no last layer, and gives features only."""
+
+    def __init__(self, shape: ResNetShape, classes: int | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        large = shape.stem == "large"
+        self.conv1 = nn.Conv2d(3, shape.width, 7, 2, 3, bias=False) if large else _conv3x3(3, shape.width)
+        self.bn1 = Norm(shape.width)
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
+        inputs = shape.width
+        for number, depth in enumerate(shape.depths):
+            width = shape.width * 2**number
+            stage = _stage(_BLOCKS[shape.block], inputs, width, depth, 1 if number == 0 else 2)
+            self.add_module(f"layer{number + 1}", stage)
+            inputs = width * _BLOCKS[shape.block].expansion
+        self.fc = None if classes is None else nn.Linear(inputs, classes)
+        self._start()
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """From the first to the last: what may be frozen or tuned apart."""
+        return [cast("nn.Module", getattr(self, f"layer{number + 1}")) for number in range(len(self.shape.depths))]
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.fc is not None
+        logits: Tensor = self.fc(self.features(x).mean((2, 3)))
+        return logits
+
+    def _start(self) -> None:
+        """The last layer begins with next to no opinion."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, (BasicBlock, Bottleneck)) and self.shape.quiet_start:
+                nn.init.zeros_(module.last_norm.weight)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0, 0.01)
+                nn.init.zeros_(module.bias)
+
+
+def load_published(model: ResNet, path: Path, name: str) -> None:
+    """Weights of a safetensors file with torchvision's names. A last layer of other classes stays as it is.
+
+    Everything else must be there and fit; what the file has besides is left. `name` is what errors call the file.
+    """
+    try:
+        given = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise Mistake(f"{name}: cannot be read as safetensors ({error})") from error
+    own = model.state_dict()
+    if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):
+        given |= {key: value for key, value in own.items() if key.startswith("fc.")}
+    model.load_state_dict({key: _fitting(given, key, value, name) for key, value in own.items()})
+
+
+def _fitting(given: Mapping[str, Tensor], key: str, own: Tensor, name: str) -> Tensor:
+    if key.endswith("num_batches_tracked"):  # some files leave out what only training counts
+        return own
+    if key not in given:
+        raise Mistake(f"{name} has no {key}: these are the weights of another model")
+    if given[key].shape != own.shape:
+        raise Mistake(f"{name}: {key} is {_size(given[key])}, where this model has {_size(own)}")
+    return given[key].to(own.dtype)
+
+
+def _size(tensor: Tensor) -> str:
+    return " x ".join(str(side) for side in tensor.shape)
+
+
+def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+
+
+def _conv1x1(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv1x1(inputs, outputs, stride), Norm(outputs))
+
+
+def _stage(block: type[BasicBlock] | type[Bottleneck], inputs: int, width: int, depth: int, stride: int) -> nn.Module:
+    first = block(inputs, width, stride)
+    return nn.Sequential(first, *(block(width * block.expansion, width, 1) for _ in range(depth - 1)))

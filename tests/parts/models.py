@@ -1,0 +1,43 @@
+"""Runs that have a checkpoint without having been trained: a model as it begins is a model too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from packtrain.checkpoint import Checkpoint, commit
+from packtrain.code import archive
+from packtrain.data.pack import Pack
+from packtrain.job import Job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import recipe_class
+from packtrain.runs import Run, create_run
+from packtrain.store import open_store
+from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress, versions
+
+
+def packed_run(folder: Path, job: Job) -> Run:
+    """A run in the store of that folder, with its pack and nothing else."""
+    store = open_store(str(folder / "store"))
+    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    return create_run(store, job, archive({}), manifest.name)
+
+
+def commit_model(run: Run, folder: Path, step: int, seed: int = 1, score: float | None = None, **of: Any) -> Checkpoint:
+    """A checkpoint of a model that has not learned; `of` makes it that of something else."""
+    job, pack_name = run.job, run.pack_name()
+    torch.manual_seed(seed)
+    model = recipe_class(str(job.recipe))(job, Pack(run.store, pack_name, folder / "cache")).build_model()
+    traits = {"recipe": job.recipe, "pack": pack_name, "model": {"size": job.model.size, **job.model.options}, **of}
+    description = Description(**traits, versions=versions(), progress=Progress(step))
+    files = {MODEL_FILE: folder / MODEL_FILE, STATE_FILE: folder / STATE_FILE}
+    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, files[MODEL_FILE])
+    files[STATE_FILE].write_text(json.dumps(asdict(description)))
+    return commit(run, step, 1, score, files)

@@ -1,0 +1,96 @@
+"""Small sets of pictures with captions, and recipes that learn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from packtrain.data.order import Ids
+from packtrain.recipes import Batch, Recipe
+from packtrain.recipes.caption import Caption
+from packtrain.recipes.caption.model import Captioner
+
+MakeRecipe = Callable[..., Recipe]
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 70, 210), "yellow": (240, 210, 40)}
+SHAPES = ("square", "circle")
+
+TRAIN: dict[str, Any] = {
+    "duration": "10 steps",
+    "batch": "4 samples",
+    "schedule": {"constant": {"rate": 0.001}},
+    "size": 32,
+}
+
+
+def captions_of(colour: str, shape: str) -> list[str]:
+    return [f"a {colour} {shape}", f"a {shape} that is {colour}, on white paper"]
+
+
+def write_set(folder: Path, things: Sequence[tuple[str, str]], name: str = "set") -> list[str]:
+    """Pictures of coloured shapes in COCO's layout; the paths as a job has them."""
+    images, annotations = [], []
+    (folder / name).mkdir(parents=True)
+    for number, (colour, shape) in enumerate(things):
+        picture = Image.new("RGB", (40, 36 + number % 3), "white")
+        draw = ImageDraw.Draw(picture)
+        (draw.rectangle if shape == "square" else draw.ellipse)((8, 8, 28, 28), COLOURS[colour])
+        picture.save(folder / name / f"{number}.png")
+        images.append({"id": number, "file_name": f"{number}.png"})
+        for caption in captions_of(colour, shape)[: 1 + number % 2]:
+            annotations.append({"id": len(annotations), "image_id": number, "caption": caption})
+    (folder / f"{name}.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    return [str(folder / f"{name}.json"), str(folder / name)]
+
+
+THINGS = [(colour, shape) for shape in SHAPES for colour in COLOURS]
+
+
+def make_caption(make_recipe: MakeRecipe, folder: Path, **changes: Any) -> Caption:
+    """The recipe on eight pictures, and a mix of three and two to validate."""
+    data = {
+        "train": [{"coco": write_set(folder, THINGS, "train")}],
+        "valid": [
+            {"coco": write_set(folder, THINGS[:3], "valid")},
+            {"vizwiz": write_set(folder, THINGS[4:6], "other")},
+        ],
+        "vocabulary": 300,
+    }
+    model = {"size": "tiny", "width": 16, "attention": 12}
+    sections = {"data": data, "model": model, "train": TRAIN} | changes
+    recipe = make_recipe(name="shapes", recipe="caption", **sections)
+    assert isinstance(recipe, Caption)
+    return recipe
+
+
+def model_of(recipe: Recipe, seed: int = 1) -> Captioner:
+    """An untrained model that looks about and has an opinion."""
+    torch.manual_seed(seed)
+    model = recipe.build_model().eval()
+    assert isinstance(model, Captioner)
+    return outspoken(model)
+
+
+def outspoken(model: Captioner) -> Captioner:
+    with torch.no_grad():
+        for layer in (model.attention, model.query, model.key, model.first_state):
+            layer.weight.mul_(4)
+        model.embedding.weight.mul_(6)
+    return model
+
+
+def pictures(count: int, height: int = 32, width: int = 32) -> Tensor:
+    """Patches of colour, different in every picture."""
+    generator = torch.Generator().manual_seed(7)
+    patches = torch.randint(0, 256, (count, 2, 2, 3), dtype=torch.uint8, generator=generator)
+    return patches.repeat_interleave(height // 2, 1).repeat_interleave(width // 2, 2)
+
+
+def tensors(recipe: Recipe, ids: Ids, epoch: int = 0) -> Batch:
+    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, epoch).items()}

@@ -1,0 +1,25 @@
+"""A recipe learns for some steps in this process, as a worker lets it."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+from torch import nn
+
+from packtrain.data.loader import Order, Position, parts
+from packtrain.recipes import Recipe
+from packtrain.train.engine import Engine
+from packtrain.train.schedule import Moment
+from packtrain.train.world import World
+
+
+def learn(recipe: Recipe, steps: int) -> nn.Module:
+    """The weights that would go home."""
+    train = recipe.job.train
+    engine = Engine(recipe, train, World())
+    order = Order(recipe.costs, recipe.likeness, lambda _: train.batch.value, train.seed, recipe.lengths)
+    for number, loaded in enumerate(islice(parts(order, recipe.batch, Position(), 0, 1), steps)):
+        pieces = [{name: torch.from_numpy(rows) for name, rows in piece.items()} for piece in loaded.pieces]
+        engine.step(Moment(number, float(loaded.at.epoch)), pieces, loaded.cost, loaded.cost)
+    return engine.evaluated()

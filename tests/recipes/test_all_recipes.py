@@ -1,0 +1,159 @@
+"""What holds for every recipe: a new one is a line in RECIPES, and one in recipes/small.py."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pack.pictures import photo, saved
+from packtrain.data.order import Ids, share
+from packtrain.recipes import RECIPES, Batch, Decoding, Recipe
+from packtrain.recipes.recipe import no_pulse
+from recipes.learn import learn
+from recipes.small import SMALL
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def test_every_recipe_has_a_small_job() -> None:
+    assert SMALL.keys() == RECIPES.keys()
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def any_recipe(
+    request: pytest.FixtureRequest, make_recipe: MakeRecipe, tmp_path_factory: pytest.TempPathFactory
+) -> Recipe:
+    return SMALL[request.param](make_recipe, tmp_path_factory.mktemp(request.param))
+
+
+def everything(recipe: Recipe, split: str = "train") -> Ids:
+    return np.arange(recipe.count(split))
+
+
+def model_of(recipe: Recipe) -> nn.Module:
+    torch.manual_seed(1)
+    model = recipe.build_model()
+    recipe.prepare(0, model)
+    return model.eval()
+
+
+def tensors(recipe: Recipe, ids: Ids) -> Batch:
+    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_importing_a_recipe_does_not_import_torch(name: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import {RECIPES[name].partition(':')[0]}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_samples_have_costs_likeness_and_lengths(any_recipe: Recipe) -> None:
+    count = any_recipe.count("train")
+    assert count > 0
+    assert any_recipe.count("nothing") == 0
+    for numbers in (any_recipe.costs, any_recipe.likeness, any_recipe.lengths):
+        assert numbers.shape == (count,)
+    assert any_recipe.costs.min() > 0
+    assert any_recipe.width > 0
+
+
+def test_a_batch_is_the_same_every_time(any_recipe: Recipe) -> None:
+    ids = everything(any_recipe)[::2]
+    first, again = any_recipe.batch(ids, 3), any_recipe.batch(ids, 3)
+    assert first.keys() == again.keys()
+    for name, rows in first.items():
+        assert np.array_equal(rows, again[name])
+
+
+def test_losses_of_all_shares_add_up_to_that_of_the_batch(any_recipe: Recipe) -> None:
+    model = model_of(any_recipe)
+    ids = everything(any_recipe)
+    with torch.no_grad():
+        whole = any_recipe.loss(model, tensors(any_recipe, ids)).item()
+        for num_ranks in (2, 3, len(ids) + 2):
+            shares = [share(ids, rank, num_ranks) for rank in range(num_ranks)]
+            added = sum(any_recipe.loss(model, tensors(any_recipe, part)).item() for part in shares)
+            assert added == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_share_without_samples_has_gradients_of_zero(any_recipe: Recipe) -> None:
+    """The exchange of gradients waits for every weight of every rank, also of one that has nothing to do."""
+    model = model_of(any_recipe).train()
+    loss = any_recipe.loss(model, tensors(any_recipe, everything(any_recipe)[:0]))
+    loss.backward()
+    assert loss.item() == 0.0
+    learnt = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
+    assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
+
+
+def test_every_sample_of_a_split_is_measured_by_one_worker(any_recipe: Recipe) -> None:
+    count = any_recipe.count("valid")
+    for num_ranks in (1, 2, 5, count + 3):
+        parts = any_recipe.divide("valid", num_ranks)
+        assert len(parts) == num_ranks
+        assert sorted(np.concatenate(parts).tolist()) == list(range(count))
+
+
+def test_scores_do_not_depend_on_the_number_of_workers(any_recipe: Recipe) -> None:
+    model = model_of(any_recipe)
+    decoded = everything(any_recipe, "valid")
+    found = []
+    for num_ranks in (1, 2, 3):
+        outputs = np.array_split(decoded, num_ranks)
+        parts = [
+            any_recipe.measure(model, "valid", ids, outputs[rank], 2, 0)
+            for rank, ids in enumerate(any_recipe.divide("valid", num_ranks))
+        ]
+        found.append(any_recipe.score("valid", decoded, parts).values)
+    assert "loss" in found[0]
+    assert any_recipe.measure_of_best in found[0]
+    for scores in found[1:]:
+        assert scores == pytest.approx(found[0], rel=1e-4)
+
+
+def test_an_evaluation_can_be_left_between_its_batches(any_recipe: Recipe) -> None:
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    any_recipe.pulse = leave
+    ids = everything(any_recipe, "valid")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            any_recipe.measure(model_of(any_recipe), "valid", ids, ids, 1, 0)
+    finally:
+        any_recipe.pulse = no_pulse
+
+
+def test_some_steps_make_the_loss_smaller(any_recipe: Recipe) -> None:
+    ids = everything(any_recipe, "valid")
+
+    def loss(model: nn.Module) -> float:
+        part = any_recipe.measure(model, "valid", ids, ids[:0], 1, 0)
+        return any_recipe.score("valid", ids[:0], [part]).values["loss"]
+
+    before = loss(model_of(any_recipe))
+    after = loss(learn(any_recipe, 40).eval())
+    assert math.isfinite(before)
+    assert after < 0.95 * before
+
+
+def test_every_input_has_a_prediction(any_recipe: Recipe, tmp_path: Path) -> None:
+    inputs = ["good morning", "hello", "hello"]
+    if any_recipe.inputs == "images":
+        for number, name in enumerate(inputs):
+            (tmp_path / name).write_bytes(saved(photo(50 + number, 40), "PNG"))
+        inputs = [str(tmp_path / name) for name in inputs]
+    model = model_of(any_recipe)
+    found = any_recipe.predict(model, inputs, Decoding(beam=2))
+    assert len(found) == 3
+    assert any_recipe.predict(model, [], Decoding(beam=2)) == []
+    assert found[1].text == any_recipe.predict(model, inputs[1:2], Decoding(beam=2))[0].text

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from packtrain.pack.vocabulary import Vocabulary
+from packtrain.recipes.caption.gaze import Gaze, by_word, drawn, heated
+
+PIXELS = np.full((48, 48, 3), 200, np.uint8)
+
+
+def spot(row: int, column: int, side: int = 6) -> np.ndarray:
+    places = np.zeros((side, side), np.float32)
+    places[row, column] = 1.0
+    return places
+
+
+def test_the_maps_of_a_word_s_pieces_are_averaged() -> None:
+    vocabulary = Vocabulary.fit(["a dog", "a cat"] * 5, 300)
+    tokens = vocabulary.encode(["a zebra, größer"])[0]
+    maps = np.random.default_rng(1).random((len(tokens), 3, 3)).astype(np.float32)
+    maps /= maps.sum((1, 2), keepdims=True)
+    found = by_word(vocabulary, tokens, maps)
+    assert [gaze.word for gaze in found] == ["a", "zebra,", "größer"]
+    assert np.allclose(found[0].map, maps[0])
+    end = 1 + len(vocabulary.encode(["zebra,"])[0])
+    assert np.allclose(found[1].map, maps[1:end].mean(0))
+    assert [float(gaze.map.sum()) for gaze in found] == pytest.approx([1.0] * 3)
+
+
+def test_a_caption_without_words_has_no_maps() -> None:
+    vocabulary = Vocabulary.fit(["a dog"], 300)
+    assert by_word(vocabulary, [], np.zeros((0, 3, 3), np.float32)) == []
+
+
+def test_the_heat_is_where_was_looked() -> None:
+    picture = Image.fromarray(PIXELS).resize((96, 96))
+    hot = np.asarray(heated(picture, spot(0, 5)), int)
+    assert hot[4:12, -12:-4].sum() > 1.5 * hot[-12:-4, 4:12].sum()
+
+
+def test_looking_everywhere_alike_is_no_error() -> None:
+    picture = Image.fromarray(PIXELS)
+    even = np.asarray(heated(picture, np.full((6, 6), 1 / 36, np.float32)), int)
+    assert even.max() - even.min() < 3 * 255
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 17])
+def test_there_is_a_panel_for_every_word(count: int) -> None:
+    gazes = [Gaze(f"word{number}" * (1 + number), spot(number % 6, number % 5)) for number in range(count)]
+    with Image.open(io.BytesIO(drawn(PIXELS, " ".join(gaze.word for gaze in gazes), gazes))) as sheet:
+        assert sheet.format == "PNG"
+        panels = -(-(1 + count) // 5)
+        assert sheet.height > panels * 192
+        assert sheet.width <= 1200

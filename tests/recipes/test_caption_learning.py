@@ -1,0 +1,61 @@
+"""Whether captions learn at all: to say what emoji show, better than with the caption that is right most often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.recipes.caption import Caption
+from packtrain.recipes.caption.bleu import bleu
+from packtrain.start import load
+from recipes.captioned import MakeRecipe
+from recipes.learn import learn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EMOJI = EXAMPLES / "data" / "emoji"
+STEPS = 120  # twice through the pictures
+
+
+def commonest(recipe: Caption) -> list[str]:
+    """The captions that training has most often."""
+    counts = Counter(text for texts in recipe._references("train") for text in texts)
+    return [text for text, count in counts.items() if count == max(counts.values())]
+
+
+def test_emoji_are_described_better_than_by_always_saying_the_commonest_caption(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(
+        name="emoji",
+        recipe="caption",
+        data={
+            "train": [{"coco": [str(EMOJI / "emoji-train.json"), str(EMOJI / "train")]}],
+            "valid": [{"coco": [str(EMOJI / "emoji-valid.json"), str(EMOJI / "valid")]}],
+            "vocabulary": 1000,
+        },
+        model={"size": "tiny"},
+        train={
+            "duration": f"{STEPS} steps",
+            "batch": "32 samples",
+            "size": 48,
+            "min_scale": 0.6,
+            "optimizer": {"adam": {"betas": [0.9, 0.98]}},
+            "schedule": {"cosine": {"peak": 0.003, "warmup": "20 steps"}},
+            "clip": 1.0,
+            "ema": 0.95,
+        },
+    )
+    assert isinstance(recipe, Caption)
+    model = learn(recipe, STEPS)
+    ids = np.arange(recipe.count("valid"))
+    scores = recipe.score("valid", ids, [recipe.measure(model, "valid", ids, ids, 5, 0)]).values
+    wanted, cider = recipe._references("valid"), recipe._cider("valid")
+    always = [[text] * len(ids) for text in commonest(recipe)]
+    assert scores["bleu4"] > max(bleu(said, wanted)[3] for said in always) > 5
+    assert scores["cider"] > 1.5 * max(cider.score(said, wanted) for said in always) > 15
+
+
+def test_the_small_example_is_a_job() -> None:
+    job = load(EXAMPLES / "caption.yaml").job
+    for source in (*job.data.train, *job.data.valid):
+        assert all(Path(path).exists() for path in source.paths)

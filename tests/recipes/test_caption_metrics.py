@@ -1,0 +1,105 @@
+"""BLEU and CIDEr: against values computed by hand from their definitions, and against SacreBLEU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from sacrebleu.metrics.bleu import BLEU
+
+from packtrain.recipes.caption.bleu import bleu
+from packtrain.recipes.caption.cider import Cider
+from packtrain.recipes.caption.words import ngrams, words
+
+REFERENCES = [
+    ["a dog runs on the grass", "the brown dog is running over grass"],
+    ["two men ride a red motorcycle", "men on a motorcycle", "two people riding one motorcycle down the road"],
+    ["a plate of food"],
+]
+OUTPUTS = ["a dog is running on the grass", "two men on a red motorcycle", "a bowl of hot food on a table"]
+
+
+def test_words_are_lower_case_and_without_punctuation() -> None:
+    said = words("A cat\u2019s “red” medium-dark coat isn't, (No. 7)!")
+    assert said == ["a", "cat\u2019s", "red", "medium-dark", "coat", "isn't", "no", "7"]
+    assert words("Ein Mädchen, 猫") == ["ein", "mädchen", "猫"]
+    assert words(" .,- ") == []
+
+
+def test_n_grams_are_counted() -> None:
+    assert ngrams(["a", "b", "a", "b"], 2) == {("a", "b"): 2, ("b", "a"): 1}
+    assert ngrams(["a"], 2) == {}
+
+
+# BLEU.
+
+
+def test_bleu_of_what_is_right_is_100() -> None:
+    assert bleu(["A dog runs on the grass."], [REFERENCES[0]]) == pytest.approx((100.0,) * 4)
+
+
+def test_a_word_counts_no_more_often_than_in_any_one_reference() -> None:
+    """The example of the paper: 2 of 7 words."""
+    said = ["the the the the the the the"]
+    wanted = [["the cat is on the mat", "there is a cat on the mat"]]
+    assert bleu(said, wanted)[0] == pytest.approx(100 * 2 / 7)
+
+
+def test_what_is_too_short_is_punished_by_the_nearest_reference() -> None:
+    one, two, *_ = bleu(["a dog"], [["a dog runs on grass", "the very brown dog is running over grass"]])
+    assert one == pytest.approx(100 * math.exp(1 - 5 / 2))
+    assert two == pytest.approx(one)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_bleu_is_that_of_sacrebleu(order: int) -> None:
+    most = max(len(wanted) for wanted in REFERENCES)
+    streams = [[wanted[at] if at < len(wanted) else None for wanted in REFERENCES] for at in range(most)]
+    peer = BLEU(max_ngram_order=order, smooth_method="none", tokenize="none", lowercase=True)
+    assert bleu(OUTPUTS, REFERENCES)[order - 1] == pytest.approx(peer.corpus_score(OUTPUTS, streams).score)  # type: ignore[arg-type]
+
+
+def test_nothing_said_scores_nothing() -> None:
+    assert bleu([""], [["a dog"]]) == (0.0, 0.0, 0.0, 0.0)
+    assert bleu([], []) == (0.0, 0.0, 0.0, 0.0)
+    assert Cider([["a dog"]]).score([""], [["a dog"]]) == 0.0
+    assert Cider([]).score([], []) == 0.0
+
+
+# CIDEr.
+
+
+def test_cider_of_one_word_by_hand() -> None:
+    """Three images; `dog` is in one of them. Only n-grams of one word exist, so the other three orders give 0."""
+    cider = Cider([["dog"], ["cat"], ["cat"]])
+    assert cider.score_of("dog", ["dog"]) == pytest.approx(1000 / 4)
+    assert cider.score_of("dog", ["cat"]) == 0.0
+
+
+def test_cider_of_two_words_by_hand() -> None:
+    cider = Cider([["red dog", "old dog"], ["red cat"], ["blue bird"]])
+    once, twice = math.log(3), math.log(3 / 2)  # weights of what one image has, and of what two have
+    cosine = once * once / math.hypot(once, twice) / math.hypot(once, once)
+    assert cider.score_of("red dog", ["old dog"]) == pytest.approx(1000 * cosine / 4)
+    assert cider.score_of("red dog", ["red dog"]) == pytest.approx(1000 * 2 / 4)
+    both = (1000 * cosine / 4 + 1000 * 2 / 4) / 2
+    assert cider.score_of("red dog", ["old dog", "red dog"]) == pytest.approx(both)
+
+
+def test_cider_clips_what_is_repeated_and_minds_the_length() -> None:
+    """Said three times, the word counts once; three words are two more than one."""
+    cider = Cider([["dog"], ["cat"]])
+    weight = math.log(2)
+    likeness = weight * weight / (3 * weight * weight) * math.exp(-(2**2) / (2 * 6**2))
+    assert cider.score_of("dog dog dog", ["dog"]) == pytest.approx(1000 * likeness / 4)
+
+
+def test_what_every_image_has_says_nothing() -> None:
+    assert Cider([["a dog"], ["a cat"]]).score_of("a", ["a dog"]) == 0.0
+
+
+def test_cider_is_the_mean_over_images() -> None:
+    cider = Cider(REFERENCES)
+    each = [cider.score_of(output, wanted) for output, wanted in zip(OUTPUTS, REFERENCES, strict=True)]
+    assert cider.score(OUTPUTS, REFERENCES) == pytest.approx(sum(each) / 3)
+    assert each[0] > each[2] > 0.0

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pack.pictures import photo, quarters, saved, with_size
+from packtrain.data.images import random_crop
+from packtrain.data.order import Ids, share
+from packtrain.data.pack import Pack
+from packtrain.errors import FieldMistake, Mistake
+from packtrain.job import Job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import Batch, Decoding, Measured, Recipe, Scores, check_recipe, recipe_class
+from packtrain.recipes.classify import _MEASURED_TOGETHER
+from packtrain.recipes.classify.words import read_words
+from packtrain.store import open_store
+
+MakeClassify = Callable[..., Recipe]
+CLASSES = ("ape", "bee", "cat", "dog", "elk", "fox", "gnu")
+TRAIN, VALID = 21, 150  # more than two batches of an evaluation
+NO_DATA: dict[str, Any] = {"train": [{"imagenet": ["train"]}]}
+
+
+def job_of(data: dict[str, Any], **sections: Any) -> Job:
+    train = {"duration": "2 epochs", "batch": "8 samples", "size": 32, "schedule": {"constant": {"rate": 0.1}}}
+    given = {"model": {"size": "tiny", "width": 8}, **sections, "train": {**train, **sections.get("train", {})}}
+    return Job.model_validate({"name": "photos", "recipe": "classify", "data": data, **given})
+
+
+def write_pictures(folder: Path, count: int, first: int = 0) -> str:
+    """Of all shapes from wide to high, in turns of each class."""
+    for number in range(first, first + count):
+        path = folder / CLASSES[number % len(CLASSES)] / f"{number:04d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(saved(photo(40 + number * 7 % 50, 40 + number * 11 % 60, seed=number), "JPEG", quality=85))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("raw")
+    train, valid = write_pictures(folder / "train", TRAIN), write_pictures(folder / "valid", VALID, first=TRAIN)
+    return {"train": [{"imagenet": train}], "valid": [{"imagenet": valid}]}
+
+
+@pytest.fixture(scope="module")
+def make(raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> MakeClassify:
+    folder = tmp_path_factory.mktemp("packs")
+    store = open_store(str(folder / "store"))
+
+    def make(data: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+        job = job_of({**raw, **(data or {})}, **sections)
+        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+        return recipe_class("classify")(job, Pack(store, manifest.name, folder / "cache"))
+
+    return make
+
+
+def model_of(recipe: Recipe) -> nn.Module:
+    """One that has opinions, and different ones about different pictures."""
+    torch.manual_seed(1)
+    model = recipe.build_model()
+    for name, value in model.named_parameters():
+        if name.endswith("bn2.weight"):
+            nn.init.ones_(value)
+    nn.init.normal_(model.fc.weight)
+    return model.eval()
+
+
+def tensors(recipe: Recipe, ids: Ids, epoch: int = 0) -> Batch:
+    return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, epoch).items()}
+
+
+# Batches.
+
+
+def test_a_batch_has_bytes_of_pixels_and_labels(make: MakeClassify) -> None:
+    recipe = make()
+    batch = recipe.batch(np.array([3, 0, 20]), 0)
+    assert (batch["pixels"].shape, batch["pixels"].dtype) == ((3, 32, 32, 3), np.uint8)
+    assert batch["label"].tolist() == [1, 0, 6]  # three of each class, in the order of the classes
+    assert recipe.costs.tolist() == [1] * TRAIN
+
+
+def test_what_is_seen_of_a_picture_is_another_part_in_another_epoch(make: MakeClassify) -> None:
+    recipe = make()
+    first, again, other = (recipe.batch(np.arange(4), epoch)["pixels"] for epoch in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert random_crop(90, 60, 0.08, 1, 0, 3) != random_crop(90, 60, 0.08, 1, 1, 3)
+
+
+def test_phases_change_the_size_of_pictures(make: MakeClassify) -> None:
+    phases = [
+        {"until": "1 epochs", "rate": 0.1, "size": 16},
+        {"until": "2 epochs", "rate": 0.1, "size": 24, "min_scale": 1.0},
+    ]
+    recipe = make(train={"schedule": {"phases": {"phases": phases}}})
+    assert [recipe.batch(np.arange(2), epoch)["pixels"].shape[1] for epoch in (0, 1, 2)] == [16, 24, 24]
+
+
+@pytest.mark.parametrize(("size", "copy"), [(16, "train@20"), (20, "train@30"), (26, "train@30"), (28, "train")])
+def test_pictures_come_from_the_smallest_copy_that_is_large_enough(make: MakeClassify, size: int, copy: str) -> None:
+    """As ImageNet's at 128 come from copies of 160, and those at 224 and 288 from copies of 352."""
+    recipe = make({"sizes": [30, 20]}, train={"size": size})
+    opened: list[str] = []
+    split = recipe.pack.split
+    recipe.pack.split = lambda name: (opened.append(name), split(name))[1]  # type: ignore[method-assign]
+    recipe.batch(np.arange(2), 0)
+    assert set(opened) == {copy}
+
+
+def test_shards_are_fetched_ahead_from_the_copy_in_use(make: MakeClassify) -> None:
+    recipe = make({"sizes": [20]}, train={"size": 16})
+    reader = recipe.pack.split("train@20")
+    orders: list[list[int]] = []
+    prefetched = reader.prefetched
+    reader.prefetched = lambda order: (orders.append(list(order)), prefetched(order))[1]  # type: ignore[method-assign]
+    with recipe.fetching(np.arange(4)):
+        recipe.batch(np.arange(2), 0)
+        recipe.batch(np.arange(2, 4), 0)
+    assert orders == [[0]]
+
+
+# The loss.
+
+
+def test_the_loss_is_a_sum_over_the_samples(make: MakeClassify) -> None:
+    recipe = make(train={"label_smoothing": 0.1})
+    model = recipe.build_model().eval()
+    nn.init.zeros_(model.fc.weight)  # every class is as likely as any other
+    for ids in (np.arange(5), np.arange(1)):
+        loss = recipe.loss(model, tensors(recipe, ids)).item()
+        assert loss == pytest.approx(len(ids) * math.log(len(CLASSES)), rel=1e-5)
+
+
+def test_a_share_without_samples_costs_nothing_and_has_gradients_of_zero(make: MakeClassify) -> None:
+    recipe = make()
+    model = recipe.build_model().train()
+    loss = recipe.loss(model, tensors(recipe, np.arange(0)))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(one.grad is not None and not one.grad.any() for one in model.parameters())
+
+
+# Evaluation.
+
+
+def measured(recipe: Recipe, model: nn.Module, num_ranks: int, epoch: int = 0) -> tuple[Scores, list[Measured]]:
+    decoded = np.arange(recipe.count("valid"))[::10]
+    parts = [
+        recipe.measure(model, "valid", ids, share_of(decoded, rank, num_ranks), 1, epoch)
+        for rank, ids in enumerate(recipe.divide("valid", num_ranks))
+    ]
+    return recipe.score("valid", decoded, parts), parts
+
+
+def share_of(decoded: Ids, rank: int, num_ranks: int) -> Ids:
+    return np.array_split(decoded, num_ranks)[rank]
+
+
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_scores_do_not_depend_on_the_number_of_workers(make: MakeClassify, rectangular: bool) -> None:
+    recipe = make(train={"rectangular": rectangular})
+    model = model_of(recipe)
+    alone, _ = measured(recipe, model, 1)
+    assert set(alone.values) == {"loss", "top1", "top5"}
+    assert 0 < alone.values["top1"] < alone.values["top5"] < 100
+    for num_ranks in (2, 3, 7):
+        together, parts = measured(recipe, model, num_ranks)
+        assert sum(part.sums["samples"] for part in parts) == VALID
+        assert together.values == pytest.approx(alone.values, rel=1e-5)
+        assert together.samples == alone.samples
+
+
+@pytest.mark.parametrize("rectangular", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 200])
+def test_every_picture_is_measured_once(make: MakeClassify, rectangular: bool, num_ranks: int) -> None:
+    parts = make(train={"rectangular": rectangular}).divide("valid", num_ranks)
+    assert len(parts) == num_ranks
+    assert sorted(np.concatenate(parts).tolist()) == list(range(VALID))
+
+
+def test_guesses_are_counted_one_by_one(make: MakeClassify) -> None:
+    recipe = make()
+    model = model_of(recipe)
+    labels = recipe.pack.split("valid").plain("label")
+    one_by_one = [recipe.measure(model, "valid", np.array([row]), np.array([row]), 1, 0) for row in range(30)]
+    together = recipe.measure(model, "valid", np.arange(30), np.arange(30), 1, 0)
+    guesses = [part.outputs[0] for part in one_by_one]
+    assert together.outputs == [*guesses[:5], *[""] * 25]  # no more than that are ever shown
+    assert together.sums["top1"] == sum(CLASSES[label] == name for label, name in zip(labels, guesses, strict=False))
+    assert together.sums["top5"] == sum(part.sums["top5"] for part in one_by_one)
+
+
+def test_rectangular_batches_show_more_of_long_pictures(make: MakeClassify) -> None:
+    recipe = make(train={"rectangular": True})
+    seen: list[tuple[int, ...]] = []
+    model = model_of(recipe)
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    recipe.measure(model, "valid", np.arange(VALID), np.arange(0), 1, 0)
+    assert sum(shape[0] for shape in seen) == VALID
+    assert all(shape[0] <= _MEASURED_TOGETHER for shape in seen)
+    assert seen[0][2] > seen[0][3] == 32  # high ones first
+    assert seen[-1][3] > seen[-1][2] == 32
+    assert all(side % 8 == 0 for shape in seen for side in shape[2:])
+
+
+def test_a_long_evaluation_can_be_left_between_batches(make: MakeClassify) -> None:
+    recipe = make()
+
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    recipe.pulse = leave
+    with pytest.raises(KeyboardInterrupt):
+        recipe.measure(model_of(recipe), "valid", np.arange(4), np.arange(0), 1, 0)
+
+
+def test_with_five_classes_or_fewer_the_first_five_say_nothing(make: MakeClassify, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(saved(quarters(), "PNG"))
+    recipe = make({"train": [{"imagenet": str(tmp_path)}], "valid": [{"imagenet": str(tmp_path)}]})
+    part = recipe.measure(model_of(recipe), "valid", np.arange(2), np.arange(2), 1, 0)
+    assert set(recipe.score("valid", np.arange(2), [part]).values) == {"loss", "top1"}
+
+
+def test_a_validation_set_of_other_classes_is_refused(make: MakeClassify, tmp_path: Path) -> None:
+    strange = tmp_path / "valid" / "zebra"
+    strange.mkdir(parents=True)
+    (strange / "1.png").write_bytes(saved(quarters(), "PNG"))
+    with pytest.raises(Mistake, match=r"valid: class 'zebra' is not one of the 7 of the training data$"):
+        make({"valid": [{"imagenet": str(tmp_path / "valid")}]})
+
+
+# Predictions.
+
+
+def test_a_picture_s_classes_are_named_with_their_probabilities(make: MakeClassify, raw: dict[str, Any]) -> None:
+    recipe = make()
+    paths = sorted(Path(raw["valid"][0]["imagenet"]).rglob("*.jpg"))[:5]
+    model = model_of(recipe)
+    found = recipe.predict(model, [str(path) for path in paths], Decoding())
+    expected = recipe.measure(model, "valid", np.arange(5), np.arange(5), 1, 0).outputs
+    assert [prediction.details["top5"][0]["class"] for prediction in found] == expected
+    for prediction in found:
+        best = prediction.details["top5"]
+        assert len(best) == 5
+        assert [row["probability"] for row in best] == sorted((row["probability"] for row in best), reverse=True)
+        assert prediction.text.startswith(f"{best[0]['class']} {100 * best[0]['probability']:.0f} %")
+
+
+def test_classes_can_have_names_in_words(make: MakeClassify, raw: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("".join(f"{name} great {name}, {name} proper\n" for name in CLASSES[:6]))
+    recipe = make(model={"size": "tiny", "width": 8, "words": str(tmp_path / "words.txt")})
+    path = next(Path(raw["valid"][0]["imagenet"]).rglob("*.jpg"))
+    [found] = recipe.predict(model_of(recipe), [str(path)], Decoding())
+    names = {row["class"] for row in found.details["top5"]}
+    assert names < {*(f"great {name}" for name in CLASSES[:6]), "gnu"}
+
+
+def test_a_list_of_words_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "words").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Mistake, match=r"^model\.words: not UTF-8"):
+        read_words(tmp_path / "words", "model.words")
+    with pytest.raises(Mistake, match=r"^model\.words: cannot be read: No such file"):
+        read_words(tmp_path / "none", "model.words")
+
+
+def bad_pictures(folder: Path) -> dict[str, bytes]:
+    good = saved(photo(64, 48), "JPEG")
+    return {
+        "empty": b"",
+        "not an image": b"no picture at all",
+        "cut off": good[: len(good) // 2],
+        "too many pixels": with_size(good, 60_000, 60_000),
+    }
+
+
+@pytest.mark.parametrize("reason", bad_pictures(Path()))
+def test_a_file_that_is_no_picture_is_refused_in_one_line(make: MakeClassify, tmp_path: Path, reason: str) -> None:
+    recipe = make()
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(bad_pictures(tmp_path)[reason])
+    with pytest.raises(Mistake) as refused:
+        recipe.predict(model_of(recipe), [str(path)], Decoding())
+    assert str(refused.value) == f"{path}: {reason}; a picture is a JPEG, PNG, WebP, GIF, BMP or TIFF file"
+
+
+def test_a_path_without_a_file_is_refused(make: MakeClassify, tmp_path: Path) -> None:
+    recipe = make()
+    model = model_of(recipe)
+    for path, reason in (
+        (tmp_path / "none.jpg", "no such file"),
+        (tmp_path, "is not a file"),
+        ("a\0b", "no such file"),
+    ):
+        with pytest.raises(Mistake, match=reason):
+            recipe.predict(model, [str(path)], Decoding())
+
+
+# The job.
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "fault"),
+    [
+        ({"size": "resnet52"}, "model.size", "did you mean 'resnet50'?"),
+        ({"size": "tiny", "steem": "small"}, "model.steem", "unknown option; did you mean 'stem'?"),
+        ({"size": "tiny", "stem": "tall"}, "model.stem", "must be large or small, not 'tall'"),
+        ({"size": "tiny", "width": 0}, "model.width", "must be a whole number of at least 1, not 0"),
+        ({"size": "resnet50", "weights": 3}, "model.weights", "must be a path or an address, not 3"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(model: dict[str, Any], field: str, fault: str) -> None:
+    with pytest.raises(FieldMistake) as refused:
+        check_recipe(job_of(NO_DATA, model=model))
+    assert refused.value.field == field
+    assert fault in refused.value.fault
+
+
+def test_importing_the_recipe_does_not_import_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import packtrain.recipes.classify"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ranks_share_a_batch_without_a_picture_twice(make: MakeClassify) -> None:
+    recipe = make()
+    ids = np.arange(7)
+    whole = recipe.batch(ids, 0)["pixels"]
+    for rank in range(3):
+        part = share(ids, rank, 3)
+        assert np.array_equal(recipe.batch(part, 0)["pixels"], whole[part])

@@ -1,0 +1,103 @@
+"""Files that options of a model name: first weights, and words for classes. A run takes them along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pack.pictures import photo, saved
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.pack.progress import Plain
+from packtrain.recipes import Recipe, recipe_of
+from packtrain.recipes.classify.shape import SIZES
+from packtrain.recipes.resnet import ResNet
+from packtrain.runs import Run
+from packtrain.start import create, load
+
+JOB = """
+name: photos
+recipe: classify
+data: {train: {imagenet: photos}}
+model: {size: tiny, weights: first.safetensors, words: words.txt}
+train: {duration: 2 steps, batch: 4 samples, size: 32, schedule: {constant: {rate: 0.1}}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job file with what it names beside it, somewhere else than where one works."""
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for number in range(4):
+        path = tmp_path / "job" / "photos" / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(saved(photo(40, 40, seed=number), "JPEG"))
+    torch.manual_seed(5)
+    weights = {name: value.contiguous() for name, value in ResNet(SIZES["tiny"], 2).state_dict().items()}
+    save_file(weights, tmp_path / "job" / "first.safetensors")
+    (tmp_path / "job" / "words.txt").write_text("a ant, worker ant\nb bear\n")
+    (tmp_path / "job" / "job.yaml").write_text(JOB)
+    return tmp_path / "job"
+
+
+def created(folder: Path) -> Run:
+    return create(load(folder / "job.yaml"), Plain(lambda _: None))
+
+
+def recipe_on(run: Run, cache: Path) -> Recipe:
+    return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache))
+
+
+def test_a_run_has_its_files_when_the_originals_are_gone(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = ResNet(SIZES["tiny"], 2).state_dict()
+    run = created(folder)
+    for name in ("first.safetensors", "words.txt"):
+        (folder / name).unlink()
+    assert str(run.job.model.options["weights"]).startswith("store:files/")
+    recipe = recipe_on(run, tmp_path / "worker")
+    model = recipe.build_model()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    path = str(folder / "photos" / "a" / "0.jpg")
+    [found] = recipe.predict(model.eval(), [path], recipe.decoding)
+    assert {row["class"] for row in found.details["top5"]} == {"ant", "bear"}
+
+
+def test_the_same_file_is_kept_once(folder: Path) -> None:
+    first, second = created(folder), created(folder)
+    assert first.job.model == second.job.model
+    assert len(list(first.store.list("files/"))) == 2
+
+
+def test_a_file_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
+    (folder / "first.safetensors").unlink()
+    with pytest.raises(Mistake, match=r"job\.yaml:5: model\.weights: there is no file .*/job/first\.safetensors$"):
+        load(folder / "job.yaml")
+
+
+def test_an_object_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
+    loaded = load(folder / "job.yaml", ["model.weights=store:raw/none"])
+    with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: there is no such object in "):
+        create(loaded, Plain(lambda _: None))
+
+
+def test_a_file_that_the_store_has_lost_or_changed_is_told(folder: Path, tmp_path: Path) -> None:
+    run = created(folder)
+    key = str(run.job.model.options["weights"]).removeprefix("store:")
+    run.store.put(key, b"something else")
+    with pytest.raises(PacktrainError, match=rf"^{key} in .* does not have the hash it should; start its job anew$"):
+        recipe_on(run, tmp_path / "one").build_model()
+    run.store.delete(key)
+    with pytest.raises(NotFound, match=rf"^there is no {key} in .*, which the run was given$"):
+        recipe_on(run, tmp_path / "two").build_model()
+
+
+def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:
+    run = create(load(folder / "job.yaml", ["model.width=16"]), Plain(lambda _: None))
+    with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, where this model has 16 x"):
+        recipe_on(run, tmp_path / "worker").build_model()
