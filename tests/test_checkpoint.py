@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from packtrain.checkpoint import (
     prune,
     superfluous,
 )
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.runs import Run
 from packtrain.store import Store, StoreError
 from parts.faulty import FaultyStore, Killed
@@ -202,6 +204,40 @@ def test_a_checkpoint_that_does_not_hold_is_passed_over_for_the_newest_that_does
     older, damaged = save(run, tmp_path, step=2), save(run, tmp_path, step=3)
     damage(run, damaged, how)
     assert restore(run, tmp_path / "back") == (older, content(2), [line.format(damaged.name)])
+
+
+def refusing(error: Exception, *refused: int) -> Callable[[Path], None]:
+    """A check that refuses the checkpoints of these steps."""
+
+    def check(directory: Path) -> None:
+        if int((directory / "model.bin").read_text().split()[1]) in refused:
+            raise error
+
+    return check
+
+
+@pytest.mark.parametrize("error", [CorruptCheckpoint("it is a pickle"), Mistake("it is of another run")])
+def test_a_checkpoint_that_its_reader_refuses_is_passed_over_too(
+    directory_store: Store, tmp_path: Path, error: PacktrainError
+) -> None:
+    run = new_run(directory_store)
+    older, refused = save(run, tmp_path, step=2), save(run, tmp_path, step=3)
+    (tmp_path / "back").mkdir()
+    complaints: list[str] = []
+    assert fetch_newest(run, tmp_path / "back", complaints.append, refusing(error, 3)) == older
+    assert read_files(tmp_path / "back") == content(2)
+    assert complaints == [f"checkpoint {refused.name}: {error}; passed over"]
+
+
+def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginning(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    for step in (1, 2):
+        save(run, tmp_path, step)
+    (tmp_path / "back").mkdir()
+    with pytest.raises(Mistake, match="it is of another run"):
+        fetch_newest(run, tmp_path / "back", lambda _: None, refusing(Mistake("it is of another run"), 1, 2))
 
 
 def test_where_none_holds_nothing_is_restored(directory_store: Store, tmp_path: Path) -> None:

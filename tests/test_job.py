@@ -10,7 +10,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from packtrain import job as jobs
-from packtrain.job import Adam, Bitext, Constant, Job, Local, Noam
+from packtrain import learning
+from packtrain.job import Bitext, Job, Local
+from packtrain.learning import Adam, Constant, Noam
 from packtrain.parts import faults, is_name
 from packtrain.units import Duration
 
@@ -93,7 +95,9 @@ def test_short_forms_mean_their_full_ones(field: str, short: object, full: objec
         with_field(RECIPE, "evaluate", {"every": "0.5 epochs", "samples": 0, "beam": 1}),
         with_field(RECIPE, "fleet", {"local": {"machines": 3}, "workers": 2, "failures": 0}),
         with_field(PROGRAM, "environment", ["WANDB_API_KEY"]),
-        with_field(PROGRAM, "budget", {"dollars": 60, "hours": 0.5}),
+        with_field(PROGRAM, "budget", {"hours": 0.5}),
+        with_field(with_field(PROGRAM, "fleet", {"local": {}, "price": 0.5}), "budget", {"dollars": 60}),
+        with_field(RECIPE, "fleet", {"local": {"machines": "2..4", "power_off": True}, "public_address": True}),
     ],
 )
 def test_a_job_reads_back_what_it_writes(document: Mapping[str, Any]) -> None:
@@ -108,7 +112,13 @@ def test_units_are_written_as_texts_and_kinds_as_words() -> None:
     assert written["checkpoint"]["every"] == "300 seconds"
     assert written["train"]["schedule"] == {"noam": {"warmup": "8000 steps", "scale": 2.0, "peak": None}}
     assert written["data"]["train"] == [{"bitext": ["train.en", "train.de"], "weight": 2.0}]
-    assert written["fleet"] == {"local": {"machines": 1}, "workers": None, "failures": 3}
+    assert written["fleet"] == {
+        "local": {"machines": 1, "power_off": False},
+        "workers": None,
+        "failures": 3,
+        "price": None,
+        "public_address": False,
+    }
     assert written["model"] == {"size": "base", "dropout": 0.3, "shared": True}
 
 
@@ -124,6 +134,7 @@ def test_a_job_can_be_made_from_parts() -> None:
 
 
 UNIT = "must be a number with a unit, such as"
+SCHEDULE_KINDS = "constant, cosine, noam, one_cycle, phases, step"
 OUTSIDE = "must be a relative path that stays inside the job file's directory"
 
 
@@ -172,9 +183,9 @@ OUTSIDE = "must be a relative path that stays inside the job file's directory"
         ("train.ema", 0.0, "train.ema: must be more than 0"),
         ("train.seed", -1, "train.seed: must be at least 0"),
         ("train.seed", 2**63, f"train.seed: must be at most {2**63 - 1}"),
-        ("train.schedule", {}, "train.schedule: must name one kind, not none; known: constant, noam"),
+        ("train.schedule", {}, f"train.schedule: must name one kind, not none; known: {SCHEDULE_KINDS}"),
         ("train.schedule", {"noam": {}, "constant": {}},
-         "train.schedule: must name one kind, not 2; known: constant, noam"),
+         f"train.schedule: must name one kind, not 2; known: {SCHEDULE_KINDS}"),
         ("train.schedule", {"naom": {}}, "train.schedule.naom: unknown key; did you mean 'noam'?"),
         ("train.schedule", {"noam": {"warmup": "1 epochs", "peak": 1.0}},
          "train.schedule.noam.warmup: must be counted in steps, such as '500 steps'"),
@@ -188,9 +199,13 @@ OUTSIDE = "must be a relative path that stays inside the job file's directory"
         ("evaluate", {"beam": 0}, "evaluate.beam: must be at least 1"),
         ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last: must be at least 1"),
         ("fleet", {"local": {"machines": 0}}, "fleet.local.machines: must be at least 1"),
+        ("fleet", {"local": {"machines": "4..2"}}, "fleet.local.machines: '4..2' begins with more machines than it ends with; write the smaller number first"),
+        ("fleet", {"local": {"machines": "many"}}, "fleet.local.machines: 'many' is not a number of machines, such as '3' or '2..4'"),
+        ("fleet", {"local": {"machines": 2.4}}, "fleet.local.machines: must be a number of machines, such as 3 or 2..4, not a number with a fraction"),
+        ("budget", {"dollars": 60}, "budget.dollars: needs to know what a machine costs: give fleet.price, in dollars an hour"),
         ("fleet", {"lcoal": {}}, "fleet.lcoal: unknown key; did you mean 'local'?"),
         ("fleet", "lcoal", "fleet.lcoal: unknown key; did you mean 'local'?"),
-        ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: failures, local, workers"),
+        ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: failures, local, mpi, price, public_address, slurm, ssh, workers"),
         ("budget", {"dollars": 0}, "budget.dollars: must be more than 0"),
         ("name", "En_De", "name: 'En_De' must be 1 to 63 of the characters a-z, 0-9 and -"),
         ("name", "a" * 64, f"name: '{'a' * 57}...' must be 1 to 63 of the characters a-z, 0-9 and -"),
@@ -263,7 +278,8 @@ def test_schedules_are_told_apart_by_their_class() -> None:
 
 def models() -> Iterator[type[BaseModel]]:
     yield from (jobs.Job, jobs.Data, jobs.Model, jobs.Train, jobs.Evaluate, jobs.Checkpoint, jobs.Budget)
-    for kinds in (jobs.SCHEDULES, jobs.OPTIMIZERS, jobs.FLEETS):
+    yield from (learning.Phase,)
+    for kinds in (learning.SCHEDULES, learning.OPTIMIZERS, learning.EXCHANGES, jobs.FLEETS):
         yield from kinds.values()
 
 
@@ -277,5 +293,14 @@ def test_every_field_is_in_the_reference(model: type[BaseModel]) -> None:
 
 def test_every_kind_is_in_the_reference() -> None:
     reference = (Path(__file__).parent.parent / "docs" / "job.md").read_text("utf-8")
-    words = [*jobs.SCHEDULES, *jobs.OPTIMIZERS, *jobs.FLEETS, *jobs.SOURCES, "weight", "workers", "failures"]
+    words = [
+        *learning.SCHEDULES,
+        *learning.OPTIMIZERS,
+        *learning.EXCHANGES,
+        *jobs.FLEETS,
+        *jobs.SOURCES,
+        "weight",
+        "workers",
+        "failures",
+    ]
     assert [word for word in words if f"`{word}`" not in reference] == []

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from packtrain.document import scalar
 from packtrain.errors import Mistake
 from packtrain.inline_secrets import has_secret, names_secret
-from packtrain.job import Constant, Job, Noam
+from packtrain.job import Job
+from packtrain.learning import Constant, Noam
 from packtrain.jobfile import LoadedJob, load_job, read_document
 from packtrain.units import Duration
 
@@ -46,7 +47,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> LoadedJob:
     Path("a.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
-    return load_job("a.yaml", overrides, lambda _recipe: defaults or {})
+    return load_job("a.yaml", overrides, lambda _recipe, _code: defaults or {})
 
 
 def refusal(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> str:
@@ -79,7 +80,7 @@ def test_errors_name_the_file_as_it_was_given(directory: Path) -> None:
     (directory / "jobs").mkdir()
     (directory / "jobs" / "b.yaml").write_text(VALID.replace("batch:", "bacth:"))
     with pytest.raises(Mistake) as refused:
-        load_job("jobs/b.yaml", defaults_of=lambda _recipe: {"train": {"batch": "1 tokens"}})
+        load_job("jobs/b.yaml", defaults_of=lambda _recipe, _code: {"train": {"batch": "1 tokens"}})
     assert str(refused.value) == "jobs/b.yaml:11: train.bacth: unknown key; did you mean 'batch'?"
 
 
@@ -297,7 +298,11 @@ def test_any_field_can_be_set(directory: Path) -> None:
     assert [source.paths for source in job.data.valid] == [("/other.tsv",), (f"{directory}/more.tsv",)]
     assert job.data.test[0].paths == (f"{directory}/a", f"{directory}/b")
     assert job.train.schedule == Noam(warmup=Duration(7, "steps"), scale=2.0)
-    assert (job.fleet.kind.model_dump(), job.train.clip, job.budget.hours) == ({"machines": 2}, None, 10)
+    assert (job.fleet.kind.model_dump(), job.train.clip, job.budget.hours) == (
+        {"machines": 2, "power_off": False},
+        None,
+        10,
+    )
 
 
 def test_the_last_of_two_overrides_holds(directory: Path) -> None:
@@ -372,7 +377,7 @@ def test_a_field_that_neither_the_file_nor_the_recipe_gives_is_asked_for(directo
 
 
 def test_an_unknown_recipe_is_told_with_its_line(directory: Path) -> None:
-    def unknown(recipe: str) -> Mapping[str, object]:
+    def unknown(recipe: str, _code: Path) -> Mapping[str, object]:
         raise Mistake(f"unknown recipe {recipe!r}; did you mean 'translate'?")
 
     Path("a.yaml").write_text(VALID)
@@ -415,7 +420,7 @@ def job_or_one_line(path: Path, content: bytes, overrides: tuple[str, ...] = ())
     path.write_bytes(content)
     started = time.process_time()
     try:
-        job = load_job(path, overrides, lambda _recipe: DEFAULTS).job
+        job = load_job(path, overrides, lambda _recipe, _code: DEFAULTS).job
     except Mistake as mistake:
         line = str(mistake)
         assert line.isprintable(), line

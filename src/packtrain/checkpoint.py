@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.runs import Run
 from packtrain.store import ObjectNotFound, is_key
 
@@ -105,15 +105,31 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not have the hash it should")
 
 
-def fetch_newest(run: Run, directory: Path, complain: Callable[[str], None]) -> Checkpoint | None:
-    """Brings the newest checkpoint that holds into the empty directory; those passed over are complained of."""
+def fetch_newest(
+    run: Run, directory: Path, complain: Callable[[str], None], check: Callable[[Path], None] = lambda _: None
+) -> Checkpoint | None:
+    """Brings the newest checkpoint that holds into the empty directory; those passed over are complained of.
+
+    `check` may refuse what was brought: CorruptCheckpoint if it cannot be used, Mistake if it is of something else.
+    Where there is nothing but what is of something else, nothing is begun anew: the mistake is raised.
+    """
+    foreign: Mistake | None = None
     for checkpoint in reversed(committed(run, complain)):
         try:
             fetch(run, checkpoint, directory)
-            return checkpoint
         except CorruptCheckpoint as error:
             complain(f"{error}; passed over")
             _empty(directory)
+            continue
+        try:
+            check(directory)
+            return checkpoint
+        except (CorruptCheckpoint, Mistake) as error:
+            complain(f"checkpoint {checkpoint.name}: {error}; passed over")
+            foreign = foreign or (error if isinstance(error, Mistake) else None)
+            _empty(directory)
+    if foreign is not None:
+        raise foreign
     return None
 
 

@@ -13,12 +13,12 @@ from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.data.order import Ids
 
 COSTS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
-ORDER = Order(COSTS, COSTS, budget=10, seed=1)
+ORDER = Order(COSTS, COSTS, budget=lambda _: 10, seed=1)
 PATIENCE_SECONDS = 30
 
 
-def collate(ids: Ids) -> Arrays:
-    return {"ids": ids}
+def collate(ids: Ids, epoch: int) -> Arrays:
+    return {"ids": ids, "epoch": np.array(epoch)}
 
 
 def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> list[Loaded]:
@@ -26,7 +26,7 @@ def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> l
 
 
 def seen(loaded: list[Loaded]) -> list[list[int]]:
-    return [one.arrays["ids"].tolist() for one in loaded]
+    return [one.pieces[0]["ids"].tolist() for one in loaded]
 
 
 def loader_threads() -> set[threading.Thread]:
@@ -59,7 +59,7 @@ def test_ranks_share_a_batch_and_agree_on_its_cost_and_position() -> None:
     shares = [batches(Position(), 8, rank, 3) for rank in range(3)]
     for number, one in enumerate(whole):
         mine = [share[number] for share in shares]
-        assert sorted(chain.from_iterable(seen(mine))) == sorted(one.arrays["ids"].tolist())
+        assert sorted(chain.from_iterable(seen(mine))) == sorted(one.pieces[0]["ids"].tolist())
         assert {(part.cost, part.samples, part.after) for part in mine} == {(one.cost, one.samples, one.after)}
 
 
@@ -68,6 +68,55 @@ def test_a_batch_says_its_cost_its_samples_and_how_many_there_are() -> None:
         assert one.cost == COSTS[ids].sum()
         assert one.samples == len(ids)
         assert one.batches_in_epoch == len(ORDER.batches(0))
+
+
+def test_samples_are_seen_as_they_are_in_their_epoch() -> None:
+    in_epoch = len(ORDER.batches(0))
+    epochs = [one.pieces[0]["epoch"].item() for one in batches(Position(), in_epoch + 1)]
+    assert epochs == [0] * in_epoch + [1]
+
+
+def test_the_budget_may_change_with_the_epoch() -> None:
+    order = Order(COSTS, COSTS, lambda epoch: (10, 20)[epoch], seed=1)
+    first, second = order.batches(0), order.batches(1)
+    assert max(COSTS[ids].sum() for ids in first) <= 10 < max(COSTS[ids].sum() for ids in second) <= 20
+    loaded = list(islice(parts(order, collate, Position(), 0, 1), len(first) + len(second)))
+    assert [one.batches_in_epoch for one in loaded] == [len(first)] * len(first) + [len(second)] * len(second)
+    assert loaded[-1].after == Position(2, 0)
+
+
+# In pieces.
+
+
+@given(st.integers(1, 12), st.integers(1, 4))
+def test_a_part_in_pieces_is_the_same_part_and_each_piece_is_small_enough(budget: int, num_ranks: int) -> None:
+    whole = list(islice(parts(ORDER, collate, Position(), 0, num_ranks), 6))
+    divided = list(islice(parts(ORDER, collate, Position(), 0, num_ranks, budget), 6))
+    for one, other in zip(whole, divided, strict=True):
+        pieces = [piece["ids"] for piece in other.pieces]
+        assert np.concatenate(pieces).tolist() == one.pieces[0]["ids"].tolist() == other.ids.tolist()
+        assert all(COSTS[piece].sum() <= budget or len(piece) == 1 for piece in pieces)
+        assert (one.cost, one.own_cost, one.samples) == (other.cost, other.own_cost, other.samples)
+        assert other.own_cost == sum(COSTS[piece].sum() for piece in pieces)
+
+
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_where_ranks_meet_in_every_piece_all_have_as_many(budget: int, num_ranks: int) -> None:
+    shares = [
+        list(islice(parts(ORDER, collate, Position(), rank, num_ranks, budget, alike=True), 6))
+        for rank in range(num_ranks)
+    ]
+    for of_ranks in zip(*shares, strict=True):
+        assert len({len(part.pieces) for part in of_ranks}) == 1
+        ids = [piece["ids"] for part in of_ranks for piece in part.pieces]
+        assert len(np.concatenate(ids)) == of_ranks[0].samples
+
+
+def test_a_rank_without_samples_has_one_empty_piece() -> None:
+    few = Order(np.ones(2, np.int64), np.arange(2), lambda _: 2, seed=1)
+    [loaded] = islice(parts(few, collate, Position(), 2, 3, 1), 1)
+    assert [len(piece["ids"]) for piece in loaded.pieces] == [0]
+    assert (loaded.own_cost, loaded.cost) == (0, 2)
 
 
 # Ahead of its use.
@@ -107,7 +156,7 @@ def test_batches_are_made_ahead_but_not_without_end() -> None:
 
 
 def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
-    def failing(ids: Ids) -> Arrays:
+    def failing(ids: Ids, epoch: int) -> Arrays:
         raise ValueError("a sample that cannot be read")
 
     def source() -> Iterator[Loaded]:
@@ -216,7 +265,7 @@ def test_a_source_that_ends_is_an_error_and_not_a_silence() -> None:
 
 
 def test_an_order_goes_through_its_sources_by_their_weights() -> None:
-    order = Order(COSTS, COSTS, 10, 1, sources=(4, 8), weights=(2.0, 0.5))
+    order = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 0.5))
     times = np.bincount(np.concatenate(order.batches(0)), minlength=len(COSTS))
     assert times[:4].tolist() == [2, 2, 2, 2]
     assert sorted(times[4:].tolist()) == [0] * 4 + [1] * 4
@@ -224,12 +273,12 @@ def test_an_order_goes_through_its_sources_by_their_weights() -> None:
 
 
 def test_sources_of_weight_one_change_nothing() -> None:
-    order = Order(COSTS, COSTS, 10, 1, sources=(4, 8), weights=(1.0, 1.0))
+    order = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(1.0, 1.0))
     assert [ids.tolist() for ids in order.batches(3)] == [ids.tolist() for ids in ORDER.batches(3)]
 
 
 def test_an_order_bounds_the_positions_of_a_padded_batch() -> None:
     lengths = np.ones(100, np.int64)
     lengths[5] = 1000
-    order = Order(np.ones(100, np.int64), lengths, 50, 1, lengths)
+    order = Order(np.ones(100, np.int64), lengths, lambda _: 50, 1, lengths)
     assert [5] in [ids.tolist() for ids in order.batches(0)]

@@ -49,3 +49,23 @@ def test_the_average_is_no_part_of_training() -> None:
     assert model.training
     assert not any(parameter.requires_grad for parameter in average.model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_several_steps_at_once_forget_as_much_as_one_after_the_other() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    single, several = Average(model, decay=0.5), Average(model, decay=0.5)
+    nn.init.ones_(model.weight)
+    for step in range(1000, 1003):
+        single.update(step)
+    several.update(1002, steps=3)
+    assert several.model.weight.item() == pytest.approx(single.model.weight.item())
+
+
+def test_statistics_of_norms_are_taken_over_as_they_are() -> None:
+    model = nn.BatchNorm1d(2)
+    average = Average(model, decay=0.9)
+    model(torch.randn(8, 2))
+    average.update(5)
+    assert torch.equal(average.model.running_mean, model.running_mean)
+    assert average.model.num_batches_tracked == 1

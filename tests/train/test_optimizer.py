@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from packtrain.job import Adam
+from packtrain.checkpoint import CorruptCheckpoint
+from packtrain.learning import OPTIMIZERS, Adam, AdamW, Sgd
 from packtrain.train.optimizer import load_optimizer, optimizer_of, optimizer_tensors
 
 
@@ -25,8 +27,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad(set_to_none=True)
 
 
-def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(tmp_path: Path) -> None:
-    settings = Adam.model_validate({"decay": 0.1})
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    settings = OPTIMIZERS[kind].model_validate({"decay": 0.1})
     straight, resumed = a_model(), a_model()
     optimizer = optimizer_of(settings, straight)
     train(straight, optimizer, range(5))
@@ -43,14 +46,16 @@ def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(tm
         assert torch.equal(tensor, optimizer_tensors(again, resumed)[name]), name
 
 
-def test_a_state_that_is_not_restored_leads_elsewhere() -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_state_that_is_not_restored_leads_elsewhere(kind: str) -> None:
     """So that the test above proves something."""
     straight, resumed = a_model(), a_model()
-    optimizer = optimizer_of(Adam(), straight)
+    settings = OPTIMIZERS[kind].model_validate({})
+    optimizer = optimizer_of(settings, straight)
     train(straight, optimizer, range(5))
     resumed.load_state_dict(straight.state_dict())
     train(straight, optimizer, range(5, 6))
-    train(resumed, optimizer_of(Adam(), resumed), range(5, 6))
+    train(resumed, optimizer_of(settings, resumed), range(5, 6))
     assert not torch.equal(next(straight.parameters()), next(resumed.parameters()))
 
 
@@ -75,9 +80,10 @@ def test_what_is_loaded_is_a_copy() -> None:
     assert torch.equal(tensors["0.weight/exp_avg"], before)
 
 
-def test_decay_spares_norms_and_biases() -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_decay_spares_norms_and_biases(kind: str) -> None:
     model = a_model()
-    groups = optimizer_of(Adam.model_validate({"decay": 0.1}), model).param_groups
+    groups = optimizer_of(OPTIMIZERS[kind].model_validate({"decay": 0.1}), model).param_groups
     decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {name: decays[id(parameter)] for name, parameter in model.named_parameters()} == {
         "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.1, "2.bias": 0.0,
@@ -89,3 +95,34 @@ def test_frozen_parameters_are_left_alone() -> None:
     model[0].requires_grad_(False)  # type: ignore[index]
     optimizer = optimizer_of(Adam(), model)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+
+
+def test_without_a_momentum_there_is_no_state() -> None:
+    model = a_model()
+    optimizer = optimizer_of(Sgd(momentum=0.0), model)
+    train(model, optimizer, range(2))
+    assert optimizer_tensors(optimizer, model) == {}
+    load_optimizer(optimizer, model, {})
+
+
+def test_the_decay_of_adamw_is_taken_off_the_weights_and_that_of_adam_goes_through_its_moments() -> None:
+    """With a gradient of nothing AdamW shrinks by rate x decay, and Adam steps by its rate."""
+    for settings, wanted in ((AdamW(decay=0.1), 1 - 0.01 * 0.1), (Adam(decay=0.1), 1 - 0.01)):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = optimizer_of(settings, model)
+        optimizer.param_groups[0]["lr"] = 0.01
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        assert model.weight.item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_state_of_another_model_is_refused_by_name() -> None:
+    model = a_model()
+    optimizer = optimizer_of(Adam(), model)
+    train(model, optimizer, range(1))
+    tensors = optimizer_tensors(optimizer, model)
+    with pytest.raises(CorruptCheckpoint, match=r"^the optimiser's state does not fit the model: 3\.weight$"):
+        load_optimizer(optimizer, model, {**tensors, "3.weight/exp_avg": torch.zeros(1)})
+    with pytest.raises(CorruptCheckpoint, match=r"^the optimiser's state does not fit the model: 0\.bias$"):
+        load_optimizer(optimizer, model, {key: it for key, it in tensors.items() if not key.startswith("0.bias")})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.train.pace import Progressed, due, fraction, reached
+from packtrain.train.pace import LEAST_SECONDS, MOST_SECONDS, Progressed, due, fraction, reached, save_interval
 from packtrain.units import Duration
 
 
@@ -82,3 +82,17 @@ def test_a_goal_is_reached_in_its_own_unit(unit: str) -> None:
 
 def test_a_fraction_grows_to_one() -> None:
     assert [fraction(Duration(4, "epochs"), at(done, "epochs")) for done in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
+
+
+def test_saves_are_the_further_apart_the_longer_one_takes_and_the_closer_the_more_fails() -> None:
+    assert save_interval(2.0, 1.0, 0, 3600.0) == pytest.approx((2 * 2.0 * (4 * 3600 + 3600)) ** 0.5)
+    assert save_interval(2.0, 1.0, 4, 3600.0) == pytest.approx((2 * 2.0 * 5 * 3600 / 5) ** 0.5)
+    assert save_interval(8.0, 1.0, 0, 0.0) == pytest.approx(2 * save_interval(2.0, 1.0, 0, 0.0))
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1e4), st.floats(0, 1e4), st.integers(0, 1000), st.floats(0, 1e7))
+def test_saves_are_never_too_close_nor_too_far_apart(save: float, commit: float, failures: int, elapsed: float) -> None:
+    interval = save_interval(save, commit, failures, elapsed)
+    assert LEAST_SECONDS <= interval <= MOST_SECONDS
+    assert interval >= min(MOST_SECONDS, 2 * commit), "one is not begun before the one ahead of it is committed"

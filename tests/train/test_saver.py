@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from packtrain.checkpoint import committed
@@ -12,7 +13,7 @@ from packtrain.job import Checkpoint as Settings
 from packtrain.runs import Point, Run
 from packtrain.store import Store
 from packtrain.train.saver import Saver
-from packtrain.train.state import Description, Progress, Snapshot
+from packtrain.train.state import Buffers, Description, Progress, Snapshot
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run
 
@@ -28,7 +29,9 @@ class Saving:
         self.told: list[tuple[str, str]] = []
         self.gate, self.at_gate = threading.Event(), threading.Event()
         self.gate.set()
-        self.saver = Saver(run, 1, Settings.model_validate({"keep_last": 10, **settings}), self._before, self._tell)
+        kept = Settings.model_validate({"keep_last": 10, **settings})
+        self.buffers = Buffers()
+        self.saver = Saver(run, 1, kept, self.buffers, self._before, self._tell)
 
     def _before(self) -> None:
         self.at_gate.set()
@@ -83,11 +86,38 @@ def test_the_newest_that_waits_replaces_what_waited_before(directory_store: Stor
     assert steps(run) == [1, 4]
 
 
+def test_the_best_that_waits_is_not_replaced(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    saving = Saving(run, keep_best=1)
+    saving.gate.clear()
+    saving.saver.save(a_snapshot(1), 0.1)
+    assert saving.at_gate.wait(60)
+    for step, score in ((2, 0.2), (3, 0.9), (4, None), (5, 0.3), (6, None)):
+        saving.saver.save(a_snapshot(step), score)
+    saving.gate.set()
+    saving.saver.close()
+    assert steps(run) == [1, 3, 6]
+
+
+def test_the_best_waits_for_the_store_though_newer_ones_wait_behind_it(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    saving = Saving(Run(store, "job-1"), keep_best=1)
+    store.refuse("put_file")
+    saving.saver.save(a_snapshot(1), 0.9)
+    while not saving.told:
+        threading.Event().wait(0.01)
+    for step in (2, 3):
+        saving.saver.save(a_snapshot(step), 0.1)
+    store.refuse()
+    saving.saver.close()
+    assert steps(Run(directory_store, "job-1")) == [1, 3]
+
+
 def test_what_belongs_to_the_steps_is_put_before_they_are_committed(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     points = run.point_writer("rank-0")
-    saver = Saver(run, 1, Settings(), points.flush, lambda _kind, _text: None)
+    saver = Saver(run, 1, Settings(), Buffers(), points.flush, lambda _kind, _text: None)
     points.append(Point("train", 1, 1, 0.0, {}))
     saver.save(a_snapshot(1), None)
     saver.close()
@@ -165,3 +195,36 @@ def test_what_the_rules_do_not_keep_is_deleted(directory_store: Store) -> None:
         saving.saver.save(replace(a_snapshot(step)), score)
         saving.saver.close()
     assert steps(run) == [1, 4]
+
+
+def test_nothing_waits_for_a_saver_that_is_abandoned(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    saving = Saving(Run(store, "job-1"))
+    store.refuse("put_file")
+    saving.saver.save(a_snapshot(1), None)
+    while not saving.told:
+        threading.Event().wait(0.01)
+    saving.saver.abandon()
+    saving.saver.close()
+    assert steps(Run(directory_store, "job-1")) == []
+
+
+def test_the_memory_of_a_copy_is_used_again_once_it_is_committed(directory_store: Store) -> None:
+    saving = Saving(new_run(directory_store))
+    weights = torch.arange(4.0)
+    first = saving.buffers.copy({"model": {"weight": weights}})
+    saving.saver.save(replace(a_snapshot(1), tensors=first), None)
+    saving.saver.close()
+    weights += 1
+    second = saving.buffers.copy({"model": {"weight": weights}})
+    assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
+    assert second["model"]["weight"].tolist() == [1, 2, 3, 4]
+    third = saving.buffers.copy({"model": {"weight": weights}})
+    assert third["model"]["weight"].data_ptr() != second["model"]["weight"].data_ptr()
+
+
+def test_what_does_not_fit_a_copy_gets_memory_of_its_own() -> None:
+    buffers = Buffers()
+    buffers.give_back(buffers.copy({"model": {"weight": torch.zeros(4)}}))
+    copy = buffers.copy({"model": {"weight": torch.ones(5), "bias": torch.ones(1)}, "other": {"x": torch.ones(2)}})
+    assert {name: len(it) for part in copy.values() for name, it in part.items()} == {"weight": 5, "bias": 1, "x": 2}

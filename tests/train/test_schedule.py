@@ -1,43 +1,128 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.job import Constant, Noam
-from packtrain.train.schedule import rate_of
+from packtrain.learning import SCHEDULES, Train
+from packtrain.train.schedule import Moment, Rate, rate_of
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "noam": {"warmup": "4 steps", "peak": 0.1},
+    "constant": {"rate": 0.1},
+    "one_cycle": {"peak": 0.1},
+    "cosine": {"peak": 0.1, "warmup": "3 steps"},
+    "step": {"rate": 0.1, "every": "4 steps", "warmup": "2 steps"},
+    "phases": {"phases": [{"until": "5 steps", "rate": [0.01, 0.1]}, {"until": "10 steps", "rate": [0.1, 0.001]}]},
+}
+
+
+def rate(kind: str, width: int = 512, duration: str = "100 steps", **fields: Any) -> Rate:
+    train = {"duration": duration, "batch": "4 samples", "schedule": {kind: fields}}
+    return rate_of(Train.model_validate(train), width)
+
+
+def at(step: int, epoch: float = 0.0) -> Moment:
+    return Moment(step, epoch)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_has_a_rate_at_every_moment_that_depends_on_nothing_else(kind: str) -> None:
+    first, second = (rate(kind, duration="10 steps", **EXAMPLES[kind]) for _ in range(2))
+    forwards = [first(at(step)) for step in range(15)]
+    backwards = [second(at(step)) for step in reversed(range(15))]
+    assert forwards == backwards[::-1]
+    assert all(0 <= one <= 0.1 * (1 + 1e-9) for one in forwards)
+    assert max(forwards) == pytest.approx(0.1)
+
+
+# Noam.
 
 
 def test_noam_is_the_formula_of_the_paper() -> None:
     """2.0 x d^-.5 x min((s+1) x warmup^-1.5, (s+1)^-.5), with steps counted from 0."""
-    rate = rate_of(Noam.model_validate({"warmup": "8000 steps", "scale": 2.0}), width=512)
+    noam = rate("noam", warmup="8000 steps", scale=2.0)
     for step in (0, 1, 100, 7998, 7999, 8000, 50_000):
         wanted = 2.0 * 512**-0.5 * min((step + 1) * 8000**-1.5, (step + 1) ** -0.5)
-        assert rate(step) == pytest.approx(wanted, rel=1e-12)
+        assert noam(at(step)) == pytest.approx(wanted, rel=1e-12)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 100_000), st.floats(1e-6, 1.0))
 def test_the_peak_is_reached_at_the_end_of_the_warm_up_and_nowhere_else(warmup: int, peak: float) -> None:
-    rate = rate_of(Noam.model_validate({"warmup": f"{warmup} steps", "peak": peak}), width=512)
-    assert rate(warmup - 1) == pytest.approx(peak)
-    assert 0 < rate(0) <= peak * (1 + 1e-9)
-    assert rate(warmup) < rate(warmup - 1)
+    noam = rate("noam", warmup=f"{warmup} steps", peak=peak)
+    assert noam(at(warmup - 1)) == pytest.approx(peak)
+    assert 0 < noam(at(0)) <= peak * (1 + 1e-9)
+    assert noam(at(warmup)) < noam(at(warmup - 1))
     if warmup > 1:
-        assert rate(warmup - 2) < rate(warmup - 1)
+        assert noam(at(warmup - 2)) < noam(at(warmup - 1))
 
 
 def test_the_warm_up_is_a_straight_line() -> None:
-    rate = rate_of(Noam.model_validate({"warmup": "100 steps", "peak": 1.0}), width=64)
-    assert [rate(step) for step in range(100)] == pytest.approx([(step + 1) / 100 for step in range(100)])
+    noam = rate("noam", warmup="100 steps", peak=1.0)
+    assert [noam(at(step)) for step in range(100)] == pytest.approx([(step + 1) / 100 for step in range(100)])
 
 
 def test_scale_and_peak_say_the_same_in_different_words() -> None:
-    by_scale = rate_of(Noam.model_validate({"warmup": "400 steps", "scale": 2.0}), width=256)
-    by_peak = rate_of(Noam.model_validate({"warmup": "400 steps", "peak": 2.0 * 256**-0.5 * 400**-0.5}), width=256)
-    assert [by_scale(step) for step in range(1000)] == pytest.approx([by_peak(step) for step in range(1000)])
+    by_scale = rate("noam", 256, warmup="400 steps", scale=2.0)
+    by_peak = rate("noam", 256, warmup="400 steps", peak=2.0 * 256**-0.5 * 400**-0.5)
+    assert [by_scale(at(step)) for step in range(1000)] == pytest.approx([by_peak(at(step)) for step in range(1000)])
+
+
+# The others.
 
 
 def test_a_constant_rate_does_not_change() -> None:
-    rate = rate_of(Constant(rate=0.25), width=512)
-    assert {rate(step) for step in (0, 1, 10_000)} == {0.25}
+    assert {rate("constant", rate=0.25)(at(step)) for step in (0, 1, 10_000)} == {0.25}
+
+
+def test_one_cycle_goes_up_and_down_along_a_cosine() -> None:
+    cycle = rate("one_cycle", peak=2.0, warmup=0.25, start=0.1, end=0.01)
+    assert cycle(at(0)) == pytest.approx(0.2)
+    assert cycle(at(25)) == pytest.approx(2.0)
+    assert cycle(at(100)) == pytest.approx(0.02)
+    assert cycle(at(500)) == pytest.approx(0.02)
+    assert cycle(at(10)) == pytest.approx(2.0 * (1.0 + (0.1 - 1.0) * (1 + math.cos(math.pi * 10 / 25)) / 2))
+    assert cycle(at(70)) == pytest.approx(2.0 * (0.01 + (1.0 - 0.01) * (1 + math.cos(math.pi * 45 / 75)) / 2))
+
+
+def test_one_cycle_goes_by_epochs_where_the_run_does() -> None:
+    cycle = rate("one_cycle", duration="10 epochs", peak=2.0, warmup=0.5)
+    assert cycle(at(0, 5.0)) == pytest.approx(2.0)
+    assert cycle(at(12345, 5.0)) == cycle(at(0, 5.0))
+
+
+def test_a_cosine_warms_up_falls_to_its_floor_and_stays_there() -> None:
+    cosine = rate("cosine", peak=1.0, warmup="20 steps", floor=0.1)
+    assert [cosine(at(step)) for step in range(20)] == pytest.approx([(step + 1) / 20 for step in range(20)])
+    assert cosine(at(20)) == pytest.approx(1.0)
+    assert cosine(at(60)) == pytest.approx(0.55)
+    assert cosine(at(100)) == pytest.approx(0.1)
+    assert cosine(at(101)) == pytest.approx(0.1)
+
+
+def test_a_cosine_without_a_warm_up_begins_at_its_peak() -> None:
+    assert rate("cosine", peak=1.0)(at(0)) == 1.0
+
+
+def test_a_rate_steps_down_by_its_factor_every_so_often() -> None:
+    down = rate("step", duration="90 epochs", rate=0.1, every="30 epochs", warmup="5 epochs")
+    epochs = (2.5, 5.0, 29.9, 30.0, 59.9, 60.0, 89.0)
+    assert [down(at(0, epoch)) for epoch in epochs] == pytest.approx([0.05, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+def test_a_factor_may_halve() -> None:
+    down = rate("step", rate=0.8, every="10 steps", factor=0.5)
+    assert [down(at(step)) for step in (0, 9, 10, 25, 39)] == pytest.approx([0.8, 0.8, 0.4, 0.2, 0.1])
+
+
+def test_phases_are_straight_lines() -> None:
+    lines = rate("phases", **EXAMPLES["phases"])
+    assert lines(at(0)) == pytest.approx(0.01)
+    assert lines(at(4)) == pytest.approx(0.01 + 0.09 * 4 / 5)
+    assert lines(at(5)) == pytest.approx(0.1)
+    assert lines(at(8)) == pytest.approx(0.1 - 0.099 * 3 / 5)
+    assert lines(at(10)) == lines(at(1000)) == pytest.approx(0.001)

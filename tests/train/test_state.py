@@ -12,17 +12,22 @@ from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.train.engine import Engine
+from packtrain.train.schedule import Moment
 from packtrain.train.state import (
     AVERAGE_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
+    Buffers,
     Description,
     Progress,
+    Snapshot,
+    check,
     restore,
     take,
     versions,
 )
+from packtrain.train.world import World
 
 AVERAGED = tiny_job(train={"ema": 0.9})
 PROGRESS = Progress(7, Position(1, 3), 12.5, None, 0, -0.25)
@@ -33,8 +38,8 @@ def step(engine: Engine, numbers: range) -> list[float]:
     recipe, losses = Tiny(AVERAGED), []
     for number in numbers:
         ids = torch.arange(number, number + 4).numpy() % SAMPLES
-        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids).items()}
-        losses.append(float(engine.step(number, batch, 4).loss))
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
+        losses.append(float(engine.step(Moment(number, 0.0), [batch], 4, 4).loss))
     return losses
 
 
@@ -42,23 +47,29 @@ def saved(directory: Path, description: Description = DESCRIPTION) -> Engine:
     engine = tiny_engine(AVERAGED)
     step(engine, range(7))
     directory.mkdir()
-    take(engine, description).write(directory)
+    taken(engine, description).write(directory)
     return engine
+
+
+def taken(engine: Engine, description: Description = DESCRIPTION) -> Snapshot:
+    snapshot = take(engine, description, World(), Buffers())
+    assert snapshot is not None
+    return snapshot
 
 
 def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = saved(tmp_path / "saved")
     resumed = tiny_engine(tiny_job(train={"ema": 0.9}))
-    assert restore(resumed, tmp_path / "saved", DESCRIPTION) == PROGRESS
+    assert restore(resumed, tmp_path / "saved", DESCRIPTION, 0) == PROGRESS
     assert step(resumed, range(7, 12)) == step(straight, range(7, 12))
-    for name, tensor in straight.evaluated.state_dict().items():
-        assert torch.equal(tensor, resumed.evaluated.state_dict()[name]), name
+    for name, tensor in straight.evaluated().state_dict().items():
+        assert torch.equal(tensor, resumed.evaluated().state_dict()[name]), name
 
 
 def test_a_snapshot_does_not_change_with_the_training_that_goes_on(tmp_path: Path) -> None:
     engine = tiny_engine(AVERAGED)
     step(engine, range(3))
-    snapshot = take(engine, DESCRIPTION)
+    snapshot = taken(engine)
     before = {name: {key: tensor.clone() for key, tensor in part.items()} for name, part in snapshot.tensors.items()}
     step(engine, range(3, 6))
     for name, part in snapshot.tensors.items():
@@ -67,10 +78,10 @@ def test_a_snapshot_does_not_change_with_the_training_that_goes_on(tmp_path: Pat
 
 
 def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
-    files = take(saved(tmp_path / "saved"), DESCRIPTION).write(tmp_path)
+    files = taken(saved(tmp_path / "saved")).write(tmp_path)
     assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE}
     assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
-    without = take(tiny_engine(), DESCRIPTION)
+    without = taken(tiny_engine())
     assert AVERAGE_FILE not in without.tensors
 
 
@@ -86,33 +97,78 @@ def test_a_state_is_not_loaded_into_something_else(tmp_path: Path, change: dict[
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
     before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    expected = replace(DESCRIPTION, **change)  # type: ignore[arg-type]
     with pytest.raises(Mistake, match=line):
-        restore(engine, tmp_path / "saved", replace(DESCRIPTION, **change))  # type: ignore[arg-type]
+        restore(engine, tmp_path / "saved", expected, 0)
+    with pytest.raises(Mistake, match=line):
+        check(engine, tmp_path / "saved", expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
 
 
 def test_other_versions_and_another_progress_do_not_matter(tmp_path: Path) -> None:
     saved(tmp_path / "saved", replace(DESCRIPTION, versions={"torch": "1.0"}))
     expected = replace(DESCRIPTION, progress=Progress())
-    assert restore(tiny_engine(AVERAGED), tmp_path / "saved", expected).step == 7
+    assert restore(tiny_engine(AVERAGED), tmp_path / "saved", expected, 0).step == 7
 
 
 def test_a_model_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
-    engine.model[0] = torch.nn.Linear(5, 4)  # type: ignore[operator]
-    with pytest.raises(CorruptCheckpoint, match=f"^{MODEL_FILE} does not fit the model: .*size mismatch"):
-        restore(engine, tmp_path / "saved", DESCRIPTION)
+    engine.model.out = torch.nn.Linear(5, 1)
+    line = rf"^{MODEL_FILE} does not fit the model: out\.weight is \(1, 4\) and not \(1, 5\)$"
+    with pytest.raises(CorruptCheckpoint, match=line):
+        restore(engine, tmp_path / "saved", DESCRIPTION, 0)
+    with pytest.raises(CorruptCheckpoint, match=line):
+        check(engine, tmp_path / "saved", DESCRIPTION)
+
+
+def test_a_model_with_other_parts_is_refused_in_one_line(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    engine = tiny_engine(AVERAGED)
+    engine.model.more = torch.nn.Linear(1, 1, bias=False)
+    with pytest.raises(CorruptCheckpoint, match=r"more\.weight is only in the model$"):
+        check(engine, tmp_path / "saved", DESCRIPTION)
 
 
 @pytest.mark.parametrize("name", [STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE])
-@pytest.mark.parametrize("damage", ["missing", "garbage", "cut off"])
+@pytest.mark.parametrize("damage", ["missing", "garbage", "cut off", "pickle"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
     saved(tmp_path / "saved")
     path = tmp_path / "saved" / name
     data = path.read_bytes()
     path.unlink()
-    if damage != "missing":
+    if damage == "pickle":
+        torch.save({"weight": torch.zeros(1)}, path)
+    elif damage != "missing":
         path.write_bytes(b"\xff" * 20 if damage == "garbage" else data[: len(data) // 2])
+    engine = tiny_engine(AVERAGED)
     with pytest.raises(CorruptCheckpoint, match=name):
-        restore(tiny_engine(AVERAGED), tmp_path / "saved", DESCRIPTION)
+        restore(engine, tmp_path / "saved", DESCRIPTION, 0)
+    with pytest.raises(CorruptCheckpoint, match=name):
+        check(engine, tmp_path / "saved", DESCRIPTION)
+
+
+def test_what_was_saved_passes_the_check(tmp_path: Path) -> None:
+    check(saved(tmp_path / "saved"), tmp_path / "saved", DESCRIPTION)
+
+
+def test_the_loss_scale_of_fp16_survives_a_restart(tmp_path: Path) -> None:
+    job = tiny_job(train={"precision": "fp16"})
+    progress = replace(PROGRESS, loss_scale=1024.0, clean_steps=17)
+    engine = tiny_engine(job)
+    step(engine, range(1))
+    taken(engine, replace(DESCRIPTION, progress=progress)).write(tmp_path)
+    resumed = tiny_engine(job)
+    restore(resumed, tmp_path, DESCRIPTION, 0)
+    assert (resumed.precision.scale.value, resumed.precision.scale.clean_steps) == (1024.0, 17)
+    other = tiny_engine()
+    restore(other, tmp_path, DESCRIPTION, 0)
+    assert other.precision.scale.value == 1.0
+
+
+def test_a_state_of_local_steps_is_not_loaded_where_gradients_are_averaged(tmp_path: Path) -> None:
+    local = tiny_engine(tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
+    step(local, range(2))
+    taken(local).write(tmp_path)
+    with pytest.raises(CorruptCheckpoint, match="of a run that exchanged gradients in another way"):
+        restore(tiny_engine(), tmp_path, DESCRIPTION, 0)

@@ -2,74 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from lives import Interrupted, history, losses, weights
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
 
-from packtrain.checkpoint import Superseded, committed, fetch
+from packtrain.checkpoint import Checkpoint, Superseded, committed
 from packtrain.control import Control
-from packtrain.errors import PacktrainError
-from packtrain.recipes import Batch
+from packtrain.data.order import Ids
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.recipes import Batch, Measured
 from packtrain.runs import Run
 from packtrain.store import Store
 from packtrain.train import saver
 from packtrain.train.engine import NotANumber
-from packtrain.train.state import MODEL_FILE
+from packtrain.train.notice import NOTICES, Notice
+from packtrain.train.state import MODEL_FILE, STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
 
 STEPS = 10
+IN_EPOCH = 6
 
 
-class Interrupted(Tiny):
-    """Does something in the middle of a step, counted from 1 by this process."""
-
-    def __init__(self, run: Run, at: int = 0, deed: Callable[[], object] = lambda: None) -> None:
-        super().__init__(run.job)
-        self._at, self._deed, self._steps = at, deed, 0
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        if model.training:
-            self._steps += 1
-            if self._steps == self._at:
-                self._deed()
-        return super().loss(model, batch)
+def train(run: Run, control: Control, recipe: Tiny | None = None, generation: int = 1) -> Notice:
+    notice = Notice().listen()
+    Trainer(run, recipe or Tiny(run.job), World(), generation, control, notice).train()
+    return notice
 
 
-@pytest.fixture(autouse=True)
-def own_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def new_control(tmp_path: Path, name: str) -> Control:
+    return Control(tmp_path / name)
 
 
-@pytest.fixture
-def control(tmp_path: Path) -> Control:
-    return Control(tmp_path / "control")
-
-
-def train(run: Run, control: Control, recipe: Tiny | None = None, generation: int = 1) -> None:
-    Trainer(run, recipe or Tiny(run.job), World(), generation, control).train()
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {point.step: point.values["loss"] for point in run.metrics() if point.kind == "train"}
-
-
-def last_weights(run: Run, directory: Path) -> dict[str, Tensor]:
-    directory.mkdir()
-    fetch(run, committed(run)[-1], directory)
-    return load_file(directory / MODEL_FILE)
+def train_to_the_end(run: Run, tmp_path: Path) -> None:
+    """As agents would: generation after generation until there is a result."""
+    for generation in range(2, 6):
+        if run.result() is None:
+            train(run, new_control(tmp_path, f"later-{generation}"), generation=generation)
+    result = run.result()
+    assert result is not None
+    assert result.status == "finished"
 
 
 def test_at_the_goal_the_run_is_finished_and_the_result_is_the_last_thing_written(
@@ -82,39 +65,26 @@ def test_at_the_goal_the_run_is_finished_and_the_result_is_the_last_thing_writte
     result = run.result()
     assert result is not None
     assert (result.status, result.step) == ("finished", STEPS)
-    assert result.scores.keys() == {"valid.closeness"}
+    assert result.scores.keys() == {"valid.closeness", "valid.loss"}
     assert list(losses(run)) == list(range(1, STEPS + 1))
     assert committed(run)[-1].step == STEPS
     assert store.changes()[-1] == ("put_if_absent", run.key("result.json"))
     assert {key.split("/")[2] for _, key in store.changes()} >= {"events", "metrics", "tensorboard", "checkpoints"}
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, STEPS - 1, STEPS])
+@pytest.mark.parametrize("at", [1, 2, 5, IN_EPOCH, STEPS - 1, STEPS])
 def test_a_run_that_is_stopped_at_any_step_goes_on_bit_for_bit(
     directory_store: Store, control: Control, tmp_path: Path, at: int
 ) -> None:
     straight, stopped = tiny_run(directory_store), tiny_run(directory_store)
     train(straight, control)
-    train(stopped, control, Interrupted(stopped, at, control.ask_to_stop))
-    if at < STEPS - 1:
+    train(stopped, control, Interrupted(stopped.job, at, control.ask_to_stop))
+    if at < STEPS:
         assert stopped.result() is None
         assert at <= committed(stopped)[-1].step <= at + 1
-        train(stopped, Control(tmp_path / "later"), generation=2)
-    result = stopped.result()
-    assert result is not None
-    assert result.status == "finished"
-    assert losses(stopped) == losses(straight)
-    wanted = last_weights(straight, tmp_path / "straight")
-    for name, tensor in last_weights(stopped, tmp_path / "stopped").items():
-        assert torch.equal(tensor, wanted[name]), name
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_commits_and_leaves_without_a_result(directory_store: Store, control: Control, number: int) -> None:
-    run = tiny_run(directory_store)
-    train(run, control, Interrupted(run, 3, lambda: os.kill(os.getpid(), number)))
-    assert run.result() is None
-    assert 3 <= committed(run)[-1].step <= 4
+    train_to_the_end(stopped, tmp_path)
+    assert history(stopped) == history(straight)
+    assert weights(stopped) == weights(straight)
 
 
 def test_a_step_that_dies_is_made_again_from_the_last_checkpoint(directory_store: Store, control: Control) -> None:
@@ -125,10 +95,10 @@ def test_a_step_that_dies_is_made_again_from_the_last_checkpoint(directory_store
     straight, broken = tiny_run(directory_store, job), tiny_run(directory_store, job)
     train(straight, control)
     with pytest.raises(KeyboardInterrupt):
-        train(broken, control, Interrupted(broken, 8, die))
+        train(broken, control, Interrupted(broken.job, 8, die))
     assert broken.result() is None
     train(broken, control, generation=2)
-    assert losses(broken) == losses(straight)
+    assert history(broken) == history(straight)
 
 
 def test_a_run_that_was_at_its_goal_already_only_writes_the_result(directory_store: Store, control: Control) -> None:
@@ -159,21 +129,359 @@ def refusing_commit(*_: object) -> None:
 def test_a_superseded_generation_writes_no_result(directory_store: Store, control: Control) -> None:
     run = tiny_run(directory_store)
     with pytest.raises(Superseded):
-        train(run, control, Interrupted(run, 5, lambda: run.propose(a_generation(2))))
+        train(run, control, Interrupted(run.job, 5, lambda: run.propose(a_generation(2))))
     assert run.result() is None
     assert committed(run) == []
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_committed(
-    directory_store: Store, control: Control
+# Ends.
+
+
+def test_a_stop_at_an_epochs_end_neither_repeats_nor_skips(
+    directory_store: Store, control: Control, tmp_path: Path
+) -> None:
+    """The vote of step 5 is counted with step 6, which ends the epoch."""
+    job = tiny_job(train={"duration": "2 epochs"}, evaluate={"every": "1 epoch"})
+    straight, stopped = tiny_run(directory_store, job), tiny_run(directory_store, job)
+    train(straight, control)
+    train(stopped, control, Interrupted(job, IN_EPOCH - 1, control.ask_to_stop))
+    assert [one.step for one in committed(stopped)] == [IN_EPOCH]
+    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
+    train_to_the_end(stopped, tmp_path)
+    assert history(stopped) == history(straight)
+    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == [IN_EPOCH, 2 * IN_EPOCH]
+    assert weights(stopped) == weights(straight)
+
+
+def test_an_evaluation_that_was_left_for_a_stop_is_made_when_the_run_goes_on(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    class Called(Tiny):
+        """Is told to go in the middle of its first evaluation."""
+
+        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return super().measure(model, split, ids, decoded, beam, epoch)
+
+    job = tiny_job(evaluate={"every": "3 steps"})
+    straight, stopped = tiny_run(directory_store, job), tiny_run(directory_store, job)
+    train(straight, new_control(tmp_path, "straight"))
+    train(stopped, new_control(tmp_path, "first"), Called(job))
+    assert [one.step for one in committed(stopped)] == [3]
+    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
+    train(stopped, new_control(tmp_path, "second"), Called(job), generation=2)
+    assert stopped.result() is None
+    assert losses(stopped).keys() == {1, 2, 3}
+    train_to_the_end(stopped, tmp_path)
+    assert history(stopped) == history(straight)
+    assert weights(stopped) == weights(straight)
+
+
+def test_with_nothing_left_a_run_makes_no_step_and_no_second_evaluation(
+    directory_store: Store, control: Control, tmp_path: Path
+) -> None:
+    run = tiny_run(directory_store)
+    train(run, control)
+    before, saved = history(run), weights(run)
+    run.reopen()
+    train(run, new_control(tmp_path, "again"), Interrupted(run.job, 1, pytest.fail), generation=2)
+    assert history(run) == before
+    assert weights(run) == saved
+
+
+@pytest.mark.parametrize("schedule", [{"constant": {"rate": 0.01}}, {"noam": {"warmup": "4 steps", "peak": 0.01}}])
+def test_a_run_whose_duration_is_extended_goes_on_as_if_it_had_been_so_from_the_start(
+    directory_store: Store, control: Control, tmp_path: Path, schedule: dict[str, Any]
+) -> None:
+    settings = {"train": {"schedule": schedule}, "evaluate": {"every": "5 steps"}}
+    longer = tiny_job(**{**settings, "train": {"schedule": schedule, "duration": "14 steps"}})
+    straight, extended = tiny_run(directory_store, longer), tiny_run(directory_store, tiny_job(**settings))
+    train(straight, control)
+    train(extended, control)
+    directory_store.put(extended.key("job.json"), longer.model_dump_json().encode())
+    extended.reopen()
+    extended = Run(directory_store, extended.name)
+    train(extended, new_control(tmp_path, "longer"), generation=2)
+    assert losses(extended) == losses(straight)
+    assert weights(extended) == weights(straight)
+    result = extended.result()
+    assert result is not None
+    assert result.step == 14
+
+
+def test_a_goal_in_time_ends_the_run(directory_store: Store, control: Control) -> None:
+    run = tiny_run(directory_store, tiny_job(train={"duration": "0.01 s"}))
+    train(run, control)
+    result = run.result()
+    assert result is not None
+    assert result.step == committed(run)[-1].step >= 1
+    assert list(losses(run)) == list(range(1, result.step + 1))
+
+
+def test_batches_change_with_the_epoch_and_a_run_goes_on_within_any_of_them(
+    directory_store: Store, control: Control, tmp_path: Path
+) -> None:
+    phases = [
+        {"until": "1 epoch", "rate": [0.001, 0.01], "batch": "4 samples"},
+        {"until": "2 epochs", "rate": 0.005, "batch": "8 samples"},
+    ]
+    job = tiny_job(train={"duration": "2 epochs", "schedule": {"phases": phases}})
+    straight = tiny_run(directory_store, job)
+    train(straight, control)
+    assert [values["samples"] for (kind, _), values in history(straight).items() if kind == "train"] == [4] * 6 + [
+        8
+    ] * 3
+    for at in (3, 5, 6, 7):
+        stopped = tiny_run(directory_store, job)
+        asked = new_control(tmp_path, f"asked-{at}")
+        train(stopped, asked, Interrupted(job, at, asked.ask_to_stop))
+        (tmp_path / str(at)).mkdir()
+        train_to_the_end(stopped, tmp_path / str(at))
+        assert history(stopped) == history(straight)
+        assert weights(stopped) == weights(straight)
+
+
+# Numbers that are not.
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_committed(
+    directory_store: Store, control: Control, value: str
 ) -> None:
     class Broken(Interrupted):
         def loss(self, model: nn.Module, batch: Batch) -> Tensor:
             loss = super().loss(model, batch)
-            return loss * float("nan") if self._steps == 5 and model.training else loss
+            return loss * float(value) if self._steps == 5 and model.training else loss
 
     run = tiny_run(directory_store, tiny_job(checkpoint={"every": "1 steps"}))
-    with pytest.raises(NotANumber, match="the gradient of step 5 is not finite; nothing was updated"):
-        train(run, control, Broken(run))
+    line = r"^the loss of step 5 is not finite; .*; nothing was updated$"
+    with pytest.raises(NotANumber, match=line):
+        train(run, control, Broken(run.job))
     assert run.result() is None
     assert all(one.step < 5 for one in committed(run))
+    assert all(step < 5 for step in losses(run))
+
+
+# Signals.
+
+
+class Signalled:
+    """Sends a signal to this process at the first operation of that kind on a checkpoint."""
+
+    def __init__(self, store: Store, operation: str, number: int) -> None:
+        self.store, self._operation, self._number, self._sent = FaultyStore(store), operation, number, False
+        self.store.fault = self._look
+
+    def _look(self, operation: str, key: str) -> None:
+        if operation == self._operation and "/checkpoints/" in key and not self._sent:
+            self._sent = True
+            os.kill(os.getpid(), self._number)
+
+
+def leaves_well(run: Run, do: Callable[[], Notice]) -> None:
+    """Commits, leaves without a result, and leaves no thread behind."""
+    before = set(threading.enumerate())
+    assert do().given
+    assert set(threading.enumerate()) <= before
+    assert run.result() is None
+    assert committed(run)
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_signal_in_a_step_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+    run = tiny_run(directory_store)
+    leaves_well(run, lambda: train(run, control, Interrupted(run.job, 3, lambda: os.kill(os.getpid(), number))))
+    assert 3 <= committed(run)[-1].step <= 4
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_signal_before_the_start_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+    run = tiny_run(directory_store)
+
+    def told_at_once() -> Notice:
+        notice = Notice().listen()
+        os.kill(os.getpid(), number)
+        Trainer(run, Tiny(run.job), World(), 1, control, notice).train()
+        return notice
+
+    leaves_well(run, told_at_once)
+    assert committed(run)[-1].step <= 2
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_signal_in_a_save_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+    job = tiny_job(train={"duration": "500 steps"}, checkpoint={"every": "2 steps"})
+    run = tiny_run(Signalled(directory_store, "put_file", number).store, job)
+    leaves_well(run, lambda: train(run, control))
+    assert committed(run)[-1].step < 500
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_signal_in_a_load_commits_and_leaves(
+    directory_store: Store, control: Control, tmp_path: Path, number: int
+) -> None:
+    run = tiny_run(directory_store)
+    train(run, control, Interrupted(run.job, 3, control.ask_to_stop))
+    loading = Run(Signalled(directory_store, "get_file", number).store, run.name)
+    leaves_well(run, lambda: train(loading, new_control(tmp_path, "loading"), generation=2))
+    assert committed(run)[-1].generation == 2
+    assert committed(run)[-1].step <= 6
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_signal_in_the_last_measure_leaves_it_for_later(
+    directory_store: Store, control: Control, tmp_path: Path, number: int
+) -> None:
+    class Last(Tiny):
+        measures = 0
+
+        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+            self.measures += 1
+            if self.measures == 2:
+                os.kill(os.getpid(), number)
+            return super().measure(model, split, ids, decoded, beam, epoch)
+
+    run = tiny_run(directory_store)
+    leaves_well(run, lambda: train(run, control, Last(run.job)))
+    assert [one.step for one in committed(run)] == [STEPS]
+    train_to_the_end(run, tmp_path)
+
+
+def test_no_thread_is_left_behind_by_an_end_or_a_failure(directory_store: Store, control: Control) -> None:
+    before = set(threading.enumerate())
+    train(tiny_run(directory_store), control)
+    assert set(threading.enumerate()) <= before
+
+    def fail() -> None:
+        raise RuntimeError("a fault of the model")
+
+    failing = tiny_run(directory_store, tiny_job(checkpoint={"every": "1 steps"}))
+    with pytest.raises(RuntimeError):
+        train(failing, control, Interrupted(failing.job, 5, fail))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
+
+
+# Which checkpoint it goes on from.
+
+
+def spoil(run: Run, checkpoint: Checkpoint, file: str, data: bytes) -> None:
+    """Changes a file and its digest in the manifest: whoever wrote this wrote it whole."""
+    import hashlib
+
+    folder = f"checkpoints/{checkpoint.name}"
+    run.store.put(run.key(f"{folder}/files/{file}"), data)
+    manifest = json.loads(run.store.get(run.key(f"{folder}/manifest.json")))
+    for one in manifest["files"]:
+        if one["name"] == file:
+            one["sha256"] = hashlib.sha256(data).hexdigest()
+    run.store.put(run.key(f"{folder}/manifest.json"), json.dumps(manifest).encode())
+
+
+def saved_run(store: Store, control: Control) -> tuple[Run, Checkpoint]:
+    """A run that was stopped with several checkpoints, and the newest of them."""
+    job = tiny_job(checkpoint={"every": "2 steps", "keep_last": 5})
+    run = tiny_run(store, job)
+    saved = threading.Event()
+    commit = saver.commit
+
+    def slowly() -> None:
+        """Lets the saver come along, so that there are several."""
+        assert saved.wait(30)
+
+    def told(*arguments: Any) -> Checkpoint:
+        made = commit(*arguments)
+        saved.set()
+        return made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saver, "commit", told)
+        train(run, control, Halting(job, slowly, control))
+    assert len(committed(run)) > 1
+    return run, committed(run)[-1]
+
+
+class Halting(Interrupted):
+    def __init__(self, job: Any, wait: Callable[[], None], control: Control) -> None:
+        super().__init__(job, 6, control.ask_to_stop)
+        self._wait = wait
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if model.training and self._steps == 3:
+            self._wait()
+        return super().loss(model, batch)
+
+
+def of_another(run: Run, checkpoint: Checkpoint, **changes: Any) -> bytes:
+    data = json.loads(run.store.get(run.key(f"checkpoints/{checkpoint.name}/files/{STATE_FILE}")))
+    return json.dumps({**data, **changes}).encode()
+
+
+PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94"
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "line"),
+    [
+        (MODEL_FILE, PICKLE, "model.safetensors cannot be read"),
+        (MODEL_FILE, b"", "model.safetensors cannot be read"),
+        (STATE_FILE, b"{", "the checkpoint's state.json cannot be read"),
+        (STATE_FILE, {"recipe": "classify"}, "the checkpoint's recipe is 'classify' and not the run's 'translate'"),
+        (STATE_FILE, {"pack": "other"}, "the checkpoint's pack is 'other' and not the run's 'pack-1'"),
+        (STATE_FILE, {"model": {"size": "big"}}, "the checkpoint's model is {'size': 'big'} and not the run's"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_newest_that_can(
+    directory_store: Store, control: Control, tmp_path: Path, file: str, data: bytes | dict[str, Any], line: str
+) -> None:
+    straight = tiny_run(directory_store)
+    train(straight, new_control(tmp_path, "straight"))
+    run, newest = saved_run(directory_store, control)
+    good = committed(run)[-2]
+    spoil(run, newest, file, data if isinstance(data, bytes) else of_another(run, newest, **data))
+    train(run, new_control(tmp_path, "again"), generation=2)
+    told = [event.text for event in run.events().read() if event.kind in ("warning", "restored")]
+    assert told[0].startswith(f"checkpoint {newest.name}: {line}")
+    assert told[0].endswith("; passed over")
+    assert told[1] == f"goes on from step {good.step} ({good.name})"
+    assert losses(run) == losses(straight)
+    assert weights(run)[MODEL_FILE] == weights(straight)[MODEL_FILE]
+
+
+def test_where_all_checkpoints_are_of_something_else_nothing_is_begun_anew(
+    directory_store: Store, control: Control, tmp_path: Path
+) -> None:
+    run, _ = saved_run(directory_store, control)
+    for one in committed(run):
+        spoil(run, one, STATE_FILE, of_another(run, one, pack="other"))
+    with pytest.raises(Mistake, match="the checkpoint's pack is 'other' and not the run's 'pack-1'"):
+        train(run, new_control(tmp_path, "again"), generation=2)
+
+
+# Which checkpoints are kept.
+
+
+@pytest.mark.parametrize(("best_by", "sign"), [(None, 1), ("closeness", 1), ("loss", -1)])
+def test_the_best_is_kept_by_the_measure_that_the_job_says(
+    directory_store: Store, control: Control, best_by: str | None, sign: int
+) -> None:
+    kept = {"keep_best": 1, "keep_last": 1, **({"best_by": best_by} if best_by else {})}
+    settings = {"schedule": {"constant": {"rate": 0.3}}}
+    run = tiny_run(directory_store, tiny_job(train=settings, evaluate={"every": "1 steps"}, checkpoint=kept))
+    train(run, control)
+    name = best_by or "closeness"
+    measured = {point.step: sign * point.values[name] for point in run.metrics() if point.kind == "valid"}
+    scores = {one.step: one.score for one in committed(run)}
+    assert set(scores) == {max(measured, key=lambda step: measured[step]), STEPS}
+    assert all(score == measured[step] for step, score in scores.items())
+
+
+def test_saves_are_left_to_the_trainer_where_the_interval_is(
+    directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.train.trainer.save_interval", lambda *_: 0.0)
+    run = tiny_run(directory_store, tiny_job(checkpoint={"every": "auto", "keep_last": 20}))
+    train(run, control)
+    assert len([event for event in run.events().read() if event.kind == "checkpoint"]) > 1
+    assert committed(run)[-1].step == STEPS

@@ -71,6 +71,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
+        self.exchange.before_step()
         share = self.exchange.share(cost, own_cost) * self.precision.scale.value
         total = torch.zeros((), device=self._world.device)
         for number, piece in enumerate(pieces, 1):

@@ -31,10 +31,12 @@ def evaluate(
     beam: int,
     epoch: int = 0,
     pulse: Callable[[], None] = no_pulse,
+    before_waiting: Callable[[], None] = no_pulse,
 ) -> Scores | None:
     """Scores of the evaluated weights, the same on all ranks; None if any of them left early.
 
-    `decode` samples are written out freely, None: all. `pulse` is called between batches and may raise LeftEarly.
+    `decode` samples are written out freely, None: all. `pulse` is called between batches and may raise LeftEarly;
+    `before_waiting` when this rank has done its part and waits for the others.
     """
     count = recipe.count(split)
     decoded = spread(count, count if decode is None else decode)
@@ -48,6 +50,7 @@ def evaluate(
         part = _LEFT
     finally:
         recipe.pulse = no_pulse
+    before_waiting()
     gathered = world.gather(part)
     if _LEFT in gathered:
         return None

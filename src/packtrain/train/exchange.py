@@ -38,6 +38,9 @@ class Exchange(ABC):
         self._model, self._world = model, world
         self.module = model
 
+    def before_step(self) -> None:  # noqa: B027
+        """Called before the first piece of every step."""
+
     def piece(self, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Around the forward and backward pass of a piece of the batch; gradients are exchanged with the last."""
         return nullcontext()
@@ -55,8 +58,7 @@ class Exchange(ABC):
 
     def share_buffers(self, *models: nn.Module) -> None:
         """Gives all ranks the first one's statistics of norms, which no gradient carries."""
-        for buffer in _buffers(models):
-            self._world.broadcast(buffer)
+        self._world.broadcast_all(_buffers(models))
 
     # What a checkpoint needs to know.
 
@@ -92,9 +94,15 @@ class Averaged(Exchange):
 
     def __init__(self, settings: Ddp, model: nn.Module, _: Iterable[nn.Module], world: World, clock: Clock) -> None:
         super().__init__(model, world)
+        self._clock, self._buffers = clock, _buffers([model])
         on_gpu = world.device.type == "cuda"
         device_ids = [world.device.index] if on_gpu else None
-        self._parallel = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        self._parallel = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # it is done before the step, where it does not pass for computing
+        )
         self.module = self._parallel
         send = {
             "no": default_hooks.allreduce_hook,
@@ -108,6 +116,12 @@ class Averaged(Exchange):
 
         hook.__annotations__.clear()  # torch compares them with types that it does not let others name
         self._parallel.register_comm_hook(None, hook)
+
+    def before_step(self) -> None:
+        if self._buffers:
+            self._clock.mark("other")
+            self._world.broadcast_all(self._buffers)
+            self._clock.mark("exchange")
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self._parallel.no_sync()

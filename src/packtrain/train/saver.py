@@ -58,7 +58,8 @@ class Saver:
             self._changed.notify_all()
 
     def _best_of(self, snapshots: list[Scored]) -> Scored | None:
-        scored = [one for one in snapshots if one[1] is not None] if self._settings.keep_best else []
+        """The one with the best score, of equals the newest."""
+        scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
         return max(scored, key=lambda one: one[1] or 0.0, default=None)
 
     def close(self) -> None:

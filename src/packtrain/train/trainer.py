@@ -36,7 +36,7 @@ from packtrain.train.saver import Saver
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Buffers, Description, Progress, check, restore, take, versions
 from packtrain.train.suspects import suspects
-from packtrain.train.watch import Watch
+from packtrain.train.watch import STORE_SECONDS, Watch
 from packtrain.train.world import World
 
 _PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of generations before which nothing was lost
@@ -123,6 +123,7 @@ class Trainer:
         finally:
             self._saver.abandon()
             self._watch.close()
+            self._clock.mark("other")
             self._books.spend(self._progress.step, self._clock.take(), now=True)
             self._books.close()
         if result is not None:
@@ -231,8 +232,9 @@ class Trainer:
 
     def _step(self, loader: Loader) -> Pending:
         number = self._progress.step
-        self._watch.begin("step", f"step {number + 1}")
+        self._watch.begin("data", f"the data of step {number + 1}", STORE_SECONDS)
         loaded = loader.next()
+        self._watch.begin("step", f"step {number + 1}")
         last = self._is_last(loaded)
         if self._prepared != loaded.at.epoch:
             self._recipe.prepare(loaded.at.epoch, self._engine.model)
@@ -303,8 +305,9 @@ class Trainer:
         self._watch.rest()
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
         beam = self._job.evaluate.beam
-        scores = evaluate(self._engine, self._recipe, self._world, split, decode, beam, epoch, self._pulse)
-        self._watch.rest()
+        scores = evaluate(
+            self._engine, self._recipe, self._world, split, decode, beam, epoch, self._pulse, self._watch.rest
+        )
         self._clock.mark("evaluation")
         return scores, time.perf_counter() - started
 

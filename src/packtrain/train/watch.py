@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMES_ITS_LIKE = 10.0
+STORE_SECONDS = 600.0  # for what waits for the store, which may be away for minutes
 _FIRST_SECONDS = 600.0  # for the first of a kind: kernels are compiled, files are fetched
 _LIKE = 3  # how many make a kind known
 _LOOK_SECONDS = 1.0
@@ -41,11 +42,11 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
         self._thread.start()
 
-    def begin(self, kind: str, name: str = "") -> None:
-        """A part of the work begins, and what was before it is over."""
+    def begin(self, kind: str, name: str = "", least: float = 0.0) -> None:
+        """A part of the work begins, which may take `least` seconds in any case; what was before it is over."""
         now = time.monotonic()
         self._finish(now)
-        self._now = (kind, name or kind, now, now + limit(list(self._like[kind]), self._patience))
+        self._now = (kind, name or kind, now, now + max(least, limit(list(self._like[kind]), self._patience)))
 
     def rest(self) -> None:
         """What comes now has no like, or its own limits."""
@@ -64,13 +65,15 @@ class Watch:
     def _work(self) -> None:
         with self._path.open("w") as file:
             try:
-                while not self._over.wait(_LOOK_SECONDS):
+                while True:
                     current = self._now
                     if current is not None and time.monotonic() > current[3]:
                         self._end(current, file.fileno())
                     left = _FIRST_SECONDS if current is None else max(0.0, current[3] - time.monotonic())
                     # Held by code that never lets go of the interpreter, this thread would not come to look again.
                     faulthandler.dump_traceback_later(left + _STUCK_SECONDS, exit=True, file=file)
+                    if self._over.wait(_LOOK_SECONDS):
+                        break
             finally:
                 faulthandler.cancel_dump_traceback_later()
         if not self._path.stat().st_size:

@@ -12,8 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _broadcast_coalesced
 
 _TIMEOUT = timedelta(minutes=5)
+_MESSAGE_BYTES = 250 * 2**20
 
 
 class World:
@@ -57,10 +59,12 @@ class World:
             dist.all_reduce(values)
             values.div_(self.num_ranks)
 
-    def broadcast(self, values: Tensor) -> None:
-        """What the first rank has, in place."""
-        if self.num_ranks > 1:
-            dist.broadcast(values, 0)
+    def broadcast_all(self, values: list[Tensor]) -> None:
+        """What the first rank has, in place, in as few messages as there are kinds of numbers."""
+        if self.num_ranks > 1 and values:
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            _broadcast_coalesced(everyone, values, _MESSAGE_BYTES, 0)
 
     def gather_tensor(self, values: Tensor) -> list[Tensor]:
         """What every rank has, on the first; nothing on the others."""

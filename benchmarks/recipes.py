@@ -1,0 +1,162 @@
+"""What each recipe learns in the time of its example, against a bare PyTorch script of the same model.
+
+    python benchmarks/recipes.py [--json] [--rounds 1] [--share 0.25] [translate classify chat caption]
+
+Ours is the Trainer on one thread; it makes `share` of the example's steps. The bare script has the same model, loss,
+optimiser, schedule and averaging of weights, and does what any script does about the rest: it shuffles, takes the next
+samples until the batch is full and makes the batch when it is needed. It stops when it has used as much CPU time. Both
+are measured on the validation split in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch import nn
+
+import bench
+from packtrain.code import archive
+from packtrain.control import Control
+from packtrain.data.order import Ids
+from packtrain.data.pack import Pack
+from packtrain.jobfile import load_job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.runs import create_run
+from packtrain.store import Store, open_store
+from packtrain.train.average import Average
+from packtrain.train.evaluation import spread
+from packtrain.train.optimizer import optimizer_of
+from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+from step import Timer, TimingClock
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RECIPES = ("translate", "classify", "chat", "caption")
+DECODED, BEAM = 200, 1
+
+
+@dataclass(frozen=True)
+class Learned:
+    steps: int
+    processor_seconds: float
+    score: float
+
+
+def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
+    path = EXAMPLES / f"{name}.yaml"
+    duration = load_job(path, [], recipe_defaults).job.train.duration
+    amount = max(1, round(duration.value * share))
+    settings = [
+        f"train.duration={amount} {duration.unit}", "evaluate.every=null", f"evaluate.beam={BEAM}", "evaluate.samples=0", "data.test=[]",
+        "checkpoint.every=1 h",
+    ]  # fmt: skip
+    job = load_job(path, settings, recipe_defaults).job
+    store = open_store(str(directory / "store"))
+    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    return recipe_class(name)(job, Pack(store, manifest.name, directory / "cache")), store
+
+
+def ours(recipe: Recipe, store: Store) -> Learned:
+    run = create_run(store, recipe.job, archive({}), recipe.pack.name)
+    timer = Timer()
+    timer.tick()
+    with tempfile.TemporaryDirectory() as control:
+        trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer))
+        trainer.train()
+    spent = timer.processor[-1] - timer.processor[0]
+    return Learned(trainer.step, spent, score(recipe, trainer._engine.evaluated()))
+
+
+def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
+    """The epoch, the moment in epochs, and the samples of the next batch."""
+    numbers = np.random.default_rng(1)
+    epoch = 0
+    while True:
+        ids = numbers.permutation(len(recipe.costs))
+        ends = np.cumsum(recipe.costs[ids]) // batch
+        edges = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ids)]
+        for start, end in pairwise(edges):
+            yield epoch, epoch + start / len(ids), ids[start:end]
+        epoch += 1
+
+
+def bare(recipe: Recipe, most: Learned) -> Learned:
+    settings = recipe.job.train
+    torch.manual_seed(settings.seed)
+    model = recipe.build_model()
+    average = None if settings.ema is None else Average(model, settings.ema)
+    optimizer, rate = optimizer_of(settings.optimizer, model), rate_of(settings, recipe.width)
+    started = time.process_time()
+    step = 0
+    for epoch, moment, ids in shuffled(recipe, settings.batch.value):
+        if time.process_time() - started >= most.processor_seconds:
+            break
+        recipe.prepare(epoch, model)
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(Moment(step, moment))
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, epoch).items()}
+        (recipe.loss(model, batch) / int(recipe.costs[ids].sum())).backward()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if average is not None:
+            average.update(step)
+        step += 1
+    spent = time.process_time() - started
+    return Learned(step, spent, score(recipe, (model if average is None else average.model).eval()))
+
+
+def score(recipe: Recipe, model: nn.Module) -> float:
+    count = recipe.count("valid")
+    decoded = spread(count, DECODED)
+    epoch = max(0, int(recipe.job.train.duration.value) - 1) if recipe.job.train.duration.unit == "epochs" else 0
+    part = recipe.measure(model.eval(), "valid", np.arange(count), decoded, BEAM, epoch)
+    return recipe.score("valid", decoded, [part]).values[recipe.measure_of_best]
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=1)
+    arguments.add_argument("recipes", nargs="*", default=list(RECIPES))
+    arguments.add_argument("--share", type=float, default=0.25)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in options.recipes:
+        with tempfile.TemporaryDirectory() as directory:
+            recipe, store = prepared(name, options.share, Path(directory))
+            mine = ours(recipe, store)
+            theirs = bare(recipe, mine)
+        for who, learned in (("packtrain", mine), ("bare PyTorch", theirs)):
+            rows.append(
+                {
+                    "recipe": name,
+                    "who": who,
+                    "steps": learned.steps,
+                    "CPU seconds": learned.processor_seconds,
+                    "score": learned.score,
+                    "by": recipe_class(name).measure_of_best,
+                }
+            )
+    notes = [f"{options.share:.0%} of the example's steps; {DECODED} validation samples decoded greedily"]
+    bench.show("What recipes learn", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

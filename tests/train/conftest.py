@@ -1,0 +1,33 @@
+"""What many tests of training need: a nursery for workers, and signals as they were."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nursery import Nursery
+
+from packtrain.control import Control
+from packtrain.train.notice import NOTICES
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in NOTICES}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Control:
+    return Control(tmp_path / "control")

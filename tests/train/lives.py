@@ -1,0 +1,314 @@
+"""What workers do in the tests of training: runs of the smallest recipe with something that happens on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
+from torch import Tensor, nn
+
+from packtrain.checkpoint import committed
+from packtrain.control import Control
+from packtrain.data.order import Ids
+from packtrain.job import Job
+from packtrain.recipes import Batch, Measured
+from packtrain.runs import Point, Run
+from packtrain.store import open_store
+from packtrain.train import watch
+from packtrain.train.clock import Clock
+from packtrain.train.engine import Engine
+from packtrain.train.notice import Notice
+from packtrain.train.schedule import Moment
+from packtrain.train.state import STATE_FILE
+from packtrain.train.tensorboard import encode
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+from packtrain.units import Duration
+from parts.faulty import FaultyStore
+
+
+class Plain(Tiny):
+    """Nothing is left to chance: however many workers there are, they compute the same."""
+
+    dropout = 0.0
+
+
+class Interrupted(Tiny):
+    """Does something in the middle of a step, counted from 1 by this process."""
+
+    def __init__(self, job: Job, at: int = 0, deed: Callable[[], object] = lambda: None) -> None:
+        super().__init__(job)
+        self._at, self._deed, self._steps = at, deed, 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if model.training:
+            self._steps += 1
+            if self._steps == self._at:
+                self._deed()
+        return super().loss(model, batch)
+
+
+class Poisoned(Plain):
+    """One of its samples is not a number."""
+
+    sample = 7
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        arrays = super().batch(ids, epoch)
+        arrays["inputs"][ids == self.sample] = np.nan
+        return arrays
+
+
+class Slow(Tiny):
+    """Takes its time, so that there is some to be told."""
+
+    forward_seconds, data_seconds, evaluation_seconds = 0.03, 0.02, 0.05
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        time.sleep(self.data_seconds)
+        return super().batch(ids, epoch)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        time.sleep(self.forward_seconds if model.training else self.evaluation_seconds)
+        return super().loss(model, batch)
+
+
+class Lame(Tiny):
+    """Slow on all ranks but the first."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if model.training and os.environ["RANK"] != "0":
+            time.sleep(Slow.forward_seconds)
+        return super().loss(model, batch)
+
+
+class Called(Tiny):
+    """Its last rank is told to go in the middle of an evaluation."""
+
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().measure(model, split, ids, decoded, beam, epoch)
+
+
+RECIPES: dict[str, Callable[[Job], Tiny]] = {
+    "tiny": Tiny, "plain": Plain, "poisoned": Poisoned, "slow": Slow, "lame": Lame,
+    "called": Called,
+}  # fmt: skip
+
+
+def warm_up() -> None:
+    """Imports what is otherwise imported on the way: the children have it then."""
+
+    encode([Point("start", 1, 0, 0.0, {})])
+    tiny_engine()
+
+
+def here() -> World:
+    torch.set_num_threads(1)
+    return World.join() if int(os.environ["WORLD_SIZE"]) > 1 else World()
+
+
+class Fated(Clock):
+    """Gets a signal at the mark of that number; of the marks of one span, if one is named."""
+
+    def __init__(self, at: int, number: int = signal.SIGKILL, span: str | None = None) -> None:
+        super().__init__()
+        self.marks, self._at, self._number, self._span = 0, at, number, span
+
+    def mark(self, span: str) -> None:
+        super().mark(span)
+        if self._span in (None, span):
+            self.marks += 1
+            if self.marks == self._at:
+                os.kill(os.getpid(), self._number)
+
+
+def train(
+    store: str, run: str, control: str, generation: int = 1, recipe: str = "tiny", stop_at: int = 0, die_at: int = 0
+) -> dict[str, Any]:
+    """A worker as it should be, in steps of this life: the first rank is told to go in one, the last dies in one."""
+    world, notice = here(), Notice().listen()
+    clock = Clock()
+    if stop_at and world.is_first:
+        clock = Fated(stop_at, signal.SIGTERM, "data")
+    if die_at and world.rank == world.num_ranks - 1:
+        clock = Fated(die_at, signal.SIGKILL, "data")
+    opened = Run(open_store(store), run)
+    made = RECIPES[recipe](opened.job)
+    trainer = Trainer(opened, made, world, generation, Control(Path(control)), notice, clock)
+    trainer.train()
+    world.leave()
+    return {"step": trainer.step}
+
+
+def talk() -> dict[str, Any]:
+    """Everything that workers say to each other."""
+    world = here()
+    mine = [
+        b"", b"short" if world.rank else b"a" * 1000, bytes([world.rank]), b"only mine" if world.is_first else b"",
+        b"" if world.is_first else b"only the other",
+    ]  # fmt: skip
+    sums, mean = torch.tensor([1.0, float(world.rank)]), torch.tensor([float(world.rank)])
+    work = world.begin_sum(sums)
+    assert work is not None
+    work.wait()
+    world.average(mean)
+    shared = [torch.full((2,), float(world.rank)), torch.tensor([7 + world.rank])]
+    world.broadcast_all(shared)
+    said = {
+        "rank": world.rank,
+        "first": world.is_first,
+        "gathered": [[one.decode() for one in world.gather(data)] for data in mine],
+        "sums": sums.tolist(),
+        "mean": mean.tolist(),
+        "any": [world.any(False), world.any(world.rank == 1), world.any(True)],
+        "broadcast": [values.tolist() for values in shared],
+        "rows": [row.tolist() for row in world.gather_tensor(torch.tensor([float(world.rank)]))],
+    }
+    world.leave()
+    return said
+
+
+# Deaths.
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def perish(
+    store: str,
+    run: str,
+    control: str,
+    operation: int = 0,
+    after: bool = False,
+    mark: int = 0,
+    generation: int = 1,
+    recipe: str = "tiny",
+) -> dict[str, int]:
+    """Trains until the store's operation or the clock's mark of that number, and dies; how many there were, if not."""
+    torch.set_num_threads(1)
+    mortal = FaultyStore(open_store(store))
+    mortal.answers_get_lost = after
+    opened = Run(mortal, run)
+    made = RECIPES[recipe](opened.job)
+    before = len(mortal.operations)
+    if operation:
+        mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None  # type: ignore[func-returns-value]
+    clock = Fated(mark)
+    Trainer(opened, made, World(), generation, Control(Path(control)), Notice(), clock).train()
+    return {"operations": len(mortal.operations) - before, "marks": clock.marks}
+
+
+# What is left of a run.
+
+
+def history(run: Run) -> dict[tuple[str, int], dict[str, float]]:
+    """What the surviving line measured, without what depends on the clock."""
+    return {
+        (point.kind, point.step): {name: it for name, it in point.values.items() if not name.endswith("seconds")}
+        for point in run.metrics()
+        if point.kind != "start"
+    }
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {step: values["loss"] for (kind, step), values in history(run).items() if kind == "train"}
+
+
+def weights(run: Run) -> dict[str, str]:
+    """The digests of the last checkpoint's tensors: weights, averages, the optimiser's state."""
+    return {file.name: file.sha256 for file in committed(run)[-1].files if file.name != STATE_FILE}
+
+
+def engine_weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+
+
+# Hangs.
+
+
+def wait_for_what_never_comes() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def hold_the_interpreter() -> None:
+    """A call into C that lets no other thread of Python run."""
+    time.sleep(0.5)  # so that the watch has seen the step begin
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def hang(store: str, run: str, control: str, at: int, deaf: bool = False) -> None:
+    """Hangs in step number `at`, and is found within seconds."""
+    torch.set_num_threads(1)
+    watch._FIRST_SECONDS, watch._LOOK_SECONDS = 20.0, 0.05
+    watch._OTHERS_SECONDS, watch._STUCK_SECONDS = 0.1, 1.0
+    opened = Run(open_store(store), run)
+    settings = opened.job.train.model_copy(update={"patience": Duration(2.0 if deaf else 1.0, "seconds")})
+    opened._job = opened.job.model_copy(update={"train": settings})
+    recipe = Interrupted(opened.job, at, hold_the_interpreter if deaf else wait_for_what_never_comes)
+    Trainer(opened, recipe, World(), 1, Control(Path(control))).train()
+
+
+# Local steps, seen from inside.
+
+
+def _local_engine(every: int) -> tuple[Engine, World, Plain]:
+    world = here()
+    job = tiny_job(train={"exchange": {"local": {"every": f"{every} steps"}}})
+    recipe = Plain(job)
+    return Engine(recipe, job.train, world), world, recipe
+
+
+def _make_step(engine: Engine, world: World, recipe: Plain, number: int, last: bool = False) -> None:
+    ids = (np.arange(2) + 4 * number + 2 * world.rank) % SAMPLES
+    batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
+    engine.step(Moment(number, 0.0), [batch], 4, 2, last)
+
+
+def weights_by_step(every: int, steps: int) -> list[list[float]]:
+    """All learned weights after every step; the last one says that it is."""
+    engine, world, recipe = _local_engine(every)
+    seen = []
+    for number in range(steps):
+        _make_step(engine, world, recipe, number, number + 1 == steps)
+        seen.append([float(one) for parameter in engine.model.parameters() for one in parameter.flatten()])
+    world.leave()
+    return seen
+
+
+def meetings() -> list[tuple[float, float, float, float, float]]:
+    """One weight at three meetings: before the steps, the ranks' mean before the meeting, after it; momentum too."""
+    engine, world, recipe = _local_engine(2)
+    exchange = engine.exchange
+    inner: list[float] = []
+    meet = exchange._meet  # type: ignore[attr-defined]
+
+    def watched() -> None:
+        mean = engine.model.out.weight.detach().clone()  # type: ignore[union-attr]
+        world.average(mean)
+        inner.append(float(mean[0, 0]))
+        meet()
+
+    exchange._meet = watched  # type: ignore[attr-defined]
+    seen = []
+    for meeting in range(3):
+        before = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
+        momentum = float(exchange.state()["out.weight"][0, 0])
+        for number in (2 * meeting, 2 * meeting + 1):
+            _make_step(engine, world, recipe, number)
+        after = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
+        seen.append((before, inner[-1], after, momentum, float(exchange.state()["out.weight"][0, 0])))
+    world.leave()
+    return seen

@@ -1,0 +1,149 @@
+"""A process in which everything is imported already, and workers that are forked from it: each begins in milliseconds.
+
+Nothing is opened before the fork, and there is one thread. What a worker does is a function in lives.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATIENCE_SECONDS = 120.0
+_LEFT_ALONE_SECONDS = 15.0  # for the others to go, when one worker has failed
+
+
+@dataclass(frozen=True)
+class Lived:
+    """How a worker ended (negative: the signal), what its function returned, and what it wrote."""
+
+    code: int
+    said: Any
+    log: str
+
+
+class Nursery:
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._count = directory, 0
+        here = Path(__file__)
+        self._process = subprocess.Popen(
+            [sys.executable, str(here)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent}:{here.parent.parent}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def live(self, call: str, ranks: int = 1, **arguments: Any) -> list[Lived]:
+        """One worker for each rank, at the same time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._count += 1
+        directory = self._directory / str(self._count)
+        directory.mkdir()
+        request = {"call": call, "ranks": ranks, "arguments": arguments, "directory": str(directory)}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        codes = json.loads(self._process.stdout.readline())
+        return [Lived(code, *_left_in(directory, rank)) for rank, code in enumerate(codes)]
+
+    def succeed(self, call: str, ranks: int = 1, **arguments: Any) -> list[Any]:
+        """What the workers' functions returned, all of them."""
+        lived = self.live(call, ranks, **arguments)
+        assert [one.code for one in lived] == [0] * ranks, "\n".join(one.log for one in lived)
+        return [one.said for one in lived]
+
+    def close(self) -> None:
+        """It has nothing to put away."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _left_in(directory: Path, rank: int) -> tuple[Any, str]:
+    said = directory / f"said-{rank}.json"
+    log = (directory / f"log-{rank}").read_text("utf-8", "replace")
+    return json.loads(said.read_text()) if said.exists() else None, log
+
+
+# In the process itself.
+
+
+def serve() -> None:
+    import lives
+
+    lives.warm_up()
+    for line in sys.stdin:
+        print(json.dumps(_bring_up(**json.loads(line))), flush=True)
+
+
+def _bring_up(call: str, ranks: int, arguments: dict[str, Any], directory: str) -> list[int]:
+    from parts.loopback import free_port
+
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    children = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            _live(call, arguments, Path(directory), rank, place)
+        children[child] = rank
+    return _wait(children)
+
+
+def _wait(children: dict[int, int]) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(codes) < len(children):
+        found = _ended([child for child, rank in children.items() if rank not in codes])
+        if found is not None:
+            child, code = found
+            codes[children[child]] = code
+            if code:
+                deadline = min(deadline, time.monotonic() + _LEFT_ALONE_SECONDS)
+        elif time.monotonic() > deadline:
+            for child, rank in children.items():
+                if rank not in codes:
+                    os.kill(child, signal.SIGKILL)
+            deadline += PATIENCE_SECONDS
+        else:
+            time.sleep(0.002)
+    return [codes[rank] for rank in range(len(children))]
+
+
+def _ended(children: list[int]) -> tuple[int, int] | None:
+    for child in children:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return child, os.waitstatus_to_exitcode(status)
+    return None
+
+
+def _live(call: str, arguments: dict[str, Any], directory: Path, rank: int, place: dict[str, str]) -> None:
+    """Never returns: what was forked must not go on as its parent."""
+    code = 1
+    try:
+        log = os.open(directory / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
+        import lives
+
+        said = getattr(lives, call)(**arguments)
+        (directory / f"said-{rank}.json").write_text(json.dumps(said))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

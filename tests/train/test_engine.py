@@ -1,0 +1,192 @@
+"""One step: what it does to the weights, in pieces or at once, and when it refuses to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lives import Plain, engine_weights
+from tiny import SAMPLES, Tiny, tiny_job
+from torch import Tensor, nn
+
+from packtrain.recipes import Batch
+from packtrain.train.engine import Engine, NotANumber, Stepped
+from packtrain.train.precision import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
+from packtrain.train.schedule import Moment
+from packtrain.train.world import World
+
+
+def engine_of(recipe: type[Tiny] = Plain, **train: Any) -> Engine:
+    job = tiny_job(train={"optimizer": {"sgd": {"momentum": 0.0}}, **train})
+    return Engine(recipe(job), job.train, World())
+
+
+def batch(ids: Sequence[int]) -> Batch:
+    arrays = Plain(tiny_job()).batch(np.array(ids, np.int64) % SAMPLES, 0)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def step(engine: Engine, *pieces: Sequence[int], number: int = 0) -> Stepped:
+    cost = sum(len(ids) for ids in pieces)
+    return engine.step(Moment(number, 0.0), [batch(ids) for ids in pieces], cost, cost)
+
+
+def same(first: Engine, second: Engine) -> bool:
+    return all(torch.equal(it, engine_weights(second)[name]) for name, it in engine_weights(first).items())
+
+
+# In pieces.
+
+
+@pytest.mark.parametrize("pieces", [[range(6), range(6, 8)], [[0], range(1, 8)], [[one] for one in range(8)]])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_batch_in_pieces_however_uneven_makes_the_step_of_the_whole(
+    pieces: list[Sequence[int]], precision: str
+) -> None:
+    whole, divided = engine_of(precision=precision), engine_of(precision=precision)
+    for engine in (whole, divided):
+        engine.precision.scale.value = min(engine.precision.scale.value, 2.0**8)
+    at_once, in_pieces = step(whole, range(8)), step(divided, *pieces)
+    close = {"rel": 1e-5} if precision == "fp32" else {"rel": 2e-2}
+    assert float(in_pieces.loss) == pytest.approx(float(at_once.loss), **close)
+    assert in_pieces.gradient_norm == pytest.approx(at_once.gradient_norm, **close)
+    for name, tensor in whole.model.named_parameters():
+        assert torch.allclose(tensor, divided.model.get_parameter(name), atol=1e-6 if precision == "fp32" else 1e-3)
+
+
+def test_the_gradient_is_that_of_the_mean_loss() -> None:
+    engine = engine_of()
+    recipe, model = Plain(tiny_job()), Plain(tiny_job()).build_model()
+    model.load_state_dict(engine.model.state_dict())
+    (recipe.loss(model, batch(range(5))) / 5).backward()
+    norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    stepped = step(engine, range(5))
+    assert stepped.gradient_norm == pytest.approx(float(norm), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        wanted = parameter.detach() - 0.01 * parameter.grad
+        assert torch.allclose(engine.model.get_parameter(name), wanted, atol=1e-7)
+
+
+def test_a_piece_of_nothing_changes_nothing() -> None:
+    whole, padded = engine_of(), engine_of()
+    assert float(step(whole, range(4)).loss) == float(step(padded, range(4), []).loss)
+    assert all(torch.equal(it, padded.model.get_parameter(name)) for name, it in whole.model.named_parameters())
+
+
+def test_clipping_bounds_the_gradient_and_tells_what_it_was() -> None:
+    free, clipped = engine_of(), engine_of(clip=0.01)
+    before = {name: parameter.detach().clone() for name, parameter in clipped.model.named_parameters()}
+    assert step(clipped, range(8)).gradient_norm == step(free, range(8)).gradient_norm > 0.01
+    moved = [parameter.detach() - before[name] for name, parameter in clipped.model.named_parameters()]
+    assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01 * 0.01, rel=1e-3)
+
+
+def test_every_steps_chance_depends_on_its_number_alone() -> None:
+    first, second = engine_of(Tiny), engine_of(Tiny)
+    step(first, range(8), number=3)
+    torch.manual_seed(99)
+    step(second, range(8), number=3)
+    assert same(first, second)
+    other = engine_of(Tiny)
+    step(other, range(8), number=4)
+    assert not same(first, other)
+
+
+def test_what_is_measured_is_the_average_where_there_is_one() -> None:
+    engine = engine_of(ema=0.9)
+    step(engine, range(8))
+    assert engine.average is not None
+    assert engine.evaluated() is engine.average.model
+    assert not engine.evaluated().training
+    assert engine_of().evaluated().training is False
+
+
+# Numbers that are not.
+
+
+class Spoilt(Plain):
+    """A loss, or only its gradient, that is not finite from a step on."""
+
+    how, left_out = "loss", 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss = super().loss(model, batch)
+        if self.how == "loss":
+            return loss * float("nan")
+        if self.how == "gradient":
+            return loss + (loss * 0).sqrt() * 0
+        return loss * 1e4 if self.how == "overflow" else loss
+
+
+def spoilt(how: str, **train: Any) -> Engine:
+    engine = engine_of(Spoilt, **train)
+    engine._recipe.how = how  # type: ignore[attr-defined]
+    return engine
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_that_is_not_finite_is_refused_before_the_weights_change(how: str, precision: str) -> None:
+    engine = spoilt(how, precision=precision, ema=0.9)
+    before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    with pytest.raises(NotANumber, match=f"^the {how} of step 6 is not finite$"):
+        step(engine, range(8), number=5)
+    assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
+    assert not engine.optimizer.state
+
+
+def test_a_step_that_fp16_cannot_hold_is_left_out_and_the_scale_halved() -> None:
+    engine = spoilt("overflow", precision="fp16")
+    before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    stepped = step(engine, range(8))
+    assert stepped.left_out
+    assert engine.precision.scale.value == FIRST_LOSS_SCALE / 2
+    assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
+
+
+def test_the_scale_sinks_until_the_gradient_fits() -> None:
+    engine = spoilt("overflow", precision="fp16")
+    for number in range(27):
+        stepped = step(engine, range(8), number=number)
+        if not stepped.left_out:
+            break
+    assert number > 0
+    assert engine.precision.scale.value == FIRST_LOSS_SCALE / 2**number
+    assert 0 < stepped.gradient_norm < math.inf
+
+
+def test_after_two_thousand_clean_steps_the_scale_doubles() -> None:
+    engine = engine_of(precision="fp16")
+    engine.precision.scale.value, engine.precision.scale.clean_steps = 2.0**8, CLEAN_STEPS_TO_DOUBLE - 2
+    step(engine, range(8), number=0)
+    assert engine.precision.scale.value == 2**8
+    step(engine, range(8), number=1)
+    assert engine.precision.scale.value == 2**9
+
+
+def test_a_loss_that_is_not_a_number_stops_fp16_too() -> None:
+    with pytest.raises(NotANumber, match=r"^the loss of step 1 is not finite$"):
+        step(spoilt("loss", precision="fp16"), range(8))
+
+
+def test_a_gradient_that_overflows_whatever_the_scale_stops_fp16() -> None:
+    engine = spoilt("gradient", precision="fp16")
+    with pytest.raises(NotANumber, match=r"^the gradient of step \d+ is not finite$"):
+        for number in range(40):
+            step(engine, range(8), number=number)
+    assert engine.precision.scale.hopeless
+
+
+def test_a_model_is_compiled_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes minutes where it is done: here it is only asked for."""
+    asked = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _module, **options: asked.append(options))
+    engine_of()
+    assert asked == []
+    engine_of(compile=True)
+    assert asked == [{"dynamic": True}]

@@ -1,0 +1,104 @@
+"""One test for everything that comes in kinds: stopped in the middle and resumed, a run ends as if it had not been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lives import history, losses, weights
+from nursery import Nursery
+from test_schedule import EXAMPLES
+from tiny import tiny_job, tiny_run
+
+from packtrain.checkpoint import committed
+from packtrain.learning import EXCHANGES, OPTIMIZERS, SCHEDULES
+from packtrain.runs import Run
+from packtrain.store import Store
+
+WAYS_TO_EXCHANGE: dict[str, list[dict[str, Any]]] = {
+    "ddp": [{}, {"compress": "fp16"}, {"compress": "bf16"}],
+    "local": [{"every": "4 steps"}],
+    "fsdp": [{}],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    **{f"schedule-{kind}": {"schedule": {kind: EXAMPLES[kind]}} for kind in SCHEDULES},
+    **{f"optimizer-{kind}": {"optimizer": {kind: {"decay": 0.01}}} for kind in OPTIMIZERS},
+    **{f"precision-{name}": {"precision": name} for name in ("fp32", "bf16", "fp16")},
+    "in-pieces": {"micro_batch": "1 samples"},
+    "averaged": {"ema": 0.9},
+    "clipped": {"clip": 0.5},
+    "averaged-in-fp16-pieces": {"ema": 0.9, "precision": "fp16", "micro_batch": "3 samples"},
+}
+SHARED: dict[str, dict[str, Any]] = {
+    f"{kind}-{number}": {"exchange": {kind: way}, "ema": 0.9, "micro_batch": "1 samples"}
+    for kind in EXCHANGES
+    for number, way in enumerate(WAYS_TO_EXCHANGE[kind])
+} | {"ddp-fp16": {"precision": "fp16"}, "fsdp-bf16": {"exchange": {"fsdp": {}}, "precision": "bf16"}}
+
+
+class Lines:
+    """Two runs of the same job: one straight to its end, and one that is stopped and goes on."""
+
+    def __init__(self, store: Store, nursery: Nursery, directory: Path, train: dict[str, Any]) -> None:
+        job = tiny_job(train=train, evaluate={"every": "3 steps"}, checkpoint={"every": "4 steps"})
+        self.straight, self.stopped = tiny_run(store, job), tiny_run(store, job)
+        self._nursery, self._directory = nursery, directory
+
+    def live(self, run: Run, generation: int = 1, ranks: int = 1, **more: Any) -> None:
+        control = str(self._directory / f"{run.name}-{generation}")
+        where = {"store": run.store.url, "run": run.name, "control": control, "generation": generation}
+        self._nursery.succeed("train", ranks, **where, **more)
+
+    def compare(self, ranks: int = 1, stop_at: int = 5) -> None:
+        self.live(self.straight, ranks=ranks)
+        self.live(self.stopped, ranks=ranks, stop_at=stop_at)
+        assert self.stopped.result() is None
+        assert stop_at <= committed(self.stopped)[-1].step < 10
+        self.live(self.stopped, 2, ranks)
+        assert self.stopped.result() is not None
+        assert list(losses(self.stopped)) == list(range(1, 11))
+        assert history(self.stopped) == history(self.straight)
+        assert weights(self.stopped) == weights(self.straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_goes_on_bit_for_bit(directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    Lines(directory_store, nursery, tmp_path, KINDS[kind]).compare()
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_every_exchange_goes_on_bit_for_bit_on_two_workers(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str
+) -> None:
+    Lines(directory_store, nursery, tmp_path, SHARED[kind]).compare(ranks=2)
+
+
+def test_a_worker_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {})
+    lines.live(lines.straight, ranks=2)
+    run = lines.stopped
+    lived = nursery.live("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)
+    assert [one.code for one in lived][1] == -9
+    assert lived[0].code != 0
+    assert run.result() is None
+    lines.live(run, 2, ranks=2)
+    assert history(run) == history(lines.straight)
+    assert weights(run) == weights(lines.straight)
+
+
+def test_a_signal_to_one_worker_in_an_evaluation_takes_all_along_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {})
+    run = lines.stopped
+    lines.live(run, ranks=2, recipe="called")
+    assert run.result() is None
+    assert committed(run)[-1].step == 3
+    assert not [point for point in run.metrics() if point.kind == "valid"]
+    lines.live(run, 2, ranks=2)
+    lines.live(lines.straight, ranks=2)
+    assert history(run) == history(lines.straight)
+    assert weights(run) == weights(lines.straight)
