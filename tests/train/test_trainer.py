@@ -480,7 +480,7 @@ def test_the_best_is_kept_by_the_measure_that_the_job_says(
 def test_saves_are_left_to_the_trainer_where_the_interval_is(
     directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtrain.train.trainer.save_interval", lambda *_: 0.0)
+    monkeypatch.setattr("packtrain.train.keeper.save_interval", lambda *_: 0.0)
     run = tiny_run(directory_store, tiny_job(checkpoint={"every": "auto", "keep_last": 20}))
     train(run, control)
     assert len([event for event in run.events().read() if event.kind == "checkpoint"]) > 1

@@ -14,11 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from packtrain.checkpoint import Checkpoint, committed, fetch, fetch_newest
 from packtrain.control import Control, WorkerError
 from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.errors import PacktrainError
@@ -30,16 +28,14 @@ from packtrain.train.books import Books
 from packtrain.train.clock import SPANS, Clock, clock_of
 from packtrain.train.engine import Engine, NotANumber, Stepped
 from packtrain.train.evaluation import LeftEarly, evaluate
+from packtrain.train.keeper import Keeper
 from packtrain.train.notice import Notice
-from packtrain.train.pace import Progressed, due, reached, save_interval
-from packtrain.train.saver import Saver
+from packtrain.train.pace import Progressed, due, reached
 from packtrain.train.schedule import Moment
-from packtrain.train.state import Buffers, Description, Progress, check, restore, take, versions
+from packtrain.train.state import Progress
 from packtrain.train.suspects import suspects
 from packtrain.train.watch import STORE_SECONDS, Watch
 from packtrain.train.world import World
-
-_PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of generations before which nothing was lost
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,7 @@ class Trainer:
         self._prepared: int | None = None
         self._restored_seconds = 0.0
         self._evaluated: tuple[int, Scores] | None = None
-        self._buffers = Buffers()
-        self._saver = Saver(
-            run, generation, run.job.checkpoint, self._buffers, self._books.flush_points, self._books.tell
-        )
-        self._saved_at = self._clock_start
-        self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
+        self._keeper = Keeper(run, generation, recipe, self._engine, world, self._books)
         patience = run.job.train.patience.value
         self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang)
 
@@ -109,19 +100,18 @@ class Trainer:
         """
         result: Result | None = None
         try:
-            self._restore()
+            self._progress = self._keeper.restore(self._control.directory / "restored")
+            self._restored_seconds = self._progress.seconds
             self._record("start", self._progress.step, {})
             self._clock.mark("start")
             reached_goal = self._loop()
             self._watch.rest()
-            self._saver.close()
+            self._keeper.close()
             self._clock.mark("save")
-            if self._saver.superseded is not None:
-                raise self._saver.superseded
             if reached_goal:
                 result = self._finish()
         finally:
-            self._saver.abandon()
+            self._keeper.abandon()
             self._watch.close()
             self._clock.mark("other")
             self._books.spend(self._progress.step, self._clock.take(), now=True)
@@ -256,7 +246,12 @@ class Trainer:
         exchange = self._clock.spent("exchange")
         seconds = self._clock.take()
         ballot = Ballot(
-            self._world, stepped.loss, self._asked_to_stop(), self._save_is_due(), self._progress.seconds, exchange
+            self._world,
+            stepped.loss,
+            self._asked_to_stop(),
+            self._keeper.is_due(self._progress.seconds),
+            self._progress.seconds,
+            exchange,
         )
         return Pending(number, stepped, loaded, seconds, ballot, last)
 
@@ -333,25 +328,8 @@ class Trainer:
         value = self._evaluated[1].values.get(name)
         return -value if value is not None and name in self._recipe.lower_is_better else value
 
-    def _save_is_due(self) -> bool:
-        """The first rank's wish, where the interval is left to it."""
-        if self._job.checkpoint.every != "auto" or not self._world.is_first:
-            return False
-        interval = save_interval(
-            self._saver.stall_seconds, self._saver.commit_seconds, self._failures, self._seconds_so_far()
-        )
-        return time.monotonic() - self._saved_at >= interval
-
     def _save(self) -> None:
-        started = time.monotonic()
-        scale = self._engine.precision.scale
-        if scale.enabled:
-            self._progress = replace(self._progress, loss_scale=scale.value, clean_steps=scale.clean_steps)
-        snapshot = take(self._engine, self._description(), self._world, self._buffers)
-        if snapshot is not None:
-            self._saver.save(snapshot, self._score())
-            self._saver.stall_seconds = time.monotonic() - started
-        self._saved_at = time.monotonic()
+        self._keeper.save(self._progress, self._score())
         self._clock.mark("save")
 
     def _finish(self) -> Result | None:
@@ -371,8 +349,7 @@ class Trainer:
             self._record("test", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
         if not self._world.is_first:
             return None
-        newest = committed(self._run)
-        if not newest or newest[-1].step != self._progress.step:
+        if not self._keeper.has_committed(self._progress.step):
             raise PacktrainError("the last checkpoint did not reach the store; the run is not finished")
         self._books.flush_points()
         return Result(
@@ -385,54 +362,9 @@ class Trainer:
             scores.samples,
         )
 
-    # The state.
-
-    def _restore(self) -> None:
-        """The first rank finds the newest checkpoint that holds; one rank of every machine fetches it for all there."""
-        directory = self._control.directory / "restored"
-        directory.mkdir(exist_ok=True)
-        found: Checkpoint | None = None
-        if self._world.is_first:
-            found = fetch_newest(self._run, directory, self._warn, self._check)
-        chosen = self._world.gather(found.name.encode() if found else b"")[0].decode()
-        if not chosen:
-            return
-        if not self._world.is_first and self._world.rank_of_node == 0:
-            fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
-        self._world.gather(b"fetched")
-        self._progress = restore(self._engine, directory, self._description(), self._world.rank)
-        self._world.gather(b"restored")
-        if self._world.rank_of_node == 0:
-            _remove(directory)
-        self._restored_seconds = self._progress.seconds
-        if self._world.is_first:
-            self._books.tell("restored", f"goes on from step {self._progress.step} ({chosen})")
-
-    def _warn(self, text: str) -> None:
-        self._books.tell("warning", text)
-
-    def _check(self, directory: Path) -> None:
-        check(self._engine, directory, self._description())
-
-    def _description(self) -> Description:
-        model = self._job.model
-        return Description(
-            str(self._job.recipe),
-            self._recipe.pack.name,
-            {"size": model.size, **model.options},
-            versions(),
-            self._progress,
-        )
-
     def _record(self, kind: str, step: int, values: dict[str, float], scores: Scores | None = None) -> None:
         samples = scores.samples if scores else ()
         self._books.record(Point(kind, self._generation, step, time.time(), values, samples))  # type: ignore[arg-type]
-
-
-def _remove(directory: Path) -> None:
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
 
 
 def _epochs(loaded: Loaded) -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-_TIMEOUT = timedelta(minutes=5)
+_TIMEOUT = timedelta(hours=1)  # hangs are found sooner, by the watch and by leases; this must outlast an evaluation
 _MESSAGE_BYTES = 250 * 2**20
 
 
