@@ -19,7 +19,7 @@ from recipes.ngrams import bigram_perplexity, unigram_perplexity
 MakeRecipe = Callable[..., Recipe]
 
 CHITCHAT = Path(__file__).parent.parent.parent / "examples" / "data" / "chitchat"
-STEPS = 400
+STEPS = 600
 
 
 def conversations(split: str, count: int) -> list[tuple[str, str]]:

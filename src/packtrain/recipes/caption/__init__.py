@@ -23,9 +23,9 @@ from packtrain.recipes.caption.bleu import SIGNATURE as BLEU_SIGNATURE
 from packtrain.recipes.caption.bleu import bleu
 from packtrain.recipes.caption.cider import SIGNATURE as CIDER_SIGNATURE
 from packtrain.recipes.caption.cider import Cider
-from packtrain.recipes.caption.images import Images
+from packtrain.recipes.caption.images import Images, pressed, whole_of
 from packtrain.recipes.caption.shape import shape_of
-from packtrain.recipes.pictures import middle_of, read_picture
+from packtrain.recipes.pictures import read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
 from packtrain.runs import Sample
 
@@ -188,7 +188,7 @@ class Caption(Recipe):
         for start in range(0, len(ids), _SEEN_TOGETHER):
             self.pulse()
             part = ids[start : start + _SEEN_TOGETHER]
-            pixels = torch.from_numpy(self._images.centred(split, part, size))
+            pixels = torch.from_numpy(self._images.whole(split, part, size))
             yield part, model.see(pixels.to(model.bias.device))
 
     def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
@@ -254,19 +254,18 @@ class Caption(Recipe):
         import torch
 
         from packtrain.recipes.caption.decode import captions, places
-        from packtrain.recipes.caption.gaze import PANEL, by_word, drawn
+        from packtrain.recipes.caption.gaze import by_word, drawn
 
-        size = self.job.train.in_epoch(_LAST_EPOCH).size
-        pixels = middle_of(picture, size, size)
+        pixels, size = whole_of(picture), self.job.train.in_epoch(_LAST_EPOCH).size
         with torch.inference_mode():
-            seen = model.see(torch.from_numpy(pixels)[None].to(model.bias.device))
+            seen = model.see(torch.from_numpy(pressed(pixels, size))[None].to(model.bias.device))
             tokens = captions(model, seen, beam)[0]
             looked = places(model, seen, tokens).float().cpu().numpy()
         text = self.pack.vocabulary.decode([tokens])[0]
-        side = -(-len(pixels) // model.encoder.shape.reduction)
+        side = -(-size // model.encoder.shape.reduction)
         gazes = by_word(self.pack.vocabulary, tokens, looked.reshape(len(tokens), side, side))
         details = {"words": [{"word": gaze.word, "looked": gaze.map.round(4).tolist()} for gaze in gazes]}
-        return Prediction(text, details, drawn(middle_of(picture, PANEL, PANEL), text, gazes))
+        return Prediction(text, details, drawn(pixels, text, gazes))
 
 
 def _padded(rows: Sequence[Array]) -> NDArray[np.int64]:

@@ -50,9 +50,6 @@ def captions(model: Captioner, seen: Seen, beam: int, longest: int = LONGEST_CAP
         history = torch.cat([history[parents], tokens.flatten()[:, None]], dim=1)
         state = state[parents]
         going = ~scores_BK[:, 0].isneginf()
-        if position + 1 == longest:
-            for b in (going & best_scores.isneginf()).nonzero()[:, 0].tolist():
-                best[int(pictures[b])] = history[b * beam, 1:].tolist()  # nothing ended within the limit
         if not going.any():
             break
         if not going.all():  # finished pictures leave, so that the last long one does not pay for all
@@ -62,6 +59,8 @@ def captions(model: Captioner, seen: Seen, beam: int, longest: int = LONGEST_CAP
                 one[staying] for one in (pictures, left_B, scores_BK, best_scores)
             )
             history, state, seen = history[rows], state[rows], seen.select(rows)
+    for b in best_scores.isneginf().nonzero()[:, 0].tolist():
+        best[int(pictures[b])] = history[b * beam, 1:].tolist()  # nothing ended within the limit
     return best
 
 

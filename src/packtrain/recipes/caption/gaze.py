@@ -15,7 +15,7 @@ from packtrain.pack.vocabulary import Vocabulary
 Map = NDArray[np.float32]
 Pixels = NDArray[np.uint8]
 
-PANEL = 192
+_PANEL = 192
 _GAP = 14
 _MARGIN = 22
 _TITLE = 28
@@ -49,31 +49,39 @@ def by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) -> list[Ga
 
 
 def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
-    """A PNG: the picture as it was seen, then a panel for every word."""
+    """A PNG: the picture, then a panel for every word."""
     panels = 1 + len(gazes)
     columns = min(_COLUMNS, panels)
     rows = -(-panels // columns)
-    width = 2 * _MARGIN + columns * PANEL + (columns - 1) * _GAP
+    width = 2 * _MARGIN + columns * _PANEL + (columns - 1) * _GAP
     heading = _font(_HEADING)
     lines = _wrapped(caption, heading, width - 2 * _MARGIN)
     top = _MARGIN + len(lines) * (_HEADING + 8) + 8
-    height = top + rows * (_TITLE + PANEL + _GAP) - _GAP + _MARGIN
+    height = top + rows * (_TITLE + _PANEL + _GAP) - _GAP + _MARGIN
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * (_HEADING + 8)), line, _INK, heading)
-    picture = Image.fromarray(pixels).resize((PANEL, PANEL), Image.Resampling.BICUBIC)
-    titles = [("what it saw", _PALE), *((gaze.word, _INK) for gaze in gazes)]
+    picture = _fitted(pixels)
+    titles = [("the picture", _PALE), *((gaze.word, _INK) for gaze in gazes)]
     shown = [picture, *(heated(picture, gaze.map) for gaze in gazes)]
     for number, ((title, colour), panel) in enumerate(zip(titles, shown, strict=True)):
-        left = _MARGIN + number % columns * (PANEL + _GAP)
-        upper = top + number // columns * (_TITLE + PANEL + _GAP)
+        left = _MARGIN + number % columns * (_PANEL + _GAP)
+        upper = top + number // columns * (_TITLE + _PANEL + _GAP)
         font = _font(17)
-        draw.text((left, upper + 2), _shortened(title, font, PANEL), colour, font)
+        draw.text((left, upper + 2), _shortened(title, font, _PANEL), colour, font)
         sheet.paste(panel, (left, upper + _TITLE), _rounded(panel.size))
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()
+
+
+def _fitted(pixels: Pixels) -> Image.Image:
+    """In its own shape, the long side as long as a panel."""
+    height, width = pixels.shape[:2]
+    scale = _PANEL / max(width, height)
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    return Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
 
 
 def heated(picture: Image.Image, places: Map) -> Image.Image:
