@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.export.predict import load_predictor
+from packtrain.export.predict import Wishes, load_predictor
 from packtrain.pack.progress import Plain
 from packtrain.report import write_report
 from packtrain.runs import LogLine, Point, Result, Run, State, open_run
@@ -59,7 +59,7 @@ class RunHandle:
     def resume(self) -> None:
         if self.state() in ("running", "finished"):
             raise Mistake(f"{self.name} is {self.state()}: there is nothing to resume")
-        require_torch()
+        require_torch(self._run.job)
         self._run.reopen()
         start(self._run, tied=False)
 
@@ -67,8 +67,18 @@ class RunHandle:
         """Writes the report; where it is."""
         return write_report(self._run)
 
-    def predict(self, inputs: Sequence[str], beam: int = 4, best: bool = False) -> list[str]:
-        return load_predictor(self._run, best).predict(inputs, beam)
+    def predict(
+        self,
+        inputs: Sequence[str],
+        beam: int | None = None,
+        best: bool = False,
+        nucleus: float | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> list[str]:
+        """What the model makes of each input, in words; what is not said of the search is the recipe's choice."""
+        wishes = Wishes(beam, nucleus, temperature, seed=seed)
+        return [made.text for made in load_predictor(self._run, best).predict(inputs, wishes)]
 
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:

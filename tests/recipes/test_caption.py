@@ -80,9 +80,9 @@ def test_copies_are_used_where_they_are_large_enough(make_recipe: MakeRecipe, tm
     small, large = (
         make_caption(make_recipe, tmp_path / str(size), data=data, train={**TRAIN, "size": size}) for size in (16, 32)
     )
-    assert small._images._copy("train", 16) == "train@20"
-    assert large._images._copy("train", 32) == "train"
-    with small.fetching(EVERYTHING):
+    assert small._copies._name("train", 16) == "train@20"
+    assert large._copies._name("train", 32) == "train"
+    with small.fetching(EVERYTHING, 0):
         assert small.batch(EVERYTHING, 0)["pixels"].shape == (8, 16, 16, 3)
 
 

@@ -127,7 +127,7 @@ def test_shards_are_fetched_ahead_from_the_copy_in_use(make: MakeClassify) -> No
     orders: list[list[int]] = []
     prefetched = reader.prefetched
     reader.prefetched = lambda order: (orders.append(list(order)), prefetched(order))[1]  # type: ignore[method-assign]
-    with recipe.fetching(np.arange(4)):
+    with recipe.fetching(np.arange(4), 0):
         recipe.batch(np.arange(2), 0)
         recipe.batch(np.arange(2, 4), 0)
     assert orders == [[0]]

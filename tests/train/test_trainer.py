@@ -109,7 +109,7 @@ def test_a_run_that_was_at_its_goal_already_only_writes_the_result(directory_sto
     result = run.result()
     assert result is not None
     assert (result.status, result.step) == ("finished", STEPS)
-    assert len([point for point in run.metrics() if point.kind == "test"]) == 1
+    assert len([point for point in run.metrics() if (point.kind, point.step) == ("valid", STEPS)]) == 1
 
 
 def test_without_its_last_checkpoint_a_run_is_not_finished(

@@ -25,7 +25,7 @@ from packtrain.units import show_count, show_seconds
 _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0
 _SPEED_STEPS = 100
-_TOLD_EVENTS = {"generation", "restored", "failure", "lost", "warning", "stopping", "evaluation", "failed"}
+_TOLD_EVENTS = {"generation", "restored", "failure", "lost", "warning", "stopping", "evaluation", "failed", "data"}
 
 
 def how_to_go_on(run: Run) -> str:

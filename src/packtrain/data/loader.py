@@ -71,7 +71,7 @@ def parts(
     rank: int,
     num_ranks: int,
     piece_budget: int | None = None,
-    fetching: Callable[[Ids], AbstractContextManager[None]] = lambda _: nullcontext(),
+    fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
     alike: bool = False,
 ) -> Iterator[Loaded]:
     """This rank's part of every global batch from `start` on, without end.
@@ -92,7 +92,7 @@ def parts(
     while True:
         batches = order.batches(epoch)
         mine = [share(ids, rank, num_ranks) for ids in batches]
-        with fetching(np.concatenate(mine[first:] or [np.zeros(0, np.int64)])):
+        with fetching(np.concatenate(mine[first:] or [np.zeros(0, np.int64)]), epoch):
             for number in range(first, len(batches)):
                 last = number + 1 == len(batches)
                 yield Loaded(

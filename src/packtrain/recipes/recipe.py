@@ -173,8 +173,8 @@ class Recipe(ABC):
     def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
         """Called before the first step of every epoch, and when a run goes on within one: to freeze parts, say."""
 
-    def fetching(self, ids: Ids) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, training samples are used in this order: what holds them may be fetched ahead."""
+    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, an epoch's training samples are used in this order: what holds them may be fetched ahead."""
         return nullcontext()
 
     @abstractmethod

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from packtrain.chunks import Flusher
+from packtrain.control import say
 from packtrain.runs import Event, Point, Run, Spent
 from packtrain.store import StoreError
 from packtrain.train.tensorboard import TensorBoardWriter
@@ -28,7 +29,7 @@ class Books:
         self._flusher = Flusher([self._events, self._points, self._times, self._tensorboard], self._complain)
 
     def tell(self, kind: str, text: str) -> None:
-        print(f"{kind}: {text}", flush=True)
+        say(f"{kind}: {text}")
         self._events.append(Event(time.time(), kind, text, self._generation))
 
     def record(self, point: Point) -> None:
@@ -55,4 +56,4 @@ class Books:
             self._complain(error)
 
     def _complain(self, error: StoreError) -> None:
-        print(f"warning: {error}", flush=True)
+        say(f"warning: {error}")

@@ -103,6 +103,8 @@ class Trainer:
             self._progress = self._keeper.restore(self._control.directory / "restored")
             self._restored_seconds = self._progress.seconds
             self._record("start", self._progress.step, {})
+            for note in self._recipe.notes if self._world.is_first else ():
+                self._books.tell("data", note)
             self._clock.mark("start")
             reached_goal = self._loop()
             self._watch.rest()
@@ -346,7 +348,7 @@ class Trainer:
             if measured is None:
                 return None
             scores = measured
-            self._record("test", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
+            self._record(split, self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
         if not self._world.is_first:
             return None
         if not self._keeper.has_committed(self._progress.step):

@@ -23,8 +23,9 @@ from packtrain.recipes.caption.bleu import SIGNATURE as BLEU_SIGNATURE
 from packtrain.recipes.caption.bleu import bleu
 from packtrain.recipes.caption.cider import SIGNATURE as CIDER_SIGNATURE
 from packtrain.recipes.caption.cider import Cider
-from packtrain.recipes.caption.images import Images, pressed, whole_of
+from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
 from packtrain.recipes.caption.shape import shape_of
+from packtrain.recipes.copies import Copies
 from packtrain.recipes.pictures import read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
 from packtrain.runs import Sample
@@ -73,7 +74,7 @@ class Caption(Recipe):
     def __init__(self, job: Job, pack: Pack) -> None:
         super().__init__(job, pack)
         self._shape = shape_of(job.model)
-        self._images = Images(pack, job.data.sizes)
+        self._copies = Copies(pack, job.data.sizes, CaptionedBatches)
 
     @classmethod
     def check(cls, job: Job) -> None:
@@ -128,11 +129,11 @@ class Caption(Recipe):
     def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
         train = self.job.train
         now = train.in_epoch(epoch)
-        pixels = self._images.random(ids, train.seed, epoch, now.size, now.min_scale)
+        pixels = self._copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale)
         return {"pixels": pixels, "tokens": _padded([self._drawn(sample, epoch) for sample in ids.tolist()])}
 
-    def fetching(self, ids: Ids) -> AbstractContextManager[None]:
-        return self._images.fetching(ids)
+    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
+        return self._copies.fetching(ids, self.job.train.in_epoch(epoch).size)
 
     # Learning.
 
@@ -188,7 +189,7 @@ class Caption(Recipe):
         for start in range(0, len(ids), _SEEN_TOGETHER):
             self.pulse()
             part = ids[start : start + _SEEN_TOGETHER]
-            pixels = torch.from_numpy(self._images.whole(split, part, size))
+            pixels = torch.from_numpy(self._copies.batches(split, size).whole(part, size))
             yield part, model.see(pixels.to(model.bias.device))
 
     def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:

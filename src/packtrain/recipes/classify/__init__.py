@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +18,7 @@ from packtrain.job import Job
 from packtrain.learning import EpochSettings
 from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
+from packtrain.recipes.copies import Copies
 from packtrain.recipes.pictures import middle_of, read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
 from packtrain.runs import Sample
@@ -27,7 +26,6 @@ from packtrain.runs import Sample
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_ZOOM = 1.14  # as in data.images: a copy that has so many times the size is seen without being made larger
 _MEASURED_TOGETHER = 64
 _GUESSES = 5
 _SHOWN_SAMPLES = 5
@@ -57,9 +55,7 @@ class Classify(Recipe):
 
     def __init__(self, job: Job, pack: Pack) -> None:
         super().__init__(job, pack)
-        self._makers: dict[str, ImageBatches] = {}
-        self._opening = threading.Lock()
-        self._coming: tuple[ExitStack, Ids] | None = None
+        self._copies = Copies(pack, job.data.sizes, ImageBatches)
 
     @classmethod
     def check(cls, job: Job) -> None:
@@ -89,42 +85,16 @@ class Classify(Recipe):
 
     def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
         settings = self.job.train.in_epoch(epoch)
-        copy = self._copy("train", settings.size)
-        self._fetch_ahead(copy)
-        pixels = self._images(copy).random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale)
-        return {"pixels": pixels, "label": self._labels(copy, ids)}
+        batches = self._copies.batches("train", settings.size)
+        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale)
+        return {"pixels": pixels, "label": self._labels("train", settings.size, ids)}
 
-    def _short_side(self, size: int) -> int | None:
-        """Of the smallest copies that pictures of a size can be taken from; None: of the originals."""
-        return min((copy for copy in self.job.data.sizes if copy >= int(_ZOOM * size)), default=None)
-
-    def _copy(self, split: str, size: int) -> str:
-        short_side = self._short_side(size)
-        return split if short_side is None else f"{split}@{short_side}"
-
-    def _images(self, copy: str) -> ImageBatches:
-        with self._opening:  # batches for training are made by another thread than those of an evaluation
-            if copy not in self._makers:
-                self._makers[copy] = ImageBatches(self.pack.split(copy), _threads())
-            return self._makers[copy]
-
-    def _labels(self, copy: str, ids: Ids) -> NDArray[np.int64]:
-        places = map(self.pack.split(copy).at, ids.tolist())
+    def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
+        places = map(self._copies.reader(split, size).at, ids.tolist())
         return np.fromiter((shard.plain["label"][row] for shard, row in places), np.int64, len(ids))
 
-    @contextmanager
-    def fetching(self, ids: Ids) -> Iterator[None]:
-        with ExitStack() as stack:
-            self._coming = (stack, ids)
-            yield
-
-    def _fetch_ahead(self, copy: str) -> None:
-        """Which copies of the pictures are wanted, only the first batch of an epoch tells."""
-        if self._coming is not None:
-            stack, ids = self._coming
-            self._coming = None
-            split = self.pack.split(copy)
-            stack.enter_context(split.prefetched(split.order_of_use(ids)))
+    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
+        return self._copies.fetching(ids, self.job.train.in_epoch(epoch).size)
 
     # The model.
 
@@ -160,7 +130,7 @@ class Classify(Recipe):
         ]
 
     def _rectangular(self, split: str, ids: Ids, size: int) -> list[RectangularBatch]:
-        reader = self.pack.split(self._copy(split, size))
+        reader = self._copies.reader(split, size)
         widths, heights = reader.plain("width")[ids], reader.plain("height")[ids]
         plan = rectangular_plan(widths, heights, size, _MEASURED_TOGETHER)
         return [RectangularBatch(ids[batch.ids], batch.height, batch.width) for batch in plan]
@@ -179,7 +149,6 @@ class Classify(Recipe):
         from packtrain.recipes.resnet import normalised
 
         settings = self.job.train.in_epoch(epoch)
-        copy = self._copy(split, settings.size)
         device = next(model.parameters()).device
         counted = self._plan(split, ids, settings)
         # Only the first of these are ever shown; another worker may count them.
@@ -187,15 +156,16 @@ class Classify(Recipe):
         others = self._plan(split, np.setdiff1d(shown, ids), settings)
         sums = {"samples": float(len(ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
         guesses: dict[int, int] = {}
+        batches = self._copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             self.pulse()
-            pixels = torch.from_numpy(self._images(copy).centred(batch.ids, batch.height, batch.width)).to(device)
+            pixels = torch.from_numpy(batches.centred(batch.ids, batch.height, batch.width)).to(device)
             with torch.inference_mode():
                 logits = model(normalised(pixels)).float()
             best = logits.topk(min(_GUESSES, logits.shape[1])).indices
             guesses.update(zip(batch.ids.tolist(), best[:, 0].tolist(), strict=True))
             if number < len(counted):
-                labels = torch.from_numpy(self._labels(copy, batch.ids)).to(device)
+                labels = torch.from_numpy(self._labels(split, settings.size, batch.ids)).to(device)
                 right = best == labels[:, None]
                 sums["loss"] += float(cross_entropy(logits, labels, reduction="sum"))
                 sums["top1"] += float(right[:, 0].sum())
@@ -211,8 +181,8 @@ class Classify(Recipe):
             values["top5"] = 100 * total["top5"] / samples
         outputs = [output for part in parts for output in part.outputs]
         shown = decoded[:_SHOWN_SAMPLES]
-        copy = self._copy(split, self.job.train.in_epoch(_LAST_EPOCH).size)
-        wanted = [self._names[label] for label in self._labels(copy, shown).tolist()] if outputs else []
+        size = self.job.train.in_epoch(_LAST_EPOCH).size
+        wanted = [self._names[label] for label in self._labels(split, size, shown).tolist()] if outputs else []
         inputs = [f"picture {sample}" for sample in shown.tolist()]
         return Scores(values, samples=tuple(Sample(*row) for row in zip(inputs, wanted, outputs, strict=False)))
 
@@ -241,7 +211,7 @@ class Classify(Recipe):
     def _seen(self, path: str) -> Pixels:
         """A picture as those of the last evaluation were seen."""
         settings = self.job.train.in_epoch(_LAST_EPOCH)
-        picture = read_picture(path, self._short_side(settings.size))
+        picture = read_picture(path, self._copies.short_side(settings.size))
         height = width = settings.size
         if settings.rectangular:
             sides = np.array([picture.width]), np.array([picture.height])
@@ -254,9 +224,3 @@ class Classify(Recipe):
         shown = [f"{name} {100 * chance:.0f} %" for name, chance in best if chance >= _SHOWN_PROBABILITY]
         text = ", ".join(shown or [f"{best[0][0]} {100 * best[0][1]:.1f} %"])
         return Prediction(text, {"top5": [{"class": name, "probability": chance} for name, chance in best]})
-
-
-def _threads() -> int:
-    """Workers of one machine share its cores: each is told how many are its own."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(told)) if told.isdecimal() else len(os.sched_getaffinity(0))

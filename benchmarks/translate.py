@@ -1,0 +1,269 @@
+"""How fast translation learns, and how well after equal time: Packtrain, a bare PyTorch loop, and JoeyNMT.
+
+    python benchmarks/translate.py [--json] [--rounds 1] [--seconds 120] [--sentences 800] [--joeynmt PYTHON]
+
+Same data, pieces, dimensions (the tiny size), batches in target tokens, rate and smoothing; one thread each, one
+after the other. Time is that of one core, which on a shared machine repeats better than the clock on the wall.
+Tokens are target tokens without padding. Scores are SacreBLEU and chrF of a greedy search on the test sentences.
+PYTHON is one that has JoeyNMT 2.3 installed; default: this one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+import bench
+from packtrain.code import archive
+from packtrain.control import Control
+from packtrain.data.order import Ids, epoch_batches
+from packtrain.data.pack import Pack
+from packtrain.export.predict import Wishes, load_predictor
+from packtrain.job import Job
+from packtrain.jobfile import load_job
+from packtrain.pack.packing import pack
+from packtrain.pack.progress import Plain
+from packtrain.pack.vocabulary import BOS, EOS, UNKNOWN
+from packtrain.pack.workers import HereAlone
+from packtrain.recipes import Decoding, Recipe, recipe_class, recipe_defaults
+from packtrain.recipes.pairs import PairRecipe
+from packtrain.runs import create_run
+from packtrain.store import Store, open_store
+from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+from step import Timer, TimingClock
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "translate.yaml"
+PEER = "JoeyNMT 2.3"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a contender did in its time, and what it makes of the test sentences."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    outputs: list[str]
+
+
+def endless(recipe: Recipe, budget: int) -> Iterator[Ids]:
+    for epoch in itertools.count():
+        yield from epoch_batches(recipe.costs, recipe.likeness, budget, 1, epoch, None, recipe.lengths)
+
+
+def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
+    """What any script would do: make the batch, forward, backward, clip, Adam, EMA."""
+    settings = recipe.job.train
+    torch.manual_seed(settings.seed)
+    model = recipe.build_model()
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    rate = rate_of(settings, recipe.width)
+    started, steps, tokens = time.process_time(), 0, 0
+    for ids in endless(recipe, int(settings.batch.value)):
+        if time.process_time() - started >= seconds:
+            break
+        batch = {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
+        cost = int(recipe.costs[ids].sum())
+        for group in optimizer.param_groups:
+            group["lr"] = rate(Moment(steps, 0.0))
+        (recipe.loss(model, batch) / cost).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(model.parameters()), max(0.01, 1 / (steps + 2)))
+        steps, tokens = steps + 1, tokens + cost
+    spent = time.process_time() - started
+    with torch.no_grad():
+        for parameter, mean in zip(model.parameters(), average, strict=True):
+            parameter.copy_(mean)
+    outputs = [made.text for made in recipe.predict(model.eval(), inputs, Decoding(beam=1))]
+    return Learned(steps, tokens, spent, outputs)
+
+
+def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
+    """The whole Trainer, for as many steps as the bare loop made in its time. It has nothing to evaluate."""
+    job = example(f"train.duration={max(1, steps)} steps", "data.valid=[]", "data.test=[]")
+    trained = packed(job, store, cache)
+    run = create_run(store, job, archive({}), trained.pack.name)
+    timer = Timer()
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as control:
+        Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
+    points = [point.values for point in run.metrics() if point.kind == "train"]
+    predictor = load_predictor(run, best=False)
+    outputs = [made.text for made in predictor.predict(inputs, Wishes(beam=1))]
+    tokens = sum(int(values["tokens"]) for values in points)
+    return Learned(len(points), tokens, timer.processor[-1] - started, outputs)
+
+
+def example(*settings: str) -> Job:
+    return load_job(EXAMPLE, ["checkpoint.every=1 h", *settings], recipe_defaults).job
+
+
+def packed(job: Job, store: Store, cache: Path) -> PairRecipe:
+    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    made = recipe_class("translate")(job, Pack(store, manifest.name, cache))
+    assert isinstance(made, PairRecipe)
+    return made
+
+
+def texts_of(recipe: PairRecipe, side: str, count: int) -> list[str]:
+    column = recipe.pack.split("test").column(side)
+    return recipe.pack.vocabulary.decode([column[sample].tolist() for sample in range(min(count, len(column)))])
+
+
+# JoeyNMT.
+
+
+def joey(recipe: PairRecipe, seconds: float, count: int, python: str, folder: Path) -> Learned:
+    """JoeyNMT reads pieces as words that are numbers, so that it has the same ones."""
+    for split in ("train", "valid", "test"):
+        sides = recipe.sides[split]
+        for side, column in (("source", sides.source), ("target", sides.target)):
+            rows = (column[sample].tolist() for sample in range(len(column))[: count if split == "test" else None])
+            lines = (" ".join(str(token) for token in row if token not in (BOS, EOS)) for row in rows)
+            (folder / f"{split}.{side}").write_text("".join(f"{line or UNKNOWN}\n" for line in lines))
+    words = range(UNKNOWN + 1, len(recipe.pack.vocabulary))  # marks are JoeyNMT's own
+    (folder / "vocabulary.txt").write_text("".join(f"{word}\n" for word in words))
+    (folder / "model").mkdir()
+    (folder / "config.json").write_text(json.dumps(joey_config(recipe, folder)))
+    command = [python, str(HERE / "peers" / "joey.py"), str(folder / "config.json"), str(seconds)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        raise SystemExit(f"JoeyNMT failed: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    rows = [[int(word) for word in line.split() if word.isdigit()] for line in found["outputs"]]
+    return Learned(found["steps"], found["tokens"], found["seconds"], recipe.pack.vocabulary.decode(rows))
+
+
+def joey_config(recipe: PairRecipe, folder: Path) -> dict[str, Any]:
+    shape, train = recipe.shape_of(recipe.job), recipe.job.train
+    language = {"level": "word", "lowercase": False, "voc_file": str(folder / "vocabulary.txt"), "max_length": 1000}
+    stack = {
+        "type": "transformer",
+        "num_heads": shape.heads,
+        "embeddings": {"embedding_dim": shape.width, "scale": True, "dropout": shape.dropout},
+        "hidden_size": shape.width,
+        "ff_size": shape.feedforward,
+        "dropout": shape.dropout,
+        "layer_norm": "pre",
+    }
+    return {
+        "name": "peer",
+        "joeynmt_version": "2.3.0",
+        "model_dir": str(folder / "model"),
+        "use_cuda": False,
+        "random_seed": 1,
+        "data": {
+            **{name: str(folder / split) for name, split in (("train", "train"), ("dev", "valid"), ("test", "test"))},
+            "dataset_type": "plain",
+            "src": {"lang": "source", **language},
+            "trg": {"lang": "target", **language},
+        },
+        "training": {
+            "optimizer": "adam",
+            "adam_betas": [0.9, 0.98],
+            "scheduling": "warmupinversesquareroot",
+            "learning_rate": 0.003,
+            "learning_rate_min": 1e-9,
+            "learning_rate_warmup": 400,
+            "label_smoothing": train.label_smoothing,
+            "clip_grad_norm": 1.0,
+            "normalization": "tokens",
+            "batch_size": int(train.batch.value),
+            "batch_type": "token",
+            "epochs": 1000,
+            "validation_freq": 1_000_000_000,
+            "logging_freq": 1_000_000,
+        },
+        "testing": {"batch_size": 64, "batch_type": "sentence", "beam_size": 1, "max_output_length": 100},
+        "model": {
+            "initializer": "xavier_uniform",
+            "embed_initializer": "normal",
+            "embed_init_weight": shape.width**-0.5,
+            "tied_embeddings": True,
+            "tied_softmax": True,
+            "encoder": {**stack, "num_layers": shape.encoder_layers},
+            "decoder": {**stack, "num_layers": shape.decoder_layers},
+        },
+    }
+
+
+def has_joey(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", "import joeynmt"], check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+# The table.
+
+
+def row_of(name: str, rounds: Sequence[Learned], wanted: list[str]) -> dict[str, object]:
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    scores = [
+        (BLEU().corpus_score(one.outputs, [wanted]), CHRF().corpus_score(one.outputs, [wanted])) for one in rounds
+    ]
+    return {
+        "contender": name,
+        "tokens/s": bench.median([one.tokens / one.seconds for one in rounds]),
+        "steps": int(bench.median([float(one.steps) for one in rounds])),
+        "seconds": bench.median([one.seconds for one in rounds]),
+        "BLEU": bench.median([bleu.score for bleu, _ in scores]),
+        "chrF": bench.median([chrf.score for _, chrf in scores]),
+    }
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=1)
+    arguments.add_argument("--seconds", type=float, default=120.0)
+    arguments.add_argument("--sentences", type=int, default=800, help="how many of the test set are translated")
+    arguments.add_argument("--joeynmt", metavar="PYTHON", default=sys.executable)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    contenders: dict[str, list[Learned]] = {"bare PyTorch loop": [], "packtrain": []}
+    notes = []
+    if has_joey(options.joeynmt):
+        contenders[PEER] = []
+    else:
+        notes.append(f"{PEER}: not installed")
+    with tempfile.TemporaryDirectory() as directory:
+        store, cache = open_store(f"{directory}/store"), Path(directory) / "cache"
+        made = packed(example(), store, cache)
+        inputs, wanted = (texts_of(made, side, options.sentences) for side in ("source", "target"))
+        for number in range(options.rounds):
+            contenders["bare PyTorch loop"].append(bare(made, options.seconds, inputs))
+            steps = contenders["bare PyTorch loop"][-1].steps
+            contenders["packtrain"].append(ours(store, cache, steps, inputs))
+            if PEER in contenders:
+                folder = Path(directory) / f"joey-{number}"
+                folder.mkdir()
+                contenders[PEER].append(joey(made, options.seconds, options.sentences, options.joeynmt, folder))
+    rows = [row_of(name, rounds, wanted) for name, rounds in contenders.items()]
+    bench.show("Learning to translate", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""`packtrain predict` as a person meets it, for every recipe: inputs, options, and what is no input at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pack.corpus import GREETINGS, job_of, write_pairs
+from pack.rawsets import picture, write, write_classes
+from packtrain.cli import main
+from packtrain.cli.models import shown
+from packtrain.job import Job
+from parts.models import commit_model, packed_run
+
+TRAIN = {"duration": "10 steps", "schedule": {"constant": {"rate": 0.01}}}
+
+
+def chat_job(folder: Path) -> Job:
+    data = {"train": [{"dialogue": write_pairs(folder / "talk.tsv", GREETINGS)}], "vocabulary": 300}
+    return job_of(folder, name="talk", recipe="chat", data=data)
+
+
+def classify_job(folder: Path) -> Job:
+    raw = write_classes(folder / "raw", {"cat": ["1.jpg", "2.jpg"], "dog": ["3.jpg", "4.jpg"]})
+    return Job.model_validate(
+        {
+            "name": "pets",
+            "recipe": "classify",
+            "model": {"size": "tiny", "width": 8},
+            "data": {"train": [{"imagenet": raw}]},
+            "train": {**TRAIN, "batch": "4 samples", "size": 32},
+        }
+    )
+
+
+def caption_job(folder: Path) -> Job:
+    for shade in range(4):
+        write(folder / "raw" / f"{shade}.jpg", picture(shade))
+    rows = [{"image": f"{shade}.jpg", "caption": ["a small blue square"]} for shade in range(4)]
+    listed = write(folder / "raw" / "all.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return Job.model_validate(
+        {
+            "name": "squares",
+            "recipe": "caption",
+            "model": "tiny",
+            "data": {"train": [{"folder": listed}], "vocabulary": 300},
+            "train": {**TRAIN, "batch": "64 tokens", "size": 32},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose store has a run of every recipe."""
+    folder = tmp_path_factory.mktemp("models")
+    for make in (job_of, chat_job, classify_job, caption_job):
+        own = folder / make.__name__
+        own.mkdir()
+        run = packed_run(folder, make(own))
+        commit_model(run, own, 10)
+    write(folder / "cat.jpg", picture(7))
+    write(folder / "notes.jpg", "not a picture at all")
+    return folder
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Predict = Callable[..., Done]
+
+
+@pytest.fixture
+def predict(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Predict:
+    """`packtrain predict` in this process, which has torch at hand."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(place / "cache"))
+
+    def call(*arguments: str, lines: str | bytes = "") -> Done:
+        given = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "argv", ["packtrain", "predict", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+def assert_refused(done: Done, *words: str) -> None:
+    assert (done.code, done.out) == (2, ""), done.err
+    assert done.err.count("\n") == 1, done.err
+    for word in words:
+        assert word in done.err
+
+
+# Sentences.
+
+
+def test_lines_of_standard_input_have_a_line_each(predict: Predict) -> None:
+    done = predict("greetings", "--beam", "1", lines="good morning\n\nhello\r\n")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.split("\n")
+    assert len(lines) == 4
+    assert lines[1] == lines[3] == ""
+    assert predict("greetings", "--beam", "1", "good morning", "hello").out == f"{lines[0]}\n{lines[2]}\n"
+
+
+def test_scripts_read_json(predict: Predict) -> None:
+    done = predict("talk", "hello", "--nucleus", "0.9", "--temperature", "1.5", "--seed", "3", "--json")
+    [made] = json.loads(done.out)
+    assert made["input"] == "hello"
+    again = predict("talk", "hello", "--nucleus", "0.9", "--temperature", "1.5", "--seed", "3")
+    assert again.out == shown(made["output"]) + "\n"
+
+
+@pytest.mark.parametrize("run", ["greetings", "talk"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", "the input is empty"),
+        ("  ", "the input is empty"),
+        ("word " * 10_000, "pieces, more than 1,000: 'word word"),
+    ],
+    ids=["empty", "blank", "10,000 words"],
+)
+def test_what_is_no_sentence_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
+    assert_refused(predict(run, given), words)
+
+
+def test_a_line_that_is_not_utf8_is_refused_with_its_number(predict: Predict) -> None:
+    assert_refused(predict("talk", lines=b"hello\n\xff\xfe\n"), "input 2 is not valid UTF-8")
+
+
+def test_other_scripts_and_control_characters_are_sentences(predict: Predict) -> None:
+    done = predict("talk", lines="доброе утро\nおはよう\na\x1b[31mb\x07\n")
+    assert done.code == 0
+    assert done.out.count("\n") == 3
+    assert not any(ord(one) < 32 for one in done.out.replace("\n", ""))
+
+
+def test_what_would_steer_a_terminal_is_spelled_out() -> None:
+    assert shown("a\x1b[2Jb\nc") == r"a\x1b[2Jb\nc"
+    assert shown("Größe\u00a0😀 おはよう") == "Größe\u00a0😀 おはよう"
+
+
+def test_what_was_not_read_of_an_input_is_told(predict: Predict) -> None:
+    done = predict("talk", "hi", "many words " * 30)
+    assert (done.code, done.out.count("\n")) == (0, 2)
+    assert re.fullmatch(r"input 2: its first \d+ tokens were not read\n", done.err)
+    assert "not read" in json.loads(predict("talk", "many words " * 30, "--json").out)[0]["note"]
+
+
+@pytest.mark.parametrize("option", [["--nucleus", "2"], ["--temperature", "0"], ["--beam", "0"], ["--seed", "-1"]])
+def test_an_impossible_search_is_refused(predict: Predict, option: list[str]) -> None:
+    done = predict("talk", "hello", *option)
+    assert done.code == 2
+    assert option[0] in done.err
+
+
+# Conversations.
+
+
+def test_a_conversation_has_a_reply_to_every_line(predict: Predict) -> None:
+    done = predict("talk", "--chat", lines="hello\nhow are you today\n\nthank you\n")
+    assert (done.code, done.err) == (0, "")
+    replies = done.out.split("\n")
+    assert len(replies) == 5
+    assert replies[2] == ""
+    assert predict("talk", "--chat", lines="hello\n").out == f"{replies[0]}\n"
+
+
+def test_who_does_not_converse_says_so(predict: Predict) -> None:
+    assert_refused(predict("greetings", "--chat", lines="hello\n"), "translate does not converse")
+    assert_refused(predict("talk", "hello", "--chat"), "--chat reads its lines from standard input")
+
+
+# Images.
+
+
+def test_an_image_has_its_classes(predict: Predict) -> None:
+    done = predict("pets", "cat.jpg", "--json")
+    assert done.code == 0, done.err
+    [made] = json.loads(done.out)
+    assert {one["class"] for one in made["top5"]} == {"cat", "dog"}
+
+
+@pytest.mark.parametrize("run", ["pets", "squares"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nobody.jpg", "nobody.jpg: no such file"),
+        (".", ".: is not a file"),
+        ("notes.jpg", "notes.jpg: "),
+        ("", "the input is empty"),
+    ],
+)
+def test_what_is_no_image_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
+    assert_refused(predict(run, given), words)
+
+
+def test_pictures_are_put_where_they_are_wanted(predict: Predict, place: Path) -> None:
+    done = predict("squares", "cat.jpg", "--pictures", "drawn")
+    assert done.code == 0, done.err
+    assert done.err == "wrote drawn/1-cat.png\n"
+    assert (place / "drawn" / "1-cat.png").read_bytes().startswith(b"\x89PNG")
+    [made] = json.loads(predict("squares", "cat.jpg", "--pictures", "drawn", "--json").out)
+    assert made["picture"] == "drawn/1-cat.png"
+
+
+def test_pictures_of_a_recipe_without_any_are_refused(predict: Predict) -> None:
+    assert_refused(predict("talk", "hello", "--pictures", "drawn"), "--pictures: there are none")
+    assert_refused(predict("squares", "cat.jpg", "--pictures", "cat.jpg"), "--pictures cat.jpg: cannot be")
