@@ -34,7 +34,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
     loaded = load_job(path, overrides, recipe_defaults)
     try:
         check_recipe(loaded.job, loaded.code)
-        _check_files(loaded)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     for number, variable in enumerate(loaded.job.environment):
@@ -76,6 +75,7 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
     """The run's folder with everything that nodes need. Whatever can be refused is refused before."""
     if loaded.job.recipe is None and loaded.job.program is None:
         raise loaded.mistake("recipe", "is needed to run; without one the data can only be packed")
+    _check_files(loaded)
     require_torch(loaded.job)
     store = open_store(loaded.job.store)
     code = _code(loaded, store)
@@ -117,7 +117,7 @@ def _files(loaded: LoadedJob) -> dict[str, str]:
 def _check_files(loaded: LoadedJob) -> None:
     for name, path in _files(loaded).items():
         if not is_address(path) and not Path(path).is_file():
-            raise FieldMistake(f"model.{name}", f"there is no file {path}")
+            raise loaded.mistake(f"model.{name}", f"there is no file {path}")
 
 
 def _with_given_files(loaded: LoadedJob, store: Store, tell: Tell) -> LoadedJob:
