@@ -77,7 +77,7 @@ def test_the_same_file_is_kept_once(folder: Path) -> None:
 def test_a_file_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
     (folder / "first.safetensors").unlink()
     with pytest.raises(Mistake, match=r"job\.yaml:5: model\.weights: there is no file .*/job/first\.safetensors$"):
-        load(folder / "job.yaml")
+        create(load(folder / "job.yaml"), Plain(lambda _: None))
 
 
 def test_an_object_that_is_not_there_is_told_with_its_line(folder: Path) -> None:

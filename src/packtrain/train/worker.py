@@ -62,7 +62,7 @@ class Worker:
         run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
         job = run.job
         assert job.recipe is not None
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
         recipe = recipe_class(job.recipe)(job, pack)
         world = World.join()
