@@ -24,7 +24,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
-.key { margin-left: .8rem; } .key::before { content: "\\25CF  "; }
+.key { margin-right: .8rem; display: inline-block; } .key::before { content: "\\25CF  "; }
 .bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; } .bar span { background: currentColor; }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
@@ -98,7 +98,7 @@ def _time_spent(times: Goodput) -> str:
     bars, rows = [], []
     parts = [(words, times.parts[name]) for name, words in ORDER.items() if times.parts.get(name)]
     for number, (words, seconds) in enumerate(parts):
-        share, shade = seconds / times.seconds, 1 - (number // 4) * 0.35
+        share, shade = seconds / times.seconds, 1 - (number // 4) * 0.25
         text = f"{words}: {show_seconds(seconds)}, {share:.1%}"
         bars.append(
             f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade:.2f}"'
