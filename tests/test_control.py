@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,9 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
     assert cache_directory() == Path("/cache/packtrain")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path))
     assert cache_directory() == tmp_path
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    with Path("/dev/full").open("wb") as full:
+        script = "from packtrain.control import say; say('one'); say('two'); raise SystemExit(7)"
+        assert subprocess.run([sys.executable, "-u", "-c", script], stdout=full).returncode == 7

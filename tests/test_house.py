@@ -14,9 +14,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "packtrain"
 
 # From the ground up: a module imports from its own room or from those before it. As in docs/architecture.md.
 ORDER = [
-    "errors", "units", "digest", "store", "parts", "job", "inline_secrets", "document", "jobfile", "chunks", "runs",
-    "checkpoint", "code", "control", "pack", "data", "recipes", "train", "node", "fleet", "report", "export", "start",
-    "api", "cli",
+    "errors", "units", "digest", "store", "parts", "learning", "places", "job", "inline_secrets", "document",
+    "jobfile", "chunks", "members", "runs", "checkpoint", "code", "control", "pack", "data", "recipes", "train",
+    "node", "fleet", "report", "export", "start", "api", "cli",
 ]  # fmt: skip
 
 # Names of modules, functions and arguments that run code out of data, or hand text to a shell.

@@ -51,7 +51,11 @@ class Checkpoint:
 
 
 def commit(run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path]) -> Checkpoint:
-    """Puts the files and then the manifest, unless a newer generation has begun meanwhile."""
+    """Puts the files and then the manifest, unless a newer generation has begun meanwhile.
+
+    The manifest itself may have waited for a store that was away. If a generation has begun without it by then, it is
+    taken back: one line of commits survives.
+    """
     name = f"{step:09d}-{generation:06d}-{uuid.uuid4().hex[:12]}"
     stored = []
     for file_name, path in sorted(files.items()):
@@ -62,6 +66,10 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     if latest is not None and latest.number > generation:
         raise Superseded(f"generation {latest.number} has begun; step {step} of {generation} is not committed")
     run.store.put(_manifest_key(run, name), json.dumps(asdict(checkpoint), indent=1).encode())
+    latest = run.latest_generation(latest)
+    if latest is not None and latest.number > generation and latest.step < step:
+        run.store.delete(_manifest_key(run, name))
+        raise Superseded(f"generation {latest.number} has begun without step {step} of {generation}: it is taken back")
     return checkpoint
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,6 +59,12 @@ class Control:
         """What workers told, the most telling first: one that gives up takes the others with it."""
         errors = [WorkerError(**json.loads(path.read_text())) for path in self.directory.glob("error-*.json")]
         return sorted(errors, key=lambda error: (not error.hopeless, error.time))
+
+
+def say(text: str) -> None:
+    """A line for the log of this process. A log that cannot be written, on a full disk, is no reason to end."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def end_with_parent(number: signal.Signals) -> None:

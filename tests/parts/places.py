@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from packtrain.control import CONTROL_VARIABLE
 from packtrain.runs import Point, Run, open_run
 from packtrain.store import open_store
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 120
 JOB = f"""
 name: faults
-recipe: translate
+recipe: paced:Paced
+code: code
 store: STORE
 data:
   train: [{{bitext: [{EXAMPLES}/data/en-de/valid.en.gz, {EXAMPLES}/data/en-de/valid.de.gz]}}]
@@ -34,6 +36,27 @@ train:
   schedule: {{noam: {{warmup: 10 steps, peak: 0.003}}}}
 checkpoint: {{every: 20 steps, keep_last: 2, keep_best: 0}}
 fleet: {{local: {{machines: 2}}, workers: 1}}
+"""
+
+# The example's recipe at a pace that the test sets, so that what happens in seconds happens within a run. A worker can
+# be told to hang, once.
+RECIPE = """
+import os, time
+from packtrain.recipes.translate import Translate
+
+class Paced(Translate):
+    steps = 0
+
+    def loss(self, model, batch):
+        time.sleep(float(os.environ.get("PACE", "0")))
+        self.steps += 1
+        at = [os.environ[name] for name in ("PACKTRAIN_GENERATION", "RANK")]
+        if at == ["1", "1"] and str(self.steps) == os.environ.get("HANG"):
+            self.hang()
+        return super().loss(model, batch)
+
+    def hang(self):
+        time.sleep(3600)
 """
 
 
@@ -134,14 +157,18 @@ def _mark(process: psutil.Process) -> str | None:
 
 
 def make_place(directory: Path, store: str | None = None, **extra: str) -> Place:
+    """`extra` are variables that its commands and machines find in their environment."""
     place = Place(directory, store or str(directory / "store"), extra)
+    (directory / "code").mkdir()
+    (directory / "code" / "paced.py").write_text(RECIPE)
     (directory / "job.yaml").write_text(JOB.replace("STORE", place.store))
     return place
 
 
-def kill(processes: list[psutil.Process]) -> None:
+def kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
-        process.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
 
 
 def history(run: Run) -> list[tuple[int, dict[str, float]]]:
@@ -163,6 +190,15 @@ def assert_same_as(oracle: Place, place: Place) -> None:
     assert [step for step, _ in history(place.run())] == list(range(1, STEPS + 1))
     assert history(place.run()) == history(oracle.run())
     assert weights(place.run()) == weights(oracle.run())
+
+
+def assert_same_samples(oracle: Place, run: Run) -> None:
+    """Every step once, with the same samples: what holds when the number of workers changed on the way."""
+
+    def samples(of: Run) -> list[tuple[int, float, float]]:
+        return [(step, values["tokens"], values["epoch"]) for step, values in history(of)]
+
+    assert samples(run) == samples(oracle.run())
 
 
 def assert_nothing_left(place: Place) -> None:

@@ -96,16 +96,18 @@ def resume(
     if state == "running":
         console().print(f"{found.name} is running; following it")
         sys.exit(follow(found, [], foreground=False))
-    require_torch()
+    require_torch(found.job)
     found.reopen()
     _start_and_follow(found, foreground, detach)
 
 
 def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
+    from rich.markup import escape
+
     from packtrain.cli.follow import follow, how_to_go_on
     from packtrain.start import start
 
-    nodes = start(found, tied=foreground)
+    nodes = start(found, foreground, lambda text: console().print(f"  {escape(text)}"))
     if detach:
         console().print(f"started [bold]{found.name}[/bold]\n{how_to_go_on(found)}")
         return

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from packtrain.fleet.fleet import Fleet, Start, Started
+from packtrain.fleet.fleet import Fleet, Machine, Start, Started
 from packtrain.fleet.local import LocalFleet
-from packtrain.job import FleetKind, Local
+from packtrain.fleet.mpi import MpiFleet
+from packtrain.fleet.slurm import SlurmFleet
+from packtrain.fleet.ssh import SshFleet
+from packtrain.places import FleetKind, Local, Mpi, Slurm, Ssh
 
-__all__ = ["FLEETS", "Fleet", "Start", "Started", "fleet_of"]
+__all__ = ["FLEETS", "Fleet", "Machine", "Start", "Started", "fleet_of"]
 
-FLEETS: Mapping[type[FleetKind], Callable[[Any], Fleet]] = {Local: LocalFleet}
+FLEETS: Mapping[type[FleetKind], Callable[[Any], Fleet]] = {
+    Local: LocalFleet,
+    Ssh: SshFleet,
+    Mpi: MpiFleet,
+    Slurm: SlurmFleet,
+}
 
 
 def fleet_of(kind: FleetKind) -> Fleet:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import signal
+import builtins
+import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from packtrain.control import cache_directory, end_with_parent
-from packtrain.fleet.fleet import Fleet, Start, Started
-from packtrain.job import Local
+from packtrain.fleet import agents
+from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, silent
+from packtrain.fleet.remote import end_with_client
+from packtrain.places import Local
 from packtrain.runs import Run
 
+HERE = "this machine"
 _ADDRESS = "127.0.0.1"
 
 
@@ -26,33 +29,39 @@ class LocalNode(Started):
 
 
 class LocalFleet(Fleet):
+    trains_here = True
+
     def __init__(self, settings: Local) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> list[Start]:
-        arguments = (
-            sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url, "--address", _ADDRESS,
-        )  # fmt: skip
-        return [Start("this machine", arguments)] * self._settings.machines
+    def plan(self, run: Run) -> builtins.list[Start]:
+        arguments = (*node_arguments(run, sys.executable), "--address", _ADDRESS)
+        return [Start(HERE, arguments)] * self._settings.machines.most
 
-    def start(self, starts: Sequence[Start], tied: bool) -> list[Started]:
-        logs = cache_directory() / "agents"
-        logs.mkdir(parents=True, exist_ok=True)
-        nodes: list[Started] = []
-        for start in starts:
-            log = logs / f"{uuid.uuid4().hex[:12]}.log"
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    start.arguments,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
-                )
-            nodes.append(LocalNode(process, log))
-        return nodes
+    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:  # noqa: ARG002
+        return [start_here(start, tied) for start in starts]
+
+    def list(self, run: Run) -> builtins.list[Machine]:
+        found = agents.running(run.name, run.store.url)
+        return [Machine(HERE, "running", f"process {process.pid}") for process in found]
+
+    def end(self, run: Run) -> None:
+        agents.end(run.name, run.store.url)
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:  # noqa: ARG002
+        return (os.environ.get("SHELL") or "/bin/sh",)
 
 
-def _end_with_client() -> None:
-    end_with_parent(signal.SIGTERM)
+def start_here(start: Start, tied: bool) -> Started:
+    """A process of this machine that writes to a log of its own, or ends with this one."""
+    log = agents.log_directory() / f"{uuid.uuid4().hex[:12]}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            start.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
+        )
+    return LocalNode(process, log)

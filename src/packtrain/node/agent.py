@@ -23,6 +23,7 @@ from contextlib import suppress
 from packtrain.checkpoint import Superseded, committed
 from packtrain.chunks import Flusher
 from packtrain.code import unpack
+from packtrain.control import say
 from packtrain.errors import EXIT_UNFINISHED
 from packtrain.members import Generation, Node, Report
 from packtrain.node.assembly import Assembly
@@ -84,7 +85,7 @@ class Agent:
         self._hold(first_bound(run.job.budget, run.job.fleet))
 
     def _tell(self, kind: str, text: str) -> None:
-        print(f"{kind}: {text}", flush=True)
+        say(f"{kind}: {text}")
         generation = self._attempt.generation.number if self._attempt else 0
         self._events.append(Event(time.time(), kind, text, generation))
 
@@ -125,7 +126,7 @@ class Agent:
         notice = self._board.notice
         while self._clock() < until and not self._over and not self._hurry:
             attempt = self._attempt
-            if self._board.notice is not notice or (attempt is not None and _wants_a_look(attempt)):
+            if self._board.notice is not notice or (attempt is not None and attempt.wants_a_look):
                 break
             time.sleep(_TICK_SECONDS)
         self._hurry = False
@@ -199,8 +200,11 @@ class Agent:
         if attempt.preparing is not None:
             if not attempt.preparing.is_done:
                 return
-            preparing, attempt.preparing = attempt.preparing, Task(self._program.restore, "restore again")
-            preparing.result()  # an error leaves the second try
+            try:
+                attempt.preparing.result()
+            except Exception:
+                attempt.preparing = Task(self._program.restore, "restore again")
+                raise
             attempt.preparing = None
         generation, directories = attempt.generation, attempt.directories
         attempt.launch = Launch(
@@ -381,17 +385,10 @@ class Agent:
         if attempt is not None and attempt.launch is not None:
             attempt.launch.kill()
         if not self._gone.wait(_END_SECONDS):
-            print(f"failed: {in_words(self._job.budget)}, and the store does not answer", flush=True)
+            say(f"failed: {in_words(self._job.budget)}, and the store does not answer")
             switch_off(self._job.fleet.kind.power_off)
             os._exit(EXIT_UNFINISHED)
 
 
 def new_name() -> str:
     return f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
-
-
-def _wants_a_look(attempt: Attempt) -> bool:
-    """Whether something on this machine waits for the next look at the world."""
-    if attempt.launch is None:
-        return attempt.preparing is None or attempt.preparing.is_done
-    return attempt.launch.poll() is not None and (attempt.closing is None or attempt.closing.is_done)

@@ -55,6 +55,13 @@ class Attempt:
     def control(self) -> Control:
         return Control(self.directories.control)
 
+    @property
+    def wants_a_look(self) -> bool:
+        """Whether something on this machine waits for the agent's next look at the world."""
+        if self.launch is None:
+            return self.preparing is None or self.preparing.is_done
+        return self.launch.poll() is not None and (self.closing is None or self.closing.is_done)
+
     def ask_to_stop(self, asked: Asked) -> bool:
         """Whether this is the first time. Needs no store, and may come from any thread."""
         with self._asking:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from packtrain.control import say
 from packtrain.store import StoreError
 
 POWER_OFF = ("systemctl", "poweroff")
@@ -21,11 +22,11 @@ class Leaving:
 
 
 def complain(error: StoreError) -> None:
-    print(f"warning: {error}", flush=True)
+    say(f"warning: {error}")
 
 
 def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> None:
     """Ends this machine, where the fleet says so."""
     if wanted:
-        print("node: this machine is switched off", flush=True)
+        say("node: this machine is switched off")
         subprocess.run(command, check=False)

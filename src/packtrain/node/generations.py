@@ -9,20 +9,28 @@ from packtrain.members import Cause, Generation, Member, Node
 from packtrain.runs import LEASE_LOST_SECONDS
 from packtrain.units import Machines
 
+_BLIND_SECONDS = 4.0  # longer than this between two looks, and the reader could not look
+
 
 @dataclass
 class LeaseWatch:
-    """Judges leases by this reader's own clock: what counts is when it saw a renewal, not when it was written."""
+    """Judges leases by this reader's own clock: what counts is when it saw a renewal, not when it was written.
+
+    Time in which the reader saw nothing at all, because the store was away, does not count: nobody could renew.
+    """
 
     lost_after_seconds: float = LEASE_LOST_SECONDS
     nodes: dict[str, Node] = field(default_factory=dict)
     """The leases as they were last seen, those of nodes that left included."""
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _renewed: set[str] = field(default_factory=set)
+    _looked: dict[str, float] = field(default_factory=dict)
 
     def observe(self, nodes: Iterable[Node], now: float) -> None:
         for node in nodes:
             self.nodes[node.node] = node
+            blind = now - self._looked.get(node.node, now) - _BLIND_SECONDS
+            self._looked[node.node] = now
             if node.left:
                 self._seen.pop(node.node, None)
                 self._renewed.discard(node.node)
@@ -32,6 +40,9 @@ class LeaseWatch:
                 self._renewed.add(node.node)
             if before is None or before[0] != node.renewal:
                 self._seen[node.node] = (node.renewal, now)
+            elif blind > 0:
+                self._seen[node.node] = (before[0], before[1] + blind)
+                self._renewed.discard(node.node)  # nobody knows what became of it meanwhile
 
     def alive(self, node: str, now: float) -> bool:
         """Seen to renew its lease, and not long ago."""

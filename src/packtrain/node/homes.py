@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from packtrain.control import cache_directory
+from packtrain.control import cache_directory, say
 from packtrain.members import Generation
 from packtrain.node.launch import kill_marked
 from packtrain.node.logs import LogShipper, source_of
@@ -97,7 +97,7 @@ def sweep(run: Run, tell: Callable[[str, str], None]) -> None:
             try:
                 _bury(Run(run.store, owner.run), owner.node, path, tell if owner.run == run.name else None)
             except StoreError as error:
-                print(f"warning: {path} is kept for now: {error}", flush=True)
+                say(f"warning: {path} is kept for now: {error}")
                 os.close(lock)
                 continue
         elif owner is not None and time.time() - path.stat().st_mtime < _FOREIGN_SECONDS:

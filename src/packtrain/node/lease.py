@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.chunks import ChunkWriter
+from packtrain.control import say
 from packtrain.members import Measured, Node, Report, Telemetry
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.runs import LEASE_SECONDS, Run
@@ -119,4 +120,4 @@ class Lease:
         try:
             self._run.renew(node)
         except StoreError as error:
-            print(f"warning: the lease could not be renewed: {error}", flush=True)
+            say(f"warning: the lease could not be renewed: {error}")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from packtrain.control import say
+
 POLL_SECONDS = 3.0
 _SIGNALS = {
     signal.SIGTERM: "SIGTERM",
@@ -74,7 +76,7 @@ class NoticeBoard:
                 try:
                     notice = source()
                 except Exception as error:
-                    print(f"warning: a source of notices does not answer: {error}", flush=True)
+                    say(f"warning: a source of notices does not answer: {error}")
                     continue
                 if notice is not None:
                     self.post(notice)

@@ -1,0 +1,105 @@
+"""How fast machines exchange: an all-reduce between them for a few seconds, with torch's own collectives.
+
+Each machine runs this once (`packtrain.fleet.agents exchange`); the first writes where it can be met into the store,
+and everyone prints what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import median
+
+from packtrain.errors import PacktrainError
+from packtrain.node.launch import interface_of
+from packtrain.store import Store, open_store
+
+SECONDS = 5.0
+MEET_SECONDS = 60.0
+_LARGE, _ROUNDS = 16 * 1024 * 1024, 50
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`bytes_per_second` is what goes over each machine's line, both ways together halved: the busy line's rate."""
+
+    machines: int
+    backend: str
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def meet(store: Store, key: str, rank: int, address: str) -> tuple[str, int]:
+    """Where the first machine waits for the others."""
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind((address, 0))
+            port = int(free.getsockname()[1])
+        store.put(key, json.dumps([address, port]).encode())
+        return address, port
+    deadline = time.monotonic() + MEET_SECONDS
+    while time.monotonic() < deadline:
+        data = store.find(key)
+        if data is not None:
+            found, port = json.loads(data)
+            return str(found), int(port)
+        time.sleep(0.1)
+    raise PacktrainError(f"the first machine did not say where it is within {MEET_SECONDS:g} s")
+
+
+def measure(place: tuple[str, int], rank: int, world: int, backend: str, seconds: float) -> Measured:
+    import torch
+    import torch.distributed as dist
+
+    where, patience = f"tcp://{place[0]}:{place[1]}", timedelta(seconds=MEET_SECONDS)
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world, timeout=patience)
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    small, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
+
+    def once(tensor: torch.Tensor) -> float:
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if backend == "nccl":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    latency = median([once(small) for _ in range(_ROUNDS)][5:])
+    first = torch.tensor([once(large) + once(large)], dtype=torch.float64, device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MAX)  # all must do as many
+    rounds = max(3, min(10_000, int(seconds / (first.item() / 2))))
+    took = sum(once(large) for _ in range(rounds)) / rounds
+    dist.destroy_process_group()
+    return Measured(world, backend, latency, _LARGE * 2 * (world - 1) / world / took)
+
+
+def main(given: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="packtrain.fleet.exchange")
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
+    parser.add_argument("--address", default=None)
+    parser.add_argument("--interface", default=None)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    options = parser.parse_args(given)
+    from packtrain.node.address import choose_address
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    address = choose_address(options.address, options.interface, False, None)
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    store = open_store(options.store)
+    place = meet(store, options.key, options.rank, address)
+    try:
+        measured = measure(place, options.rank, options.world, options.backend, options.seconds)
+    except RuntimeError as error:  # of torch, with a page of addresses in it
+        raise PacktrainError(str(error).splitlines()[0]) from None
+    print(json.dumps(asdict(measured)), flush=True)

@@ -1,0 +1,74 @@
+"""Hosts under Open MPI's `mpirun`, which starts one agent on each over ssh. Agents never speak MPI.
+
+mpirun stays here as long as the run goes on, detached from the terminal: when it ends, so do the agents. A job that
+must outlive this machine is for the ssh fleet.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+
+from psutil import Process
+
+from packtrain.errors import Mistake
+from packtrain.fleet import agents
+from packtrain.fleet.agents import END_SECONDS
+from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
+from packtrain.fleet.local import start_here
+from packtrain.places import Mpi
+from packtrain.runs import Run
+
+# Not "-o StrictHostKeyChecking=no", which is what most advice on mpirun begins with.
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+
+
+class MpiFleet(Fleet):
+    def __init__(self, settings: Mpi) -> None:
+        self._settings = settings
+
+    def plan(self, run: Run) -> builtins.list[Start]:
+        settings, names = self._settings, passed_on(run)
+        hosts = settings.hosts[: settings.machines.most]
+        command = (
+            "mpirun",
+            *(("--allow-run-as-root",) if os.geteuid() == 0 else ()),
+            "-H", ",".join(f"{host}:1" for host in hosts),
+            "--map-by", "ppr:1:node",
+            "--bind-to", "none",  # or all of a machine's workers would share one core
+            "--mca", "plm", "rsh", "--mca", "plm_rsh_agent", _SSH,
+            "--mca", "orte_abort_on_non_zero_status", "0",  # one agent that leaves does not end the others
+            "--mca", "odls_base_sigkill_timeout", f"{END_SECONDS:.0f}",  # time for the last checkpoint
+            *(word for name in names for word in ("-x", name)),
+            *settings.options,
+            *node_arguments(run, settings.python or sys.executable, settings.interface),
+        )  # fmt: skip
+        return [Start(", ".join(hosts), command, names, run.store.url)]
+
+    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:  # noqa: ARG002
+        if shutil.which("mpirun") is None:
+            raise Mistake("mpirun is not there: install Open MPI (openmpi-bin), or use fleet: {ssh: {hosts: [...]}}")
+        return [start_here(start, tied) for start in starts]
+
+    def list(self, run: Run) -> builtins.list[Machine]:
+        """mpirun is here or it is not; what the machines do, the store knows."""
+        state = "running" if _starters(run) else "ended"
+        return [Machine(host, state) for host in self._settings.hosts[: self._settings.machines.most]]
+
+    def end(self, run: Run) -> None:
+        """mpirun passes SIGUSR1 on, and ends when the agents have left; SIGTERM would let it wait out its grace."""
+        agents.end_all(_starters(run), END_SECONDS, signal.SIGUSR1)
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        from packtrain.fleet.ssh import SshFleet
+        from packtrain.places import Ssh
+
+        return SshFleet(Ssh(hosts=self._settings.hosts, machines=self._settings.machines)).shell(run, machine)
+
+
+def _starters(run: Run) -> builtins.list[Process]:
+    return agents.started_by("mpirun", run.name, run.store.url)

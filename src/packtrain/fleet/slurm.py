@@ -1,0 +1,222 @@
+"""Nodes of a Slurm cluster: a script for sbatch that a person can read, keep and submit again.
+
+A fixed number of machines is one job of so many nodes: they begin together, reach the time limit together and are
+queued again together, and none waits for another on an idle node. A range is an array of jobs of one node each: the run
+begins with the least number, takes in the others as the queue lets them, and each that is preempted is queued again
+alone.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import EXIT_UNFINISHED, Mistake
+from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
+from packtrain.places import Slurm
+from packtrain.runs import Run
+from packtrain.store import open_store
+
+NOTICE_SECONDS = 120
+_ASK_SECONDS = 30.0
+
+_SCRIPT = """#!/bin/bash
+# {run}: one agent on each machine; they settle the rest through the store.
+# Submit it by hand with:  sbatch {keep}
+{header}
+
+# {notice} s before the time limit Slurm sends SIGUSR1: agents commit and leave, and the job is queued again.
+noticed=no
+trap 'noticed=yes; kill -USR1 "$agents" 2>/dev/null' USR1
+trap 'kill -TERM "$agents" 2>/dev/null' TERM
+
+srun --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
+  {command} &
+agents=$!
+code={unfinished}
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done
+
+if [ "$noticed" = yes ] && [ "$code" = {unfinished} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job as squeue shows it."""
+
+    job: str
+    state: str
+    reason: str
+    nodes: str
+
+
+class SlurmFleet(Fleet):
+    def __init__(self, settings: Slurm) -> None:
+        self._settings = settings
+
+    def plan(self, run: Run) -> builtins.list[Start]:
+        names = passed_on(run)
+        arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN, *names])}")
+        return [Start("slurm", arguments, names, run.store.url, script(run, self._settings))]
+
+    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
+        if tied:
+            raise Mistake(
+                "a Slurm job cannot be tied to this command: leave --foreground out, `packtrain stop` ends it"
+            )
+        for start in starts:
+            assert start.script is not None
+            run = _run_of(start)
+            run.store.put(run.key("slurm.sh"), start.script.encode())
+            job = ask(start.arguments, start.script).strip().partition(";")[0]
+            run.store.put(run.key("slurm.json"), json.dumps([*_jobs(run), job]).encode())
+            tell(f"submitted as Slurm job {job}; squeue --job {job} shows it")
+        return []  # they may wait for days
+
+    def list(self, run: Run) -> builtins.list[Machine]:
+        queue = [queued for queued in squeue() if queued.job in _jobs(run)]
+        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in queue]
+
+    def end(self, run: Run) -> None:
+        """Slurm sends SIGTERM, and agents commit; KillWait of the cluster says how long they may take."""
+        jobs = _jobs(run)
+        if jobs:
+            ask(("scancel", "--quiet", *jobs))
+
+    def queue(self, run: Run) -> str | None:
+        if shutil.which("squeue") is None:
+            return None
+        try:
+            return summed_up(self.list(run))
+        except Mistake:
+            return None  # the cluster does not answer; the store still does
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        jobs = [queued for queued in squeue() if queued.job in _jobs(run) and queued.state == "RUNNING"]
+        if not jobs:
+            raise Mistake(f"{run.name} has no running Slurm job to open a shell in")
+        where = () if machine is None else ("--nodelist", machine)
+        return ("srun", "--jobid", jobs[0].job, "--overlap", "--nodes=1", "--ntasks=1", *where, "--pty", "bash", "-l")
+
+
+# What every program needs; the rest of this machine's environment stays here.
+_PLAIN = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
+
+
+def script(run: Run, settings: Slurm) -> str:
+    """What sbatch gets. It has names of variables in it, never their values."""
+    hours = run.job.budget.hours
+    seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
+    machines = settings.machines
+    size = (
+        [f"--nodes={machines.least}", "--no-kill"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
+    )
+    options = [
+        f"--job-name=packtrain-{run.name}",
+        *size,
+        "--ntasks-per-node=1",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={_output(run)}",
+        f"--signal=B:USR1@{NOTICE_SECONDS}",
+        *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
+        *([f"--partition={settings.partition}"] if settings.partition else []),
+        *([f"--account={settings.account}"] if settings.account else []),
+        *([f"--gres=gpu:{settings.gpus}"] if settings.gpus else []),
+        *(["--exclusive"] if _whole(settings) else []),
+        *settings.options,
+    ]
+    command = node_arguments(run, settings.python or sys.executable, settings.interface)
+    return _SCRIPT.format(
+        run=run.name,
+        keep="slurm.sh",
+        header="\n".join(f"#SBATCH {option}" for option in options),
+        command=shlex.join(command),
+        notice=NOTICE_SECONDS,
+        unfinished=EXIT_UNFINISHED,
+    )
+
+
+def _whole(settings: Slurm) -> bool:
+    """A machine is a whole node, unless the job asks for a part of one: Slurm would give one task one core."""
+    shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
+    return settings.gpus is None and not any(option.startswith(shares) for option in settings.options)
+
+
+def slurm_time(seconds: float) -> str:
+    """Whole minutes, as Slurm counts them: D-HH:MM:00."""
+    minutes = max(1, math.ceil(seconds / 60))
+    return f"{minutes // 1440}-{minutes % 1440 // 60:02d}:{minutes % 60:02d}:00"
+
+
+def summed_up(machines: Sequence[Machine]) -> str:
+    """`2 RUNNING, 1 PENDING (Resources)`."""
+    counts: dict[str, int] = {}
+    for machine in machines:
+        reason = f" ({machine.detail})" if machine.state == "PENDING" and machine.detail else ""
+        counts[f"{machine.state}{reason}"] = counts.get(f"{machine.state}{reason}", 0) + 1
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def squeue() -> builtins.list[Queued]:
+    document = json.loads(ask(("squeue", "--json")))
+    return [_queued(job) for job in document["jobs"]]
+
+
+def _queued(job: Mapping[str, Any]) -> Queued:
+    """Slurm's JSON differs between versions: a state is a text or a list of them, a number may be in a mapping."""
+    array = _number(job.get("array_job_id"))
+    state = job.get("job_state", "")
+    return Queued(
+        str(array or _number(job.get("job_id"))),
+        " ".join(state) if isinstance(state, list) else str(state),
+        str(job.get("state_reason") or ""),
+        str(job.get("nodes") or ""),
+    )
+
+
+def _number(value: Any) -> int:
+    return int((value.get("number") if isinstance(value, Mapping) else value) or 0)
+
+
+def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS) -> str:
+    try:
+        done = subprocess.run(arguments, input=text, capture_output=True, check=False, text=True, timeout=seconds)
+    except FileNotFoundError:
+        raise Mistake(f"{arguments[0]} is not there: start the run from a machine of the Slurm cluster") from None
+    except subprocess.TimeoutExpired:
+        raise Mistake(f"{arguments[0]} did not answer within {seconds:g} s: is slurmctld up?") from None
+    if done.returncode != 0:
+        raise Mistake(f"{arguments[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _jobs(run: Run) -> builtins.list[str]:
+    """The numbers of the jobs that were submitted for a run, each time that it was started."""
+    data = run.store.find(run.key("slurm.json"))
+    return [] if data is None else [str(job) for job in json.loads(data)]
+
+
+def _run_of(start: Start) -> Run:
+    assert start.script is not None
+    name = next(line for line in start.script.splitlines() if "--job-name=" in line).partition("packtrain-")[2]
+    return Run(open_store(start.store), name)
+
+
+def _output(run: Run) -> str:
+    """Beside the run where every machine can write; on the machine's own disk where the store is a bucket."""
+    if run.store.is_directory:
+        return str(Path(run.store.url) / run.key("slurm-%j.out"))
+    return f"/tmp/packtrain-{run.name}-%j.out"  # noqa: S108 - Slurm ends a job whose output has no directory

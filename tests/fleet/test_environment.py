@@ -1,0 +1,118 @@
+"""Finding and making the Python environment on a host."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import Mistake
+from packtrain.fleet import environment
+from packtrain.fleet.identity import identity
+from packtrain.fleet.remote import Remote, Unreachable
+from packtrain.fleet.ssh import look
+from parts import hosts
+from parts.hosts import Network
+from parts.presence import need
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    need(hosts.missing() is None, str(hosts.missing()))
+    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 1) as network:
+        # On the host's PATH, as if installed there; a link to it would look for its library beside itself.
+        script = f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 "$@"\n'
+        network[0].run(["sh", "-c", 'cat > "$0"; chmod 755 "$0"', "/usr/local/bin/python3.11"], text=script)
+        yield network
+
+
+@pytest.fixture
+def remote(network: Network, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    monkeypatch.setenv("PATH", f"{network.ssh_program()}:/usr/bin:/bin")
+    return Remote("host1")
+
+
+def test_our_own_wheel_is_the_same_every_time_and_installs(tmp_path: Path) -> None:
+    name, data = environment.own_wheel()
+    assert environment.own_wheel() == (name, data)
+    with zipfile.ZipFile(io.BytesIO(data)) as wheel:
+        assert wheel.testzip() is None
+        assert "packtrain/cli/__init__.py" in wheel.namelist()
+    (tmp_path / name).write_bytes(data)
+    target = tmp_path / "there"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*command, str(tmp_path / name)], check=True)
+    code = ["-c", "import packtrain; print(packtrain.__file__)"]
+    done = subprocess.run([sys.executable, *code], env={"PYTHONPATH": str(target)}, capture_output=True, text=True)
+    assert done.stdout.strip() == str(target / "packtrain" / "__init__.py")
+
+
+def test_constraints_are_the_versions_in_use_here() -> None:
+    import numpy
+    import torch
+
+    lines = environment.constraints()
+    assert f"numpy=={numpy.__version__}" in lines
+    assert f"torch=={torch.__version__.partition('+')[0]}" in lines
+    assert not any(line.startswith(("pytest==", "packtrain==")) for line in lines)
+
+
+def test_an_empty_bundle_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match="has no wheels"):
+        environment.check_bundle(tmp_path)
+
+
+def test_the_same_python_under_the_same_path_is_found(remote: Remote) -> None:
+    assert environment.find(remote, None) == sys.executable
+    assert environment.find(remote, sys.executable) == sys.executable
+    assert environment.find_any(remote, None) == sys.executable
+
+
+def test_a_python_without_packtrain_is_refused(remote: Remote) -> None:
+    with pytest.raises(Unreachable, match="host1: "):
+        environment.find(remote, "/usr/bin/python3")
+
+
+def stub_wheel(directory: Path, name: str, version: str) -> None:
+    """A wheel that installs in a moment: its only file shows Python the environment that the test runs in."""
+    folder, shown = f"{name.replace('-', '_')}-{version}.dist-info", sysconfig.get_path("purelib")
+    files = {
+        f"{name}-of-the-test.pth": shown,
+        f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{folder}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{folder}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{folder}/RECORD"])
+    with zipfile.ZipFile(directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+
+
+def test_an_environment_is_made_offline_from_a_bundle_and_found_again(
+    network: Network, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip, venv and our wheel are real. The others stand for themselves: torch alone would take a minute."""
+    for line in environment.constraints():
+        stub_wheel(tmp_path, *line.split("=="))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert environment.find(remote, None) is None
+    made = environment.make(remote, tmp_path)
+    assert made == f"/root/.cache/packtrain/environments/{identity()}/bin/python"
+    assert environment.find(remote, None) == made
+    facts = look(remote, made, "", "", ())
+    assert (facts.python, facts.identity, facts.torch) == (made, identity(), True)
+    where = remote.run([made, "-c", "import packtrain; print(packtrain.__file__)"])
+    assert where.startswith("/root/.cache/packtrain/environments/")
+    assert [path.name for path in (network[0].home / ".cache/packtrain/environments").iterdir()] == [identity()]
+
+
+def test_a_bundle_that_lacks_a_wheel_says_which(network: Network, remote: Remote, tmp_path: Path) -> None:
+    stub_wheel(tmp_path, "numpy", "2.0.0")
+    with pytest.raises(Unreachable, match="No matching distribution found for"):
+        environment.make(remote, tmp_path)
+    assert not list((network[0].home / ".cache/packtrain/environments").glob("part-*"))

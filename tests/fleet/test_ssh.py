@@ -1,0 +1,247 @@
+"""The same job over ssh: hosts of their own, the system's ssh, no connection that the run depends on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet.places import left_on, losses, newest, packtrain, wait_until, wait_until_all_left, write_job, write_program
+from packtrain.fleet import fleet_of
+from packtrain.fleet.remote import Remote, advice, split_destination
+from packtrain.fleet.ssh import SshFleet
+from packtrain.places import Ssh
+from packtrain.store import Store, open_store
+from parts import hosts
+from parts.hosts import Network
+from parts.presence import need
+from parts.runs import new_run, program_job
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    need(hosts.missing() is None, str(hosts.missing()))
+    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 3) as network:
+        yield network
+
+
+@pytest.fixture
+def environment(network: Network, tmp_path: Path) -> dict[str, str]:
+    """For a client whose ssh knows the hosts."""
+    return {"PATH": f"{network.ssh_program()}:/usr/bin:/bin", "PACKTRAIN_CACHE": str(tmp_path / "cache")}
+
+
+# What is started is a value.
+
+
+def test_a_plan_is_the_ssh_command_of_each_host(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    plan = SshFleet(Ssh(hosts=("gpu-a", "me@gpu-b:2222"), python="/opt/python", interface="eth1")).plan(run)
+    assert [start.machine for start in plan] == ["gpu-a", "me@gpu-b:2222"]
+    words = [*plan[1].arguments]
+    assert words[0] == "ssh"
+    assert words[-4:-1] == ["-p", "2222", "me@gpu-b"]
+    node = ["/opt/python", "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--interface", "eth1"]
+    assert shlex.split(words[-1]) == node
+
+
+def test_ssh_checks_host_keys_and_asks_nothing() -> None:
+    words = " ".join(Remote("gpu-a").arguments())
+    assert "BatchMode=yes" in words
+    assert "KnownHosts" not in words
+    assert "HostKey" not in words
+
+
+def test_a_plan_names_the_variables_and_holds_no_value(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "canary-of-the-test")
+    run = new_run(s3_store, program_job(environment=["SECRET"]))
+    [start] = SshFleet(Ssh(hosts=("gpu-a",))).plan(run)
+    assert {"AWS_SECRET_ACCESS_KEY", "SECRET"} <= set(start.variables)
+    assert "canary-of-the-test" not in repr(start)
+    assert "secret-of-moto" not in repr(start)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gpu-a", ("gpu-a", None)),
+        ("me@gpu-b:2222", ("me@gpu-b", "2222")),
+        ("[fe80::1]:22", ("fe80::1", "22")),
+    ],
+)
+def test_destinations_are_taken_apart(name: str, parts: tuple[str, str | None]) -> None:
+    assert split_destination(name) == parts
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ("root@x: Permission denied (publickey).", "ssh-copy-id"),
+        ("ssh: connect to host x port 22: Connection timed out", "is it on"),
+        ("kex_exchange_identification: odd", "kex_exchange"),
+    ],
+)
+def test_what_ssh_says_becomes_advice(said: str, word: str) -> None:
+    assert word in advice("x", said)
+
+
+# Runs.
+
+
+def test_three_hosts_reach_the_goal_as_one_machine_does(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    here = packtrain(
+        "run",
+        write_job(tmp_path, tmp_path / "store", "{local: {machines: 1}, workers: 3}"),
+        directory=tmp_path,
+        environment=environment,
+    )
+    assert here.returncode == 0, here.stderr + here.stdout
+    store = network.shared / "three"
+    job = write_job(tmp_path, store, "{ssh: {hosts: [host1, host2, host3]}, workers: 1}")
+    done = packtrain("run", job, directory=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = newest(store)
+    wait_until_all_left(run)
+    [generation] = run.generations()
+    assert {member.address for member in generation.members} == {host.address for host in network}
+    assert losses(run) == losses(newest(tmp_path / "store"))
+    assert left_on(network) == []
+    for host in network:  # the log of an agent that did well is gone, as is what the nodes kept
+        assert list((host.home / ".cache/packtrain/agents").iterdir()) == []
+        assert list((host.home / ".cache/packtrain/nodes").iterdir()) == []
+
+
+def test_two_hosts_start_without_the_third_and_secrets_reach_them_unseen(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """A program that prints a variable: it came over standard input, and no command line ever had it."""
+    store = network.shared / "two"
+    script = (
+        "import os, psutil\n"
+        "seen = [p.cmdline() for p in psutil.process_iter() if 'canary' in ' '.join(p.cmdline())]\n"
+        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['SECRET'], seen, flush=True)\n"
+    )
+    fleet = "{ssh: {hosts: [host1, host9, host2], machines: 2..3}, workers: 1}"
+    job = write_program(tmp_path / "program", store, fleet, script, "environment: [SECRET]")
+    done = packtrain("run", job, directory=tmp_path, environment={**environment, "SECRET": "canary"})
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "goes on without host9: its name is not known" in done.stdout
+    run = newest(store)
+    wait_until_all_left(run)
+    words = sorted(line.text for line in run.log_lines().read() if line.rank is not None)
+    assert words == ["0 of 2 canary []", "1 of 2 canary []"]
+    for entry in run.store.list(f"{run.folder}/"):
+        assert "canary" not in entry.key
+        if "/logs/" not in entry.key:
+            assert b"canary" not in run.store.get(entry.key), entry.key
+    assert left_on(network) == []
+
+
+# Refusals: one line, and nothing runs.
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_too_few_hosts_are_refused(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
+    job = write_program(tmp_path / "few", network.shared / "few", "{ssh: {hosts: [host1, host9]}}", "")
+    done = packtrain("run", job, directory=tmp_path, environment=environment)
+    assert_refused(done, "1 of the 2 hosts", "host9: its name is not known")
+    assert newest(network.shared / "few").nodes() == []
+
+
+def test_a_store_that_hosts_do_not_see_is_refused(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    job = write_program(tmp_path / "blind", tmp_path / "here", "{ssh: {hosts: [host1, host2]}}", "")
+    done = packtrain("run", job, directory=tmp_path, environment=environment)
+    assert_refused(done, "host1, host2: it does not see the store", "mount the same directory")
+    assert open_store(str(tmp_path / "here")).list("scratch/") == []
+
+
+def test_a_changed_host_key_is_refused(tmp_path: Path, environment: dict[str, str]) -> None:
+    with hosts.hosts(tmp_path / "hosts", 1) as network:
+        [host] = network
+        host.kill()
+        for name in ("host_key", "host_key.pub"):
+            (host.place / "etc" / name).unlink()
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.place / "etc" / "host_key")]
+        subprocess.run(key, check=True)
+        host.start()
+        path = f"{network.ssh_program()}:/usr/bin:/bin"
+        job = write_program(tmp_path / "key", network.shared / "store", "{ssh: {hosts: [host1]}}", "")
+        done = packtrain("run", job, directory=tmp_path, environment={**environment, "PATH": path})
+        assert_refused(done, "host1: its host key has changed")
+
+
+# Machines that are at work.
+
+
+def test_agents_outlive_the_client_are_listed_and_end_when_asked(
+    network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = network.shared / "alive"
+    fleet = "{ssh: {hosts: [host1, host2]}, workers: 1}"
+    job = write_program(tmp_path / "alive", store, fleet, "import time\ntime.sleep(600)\n")
+    done = packtrain("run", job, "--detach", directory=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    monkeypatch.setenv("PATH", environment["PATH"])
+    run = newest(store)
+    kind = fleet_of(run.job.fleet.kind)
+    assert [(machine.name, machine.state) for machine in kind.list(run)] == [("host1", "running"), ("host2", "running")]
+    shown = network[0].run(["tmux", "capture-pane", "-p", "-t", f"packtrain-{run.name}"]).stdout
+    assert "has joined" in shown
+    kind.end(run)
+    assert {machine.state for machine in kind.list(run)} == {"ended"}
+    kind.end(run)  # again: nothing happens
+    assert left_on(network) == []
+
+
+def test_tied_agents_end_with_the_client(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
+    store = network.shared / "tied"
+    fleet = "{ssh: {hosts: [host1]}, workers: 1}"
+    job = write_program(tmp_path / "tied", store, fleet, "import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "packtrain", "run", str(job), "--foreground"]
+    client = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: (store / "runs/counts-1").exists() and newest(store).generations(), "the first generation")
+    finally:
+        client.kill()
+        client.wait()
+    assert left_on(network) == []
+    assert newest(store).result() is None  # a machine that has to go only leaves the run
+
+
+def test_attach_opens_the_session_that_shows_the_agent(network: Network, directory_store: Store) -> None:
+    run = new_run(directory_store)
+    fleet = SshFleet(Ssh(hosts=("host1", "root@host2:2222")))
+    assert fleet.shell(run, None)[:3] == ("ssh", "-t", "host1")
+    assert fleet.shell(run, "host2-0a1b2c3d")[:5] == ("ssh", "-t", "-p", "2222", "root@host2")
+    session = ["tmux", "new-session", "-d", "-s", f"packtrain-{run.name}", "sleep 600"]
+    assert network[0].run(session).returncode == 0
+    command = fleet.shell(run, None)[-1]
+    pane = [sys.executable, "-c", f"import pty; pty.spawn(['sh', '-c', {command!r}])"]
+    process = network[0].popen(pane, {"TERM": "xterm"}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        clients = ""
+        for _ in range(100):
+            clients = network[0].run(["tmux", "list-clients", "-t", f"packtrain-{run.name}"]).stdout
+            if clients:
+                break
+        assert clients
+    finally:
+        network[0].run(["tmux", "kill-server"])
+        process.kill()
+        process.wait()
+    assert left_on(network) == []

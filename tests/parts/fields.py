@@ -1,0 +1,161 @@
+"""A run whose machines are hosts of their own, with a store in a shared directory or in a bucket on their network."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packtrain.checkpoint import committed
+from packtrain.pack.progress import Plain
+from packtrain.runs import Run
+from packtrain.start import create, load
+from parts.hosts import Host, Network
+from parts.places import make_place, wait_until
+from parts.presence import need
+from parts.s3 import S3Server
+
+_BUCKET_PORT = 5000
+_CACHE = "/root/cache"  # in a host's home, which outlives a power cut
+
+
+@dataclass
+class Field:
+    """Hosts and a run; `agents` are those that were started, by their hosts' names."""
+
+    network: Network
+    run: Run
+    environment: dict[str, str]
+    agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
+    """Every checkpoint that was seen to be committed while the test waited, and its generation."""
+
+    def start(self, host: Host, **extra: str) -> None:
+        command = [sys.executable, "-m", "packtrain", "node", self.run.name, "--store", self.run.store.url]
+        with (self.network.scratch / f"{host.name}-{time.monotonic_ns()}.txt").open("wb") as log:
+            self.agents[host.name] = host.popen(
+                [*command, "--interface", "eth0"],
+                {**self.environment, **extra},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait_for_commit(self, step: int, generation: int = 1) -> None:
+        def reached() -> bool:
+            found = committed(self.run)
+            self.seen |= {one.name: one.generation for one in found}
+            return any(one.step >= step and one.generation >= generation for one in found)
+
+        wait_until(reached, f"a checkpoint of step {step} in generation {generation}", 240)
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        def holds() -> bool:
+            self.seen |= {one.name: one.generation for one in committed(self.run)}
+            return bool(condition())
+
+        wait_until(holds, what, 240)
+
+    def wait_for_result(self) -> str:
+        self.wait_for(self.run.result, "the end of the run")
+        result = self.run.result()
+        assert result is not None
+        return result.status
+
+    def members(self) -> list[str]:
+        """The hosts of the latest generation."""
+        latest = self.run.latest_generation()
+        return [member.node.rpartition("-")[0] for member in latest.members] if latest else []
+
+    def causes(self) -> list[str]:
+        return [generation.cause for generation in self.run.generations()]
+
+    def told(self, kind: str) -> list[str]:
+        return [event.text for event in self.run.events().read() if event.kind == kind]
+
+    def assert_agents_ended_well(self) -> None:
+        for name, agent in self.agents.items():
+            assert agent.wait(60) == 0, name
+
+    def assert_nothing_left(self) -> None:
+        for host in self.network:
+            wait_until(lambda host=host: not host.processes(), f"all processes of {host.name} to end", 60)
+            assert list((host.home / "cache" / "nodes").iterdir()) == [], host.name
+
+
+def make_field(network: Network, store: str, settings: list[str], environment: Mapping[str, str]) -> Field:
+    """A run of the faults' job that nobody works on yet: what its client did is done."""
+    directory = network.scratch / "client"
+    directory.mkdir(exist_ok=True)
+    make_place(directory, store)
+    run = create(load(directory / "job.yaml", settings), Plain(lambda _: None))
+    return Field(network, run, {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", **environment})
+
+
+@contextmanager
+def bucket_on(network: Network) -> Iterator[S3Server]:
+    """A bucket at the hosts' end of the bridge: whoever is cut off from the network is cut off from it."""
+    command = [sys.executable, "-m", "moto.server", "-H", network.gateway, "-p", str(_BUCKET_PORT)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: _answers(network.gateway), "the bucket's server", 60)
+        made = S3Server(f"http://{network.gateway}:{_BUCKET_PORT}", "AKMOTO", "secret-of-moto")
+        made.create_bucket()
+        yield made
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(address: str) -> bool:
+    with suppress(OSError), socket.create_connection((address, _BUCKET_PORT), timeout=1):
+        return True
+    return False
+
+
+def wrong_clock(hours: float, directory: Path) -> dict[str, str]:
+    """Variables that move a process's wall clock and nothing else: libfaketime makes Python's sleep an error."""
+    compiler = shutil.which("cc")
+    need(compiler, "a C compiler is not installed")
+    source, library = directory / "clock.c", directory / "clock.so"
+    source.write_text(_CLOCK.replace("SECONDS", f"{hours * 3600:.0f}"))
+    subprocess.run([str(compiler), "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int status = real(clock, now);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += SECONDS;
+    return status;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec exact;
+    int status = clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return status;
+}
+
+time_t time(time_t *where) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (where) *where = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
