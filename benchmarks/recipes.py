@@ -61,8 +61,8 @@ def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
     duration = load_job(path, [], recipe_defaults).job.train.duration
     amount = max(1, round(duration.value * share))
     settings = [
-        f"train.duration={amount} {duration.unit}", "evaluate.every=null", f"evaluate.beam={BEAM}", "evaluate.samples=0", "data.test=[]",
-        "checkpoint.every=1 h",
+        f"train.duration={amount} {duration.unit}", "evaluate.every=null", f"evaluate.beam={BEAM}",
+        "evaluate.samples=0", "data.test=[]", "checkpoint.every=1 h",
     ]  # fmt: skip
     job = load_job(path, settings, recipe_defaults).job
     store = open_store(str(directory / "store"))

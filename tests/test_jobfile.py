@@ -16,8 +16,8 @@ from packtrain.document import scalar
 from packtrain.errors import Mistake
 from packtrain.inline_secrets import has_secret, names_secret
 from packtrain.job import Job
-from packtrain.learning import Constant, Noam
 from packtrain.jobfile import LoadedJob, load_job, read_document
+from packtrain.learning import Constant, Noam
 from packtrain.units import Duration
 
 VALID = """\
