@@ -70,7 +70,8 @@ class Engine:
         rate = self._rate(now)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         self.exchange.before_step()
         share = self.exchange.share(cost, own_cost) * self.precision.scale.value
         total = torch.zeros((), device=self._world.device)

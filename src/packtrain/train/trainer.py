@@ -230,6 +230,7 @@ class Trainer:
         last = self._is_last(loaded)
         if self._prepared != loaded.at.epoch:
             self._recipe.prepare(loaded.at.epoch, self._engine.model)
+            self._engine.model.train()  # a part that was frozen may be in another mode now
             self._prepared = loaded.at.epoch
         pieces = [self._to_device(arrays) for arrays in loaded.pieces]
         self._clock.mark("data")
