@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from faults.places import Place, make_place
+from parts.places import Place, make_place
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These wait for real machines: on a busy computer, far longer than others."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +26,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = make_place(tmp_path)
+    made = make_place(tmp_path, PACE="0.05")  # slow enough for whatever is to happen before its end
     yield made
     made.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.places import Place, assert_nothing_left, assert_same_as, kill, wait_until
+from parts.places import Place, assert_nothing_left, assert_same_as, kill, wait_until
 
 
 def members(place: Place) -> list[str]:
@@ -20,30 +20,19 @@ def test_a_worker(place: Place, uninterrupted: Place) -> None:
     kill(place.workers_of(members(place)[1]))
     assert place.wait_for_result() == "finished"
     assert causes(place) == ["start", "program"]
+    assert place.run().store.list(place.run().key("stacks/")) == [], "it did not hang"
     assert_same_as(uninterrupted, place)
     assert_nothing_left(place)
 
 
-def test_an_agent_whose_place_another_takes(place: Place, uninterrupted: Place) -> None:
-    place.detach()
-    place.wait_for_commit()
-    node = members(place)[1]
-    agent = place.machine(node)[0]
-    workers = place.workers_of(node)
-    kill([agent])
-    wait_until(lambda: not any(one.is_running() for one in workers), "its workers to die with it", 60)
-    place.add_node()
-    assert place.wait_for_result() == "finished"
-    assert node not in members(place)
-    assert_same_as(uninterrupted, place)
-    assert_nothing_left(place)
-
-
-def test_all_of_the_machine_where_the_others_meet(place: Place, uninterrupted: Place) -> None:
+def test_the_agent_where_the_others_meet_whose_place_another_takes(place: Place, uninterrupted: Place) -> None:
     place.detach()
     place.wait_for_commit()
     first = members(place)[0]
-    kill(place.machine(first))
+    agent = place.machine(first)[0]
+    workers = place.workers_of(first)
+    kill([agent])
+    wait_until(lambda: not any(one.is_running() for one in workers), "its workers to die with it", 60)
     place.add_node()
     assert place.wait_for_result() == "finished"
     assert first not in members(place)
@@ -54,6 +43,7 @@ def test_all_of_the_machine_where_the_others_meet(place: Place, uninterrupted: P
 
 
 def test_a_stop_twice_and_one_right_after_the_start(place: Place, uninterrupted: Place) -> None:
+    place.extra["PACE"] = "0.15"
     place.detach()
     place.wait_for_commit()
     for _ in range(2):
@@ -66,6 +56,7 @@ def test_a_stop_twice_and_one_right_after_the_start(place: Place, uninterrupted:
     assert place.wait_for_result() == "stopped"
     assert_nothing_left(place)
 
+    place.extra["PACE"] = "0"
     assert place.packtrain("resume").returncode == 0
     assert_same_as(uninterrupted, place)
     assert_nothing_left(place)

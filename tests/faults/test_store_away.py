@@ -1,43 +1,77 @@
-"""A store that often fails, and one that is gone for a while."""
+"""A store that often fails and is slow, and one that is gone for a while."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from faults.places import Place, assert_nothing_left, make_place
-from faults.places import history as history_of
-from parts.proxy import REFUSE, SOUND, Proxy
+from packtrain.node.endings import POWER_OFF
+from parts.places import Place, assert_nothing_left, make_place, wait_until
+from parts.places import history as history_of
+from parts.proxy import HANG, REFUSE, SOUND, Proxy
+from parts.s3 import fresh_location
+
+Make = Callable[..., Place]
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, s3_location: str, s3_proxy: Proxy) -> Place:
-    """A place whose store lies behind a proxy that the test tells what to do."""
-    return make_place(tmp_path, s3_location, AWS_ENDPOINT_URL=s3_proxy.url)
+def make(tmp_path: Path, s3_environment: object, s3_proxy: Proxy) -> Iterator[Make]:
+    """Places whose stores lie behind a proxy that the test tells what to do."""
+    places = []
+
+    def make(name: str, **extra: str) -> Place:
+        (tmp_path / name).mkdir()
+        places.append(make_place(tmp_path / name, fresh_location(), AWS_ENDPOINT_URL=s3_proxy.url, **extra))
+        return places[-1]
+
+    yield make
+    for place in places:
+        place.close()
 
 
-def test_every_fifth_request_fails(bucket: Place, s3_proxy: Proxy, uninterrupted: Place) -> None:
+def test_every_fifth_request_fails_and_every_fifth_is_slow(make: Make, s3_proxy: Proxy, uninterrupted: Place) -> None:
     numbers = itertools.count()
-    bucket.detach()
-    s3_proxy.trouble = lambda *_: REFUSE if next(numbers) % 5 == 0 else SOUND
-    assert bucket.wait_for_result() == "finished"
+    place = make("place")
+    place.detach()
+    s3_proxy.hang_seconds = 0.5
+    s3_proxy.trouble = lambda *_: {0: REFUSE, 1: HANG}.get(next(numbers) % 5, SOUND)
+    assert place.wait_for_result() == "finished"
     s3_proxy.trouble = lambda *_: SOUND
-    assert history_of(bucket.run()) == history_of(uninterrupted.run())
-    assert_nothing_left(bucket)
-    bucket.close()
+    assert history_of(place.run()) == history_of(uninterrupted.run())
+    assert_nothing_left(place)
 
 
-def test_it_is_gone_for_longer_than_a_lease_lasts(bucket: Place, s3_proxy: Proxy, uninterrupted: Place) -> None:
-    bucket.detach()
-    bucket.wait_for_commit()
+def test_it_is_gone_for_a_minute(make: Make, s3_proxy: Proxy, uninterrupted: Place, tmp_path: Path) -> None:
+    """Training goes on meanwhile, nobody is taken for dead, and all is caught up afterwards. Only a run whose budget is
+    used up then ends without the store: by itself, and its machines are switched off."""
+    programs, switched_off = tmp_path / "bin", tmp_path / "switched-off"
+    programs.mkdir()
+    assert POWER_OFF == ("systemctl", "poweroff")
+    (programs / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {switched_off}\n')
+    (programs / "systemctl").chmod(0o755)
+    place = make("place", PACE="0.6")
+    place.detach()
+    place.wait_for_commit()
+    short = make("short", PATH=f"{programs}:{place.environment['PATH']}", PACE="0.6")
+    short.detach("--set", f"budget={{hours: {15 / 3600}}}", "--set", "fleet.local.power_off=true")
+    wait_until(lambda: short.run().latest_generation(), "its machines to find together")
+
     s3_proxy.trouble = lambda *_: REFUSE
-    time.sleep(20)
+    gone = time.time()
+    wait_until(lambda: not short.processes(), "the machines without time to end", 60)
+    assert switched_off.read_text() == "poweroff\n" * 2
+    time.sleep(max(0.0, gone + 60 - time.time()))
     s3_proxy.trouble = lambda *_: SOUND
-    assert bucket.wait_for_result() == "finished"
-    assert history_of(bucket.run()) == history_of(uninterrupted.run())
-    assert not any(event.kind == "failed" for event in bucket.run().events().read())
-    assert_nothing_left(bucket)
-    bucket.close()
+    back = time.time()
+
+    assert short.run().result() is None, "it has not reached its goal, and could not tell"
+    assert place.wait_for_result() == "finished"
+    made_meanwhile = [point for point in place.run().points().read() if gone + 5 < point.time < back]
+    assert len(made_meanwhile) > 20
+    assert [generation.cause for generation in place.run().generations()] == ["start"]
+    assert history_of(place.run()) == history_of(uninterrupted.run())
+    assert_nothing_left(place)

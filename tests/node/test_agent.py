@@ -25,6 +25,7 @@ from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISH
 from packtrain.node import agent as agent_module
 from packtrain.node.agent import Agent
 from packtrain.node.causes import FAILURE
+from packtrain.node.program import ProgramCheckpoints
 from packtrain.runs import Run
 from packtrain.store import Store, StoreError, open_store
 from parts.agents import StandIn, look_through
@@ -313,6 +314,18 @@ def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_sta
     assert result is not None
     assert result.status == "finished"
     assert len(run.generations()) == 1
+
+
+def test_the_programs_directory_is_brought_back_once_and_then_left_alone(
+    directory_store: Store, stepped: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored = []
+    original = ProgramCheckpoints.restore
+    monkeypatch.setattr(ProgramCheckpoints, "restore", lambda self: (restored.append(1), original(self))[0])
+    one = stepped(new_run(directory_store, program_job()))
+    one.look(4)
+    assert one.agent._is_working()
+    assert len(restored) == 1
 
 
 def test_a_commit_that_comes_too_late_does_not_end_the_agent(

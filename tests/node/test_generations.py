@@ -34,9 +34,20 @@ def test_a_node_that_was_seen_to_renew_is_alive() -> None:
 
 
 def test_a_node_that_does_not_renew_for_long_is_lost() -> None:
-    watch = watched((0.0, [a_node("a", 5)]), (2.0, [a_node("a", 6)]), (13.0, [a_node("a", 6)]))
+    still = [(now, [a_node("a", 6)]) for now in (2.0, 5.0, 8.0, 11.0, 13.0)]
+    watch = watched((0.0, [a_node("a", 5)]), *still)
     assert watch.lost("a", 2.0 + LOST)
     assert not watch.alive("a", 2.0 + LOST)
+
+
+def test_time_in_which_the_reader_could_not_look_does_not_count() -> None:
+    """A store that was away is no sign that others are dead, nor that they live."""
+    watch = watched((0.0, [a_node("a", 5)]), (2.0, [a_node("a", 6)]), (62.0, [a_node("a", 6)]))
+    assert not watch.lost("a", 62.0)
+    assert not watch.alive("a", 62.0)
+    assert watch.lost("a", 62.0 + LOST)
+    watch.observe([a_node("a", 7)], 64.0)
+    assert watch.alive("a", 64.0)
 
 
 def test_a_lease_that_never_moved_is_lost_after_the_same_time() -> None:
@@ -61,7 +72,7 @@ def test_a_lost_node_that_renews_again_is_alive_again() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 3), st.booleans()), max_size=12), st.floats(0, 20))
+@given(st.lists(st.tuples(st.floats(0, 3.9), st.integers(0, 3), st.booleans()), max_size=12), st.floats(0, 20))
 def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, bool]], after: float) -> None:
     """Whatever the counter does, what matters is how long ago this reader saw it change."""
     watch, now, changed, before, renewed = LeaseWatch(LOST), 0.0, None, None, False

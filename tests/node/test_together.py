@@ -348,6 +348,32 @@ def test_a_split_never_commits_twice(seed: int, make: Make, directory_store: Sto
     assert generations == sorted(generations)
 
 
+def test_a_commit_that_arrives_after_the_next_generation_has_begun_is_taken_back(
+    make: Make, directory_store: Store, tmp_path: Path
+) -> None:
+    """Its manifest was on its way when the network was cut, and nobody waited for it."""
+    company = make("1..2", 0)
+    slow = FaultyStore(directory_store)
+    company.add(slow)
+    company.add()
+    company.wait(10)
+    (tmp_path / "file").write_bytes(b"x")
+    first, files = company.agents[0], {"f": tmp_path / "file"}
+    commit(first._run, 20, 1, None, files)
+
+    def go_on_without_it(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("manifest.json"):
+            slow.fault = lambda *_: None
+            company.kill(first)
+            company.wait(LOST)
+
+    slow.fault = go_on_without_it  # type: ignore[assignment]
+    with pytest.raises(Superseded, match="taken back"):
+        commit(first._run, 40, 1, None, files)
+    assert company.members() == [1]
+    assert [one.step for one in committed(company.run)] == [20]
+
+
 def test_a_result_ends_everybody(make: Make) -> None:
     company = make("1..3", 3)
     company.wait(10)

@@ -218,7 +218,10 @@ class Agent:
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._attempt.kill()
+            attempt = self._attempt
+            attempt.kill()
+            if attempt.stacks():  # of workers that hung, and whose generation another machine ended
+                Task(lambda: attempt.keep_stacks(self._run, self._tell), "stacks")
             self._lease.sampler.watch_workers_of(None)
             self._attempt, self._ended_at = None, self._clock()
             self._lease.offer_port(free_port())

@@ -86,8 +86,8 @@ class Attempt:
         return ended
 
     def stacks(self) -> list[Path]:
-        """What workers that hung left behind: where each of their threads was."""
-        return sorted(self.directories.control.glob("stacks-*.txt"))
+        """What workers that hung left behind: where each of their threads was. One that was killed leaves it empty."""
+        return sorted(path for path in self.directories.control.glob("stacks-*.txt") if path.stat().st_size)
 
     def keep_stacks(self, run: Run, tell: Callable[[str, str], None]) -> None:
         for path in self.stacks():

@@ -1,0 +1,196 @@
+"""How soon a death is seen, how soon the run steps again, how many steps are lost: what docs/reliability.md promises.
+
+    sudo python benchmarks/faults.py [--json] [--rounds 3] [--only worker agent notice host]
+
+The tests' small job on two machines, a save every 20 steps. `worker`: SIGKILL of one, with agents on this machine.
+`agent`: SIGKILL of one, and another takes its place. `notice`: SIGTERM to a machine of 1..2. `host`: the one where the
+workers meet loses its power; the machines are network namespaces (tests/parts/hosts.py), of which one may go on alone;
+needs root. Seen: when a machine says so. Steps are lost when they have to be made again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import psutil
+
+import bench
+from packtrain.runs import Run
+from parts.fields import make_field
+from parts.hosts import hosts, missing
+from parts.places import Place, kill, make_place
+
+PATIENCE_SECONDS = 300.0
+SAVE_EVERY = 20
+WARM_STEPS = SAVE_EVERY + 10  # past a commit, and on the way to the next
+PACE = "0.05"
+ENDLESS = "train.duration=100000 steps"
+ELASTIC = "fleet={local: {machines: 1..2}, workers: 1, failures: 1000}"
+FIXED = "fleet={local: {machines: 2}, workers: 1, failures: 1000}"
+PROMISES = {
+    "worker": "2 s, 15 s",
+    "agent": "15 s, -",
+    "notice": "-, 15 s, none lost",
+    "host": "30 s, 60 s",
+}
+Measured = tuple[float | None, float, int]
+
+
+class Trial:
+    """A run that is under way, and what it wrote down since."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._points, self._events = run.points(), run.events()
+        self._steps: dict[int, dict[int, float]] = {}  # by generation: steps and their times
+        self._told: list[tuple[str, float]] = []
+
+    def look(self) -> None:
+        for point in self._points.read():
+            if point.kind == "train":
+                self._steps.setdefault(point.generation, {})[point.step] = point.time
+        self._told += [(event.kind, event.time) for event in self._events.read()]
+
+    def wait(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {what} within {PATIENCE_SECONDS:.0f} s")
+            time.sleep(0.1)
+            self.look()
+
+    def warm_up(self) -> int:
+        """Until the latest generation has made some steps; its number."""
+
+        def is_warm() -> bool:
+            return bool(self._steps) and len(self._steps[max(self._steps)]) >= WARM_STEPS
+
+        self.wait("steps", is_warm)
+        return max(self._steps)
+
+    def after(self, harm: Callable[[], None], sign: str | None) -> Measured:
+        """Does the harm; seconds until it was seen and until the next step, and the steps that were lost."""
+        generation = self.warm_up()
+        time.sleep(random.uniform(0, SAVE_EVERY * float(PACE)))  # noqa: S311 - anywhere between two saves
+        at = time.time()
+        harm()
+
+        def seen() -> list[float]:
+            return [when for kind, when in self._told if kind == sign and when >= at]
+
+        self.wait("steps after it", lambda: max(self._steps) > generation and (sign is None or bool(seen())))
+        self.look()
+        number, when = min(self._steps[max(self._steps)].items())
+        before = max(self._steps[generation])  # that were written down
+        return (min(seen()) - at if sign else None), when - at, before - number + 1
+
+
+@contextmanager
+def here(fleet: str) -> Iterator[tuple[Place, Trial]]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        place = make_place(Path(directory), PACE=PACE)
+        try:
+            place.detach("--set", ENDLESS, "--set", fleet)
+            yield place, Trial(place.run())
+        finally:
+            place.close()
+
+
+def members(run: Run) -> list[str]:
+    latest = run.latest_generation()
+    return [member.node for member in latest.members] if latest else []
+
+
+def of_worker(rounds: int) -> list[Measured]:
+    with here(FIXED) as (place, trial):
+        return [trial.after(lambda: kill(place.workers_of(members(trial.run)[1])), "failure") for _ in range(rounds)]
+
+
+def of_agent(rounds: int) -> list[Measured]:
+    def harm(place: Place, trial: Trial) -> None:
+        kill(place.machine(members(trial.run)[1])[:1])
+
+    found = []
+    for _ in range(rounds):  # each with machines of its own: nobody is left to take the place again
+        with here(ELASTIC) as (place, trial):
+            found.append(trial.after(lambda place=place, trial=trial: harm(place, trial), "lost"))  # type: ignore[misc]
+    return found
+
+
+def of_notice(rounds: int) -> list[Measured]:
+    found = []
+    for _ in range(rounds):
+        with here(ELASTIC) as (place, trial):
+
+            def harm(place: Place = place, trial: Trial = trial) -> None:
+                agent: psutil.Process = place.machine(members(trial.run)[1])[0]
+                agent.terminate()
+
+            found.append(trial.after(harm, None))
+    return found
+
+
+def of_host(rounds: int) -> list[Measured]:
+    found = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, hosts(Path(scratch), 2) as network:
+            field = make_field(network, str(network.shared / "store"), [ENDLESS, ELASTIC], {"PACE": PACE})
+            for host in network:
+                field.start(host)
+            found.append(Trial(field.run).after(network[0].kill, "lost"))
+    return found
+
+
+KINDS: dict[str, tuple[str, Callable[[int], list[Measured]]]] = {
+    "worker": ("SIGKILL of a worker, here", of_worker),
+    "agent": ("SIGKILL of an agent, here", of_agent),
+    "notice": ("a notice, here", of_notice),
+    "host": ("the first host without power", of_host),
+}
+
+
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=3)
+    arguments.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    options = arguments.parse_args()
+    absent = missing() if "host" in options.only else None
+    rows: list[dict[str, object]] = []
+    for kind in options.only:
+        title, measure = KINDS[kind]
+        if kind == "host" and absent is not None:
+            continue
+        found = measure(options.rounds)
+        seen = [one for one, _, _ in found if one is not None]
+        rows.append(
+            {
+                "fault": title,
+                "seen s": bench.median(seen) if seen else "-",
+                "most": max(seen) if seen else "-",
+                "stepping again s": bench.median([again for _, again, _ in found]),
+                "most ": max(again for _, again, _ in found),
+                "steps lost, most": max(lost for _, _, lost in found),
+                "promised": PROMISES[kind],
+            }
+        )
+    load = os.getloadavg()[0]
+    notes = [
+        f"medians and the most of {options.rounds}; a save every {SAVE_EVERY} steps of about {PACE} s and more",
+        "steps lost are those that were written down; a host without power takes those of its last second along",
+        f"{os.cpu_count()} cores; the load at the end was {load:.1f}",
+        *([f"no hosts: {absent}"] if absent else []),
+    ]
+    bench.show("After a fault", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

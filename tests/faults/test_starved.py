@@ -1,0 +1,81 @@
+"""A worker that hangs, a full disk, a client that is gone; each compared with a run that nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packtrain.runs import Event
+from parts.places import Place, assert_nothing_left, assert_same_as, make_place, wait_until
+from parts.presence import need
+
+
+def told(place: Place, kind: str) -> list[Event]:
+    return [event for event in place.run().events().read() if event.kind == kind]
+
+
+def test_a_worker_that_hangs_after_the_client_is_gone(tmp_path: Path, uninterrupted: Place) -> None:
+    place = make_place(tmp_path, HANG="30")
+    command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
+    client = subprocess.Popen(command, cwd=tmp_path, env=place.environment, stdout=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "store" / "runs").exists() and place.run().nodes(), "the first machine")
+    client.kill()
+    client.wait()
+    assert place.wait_for_result() == "finished"
+    run = place.run()
+    assert {generation.cause for generation in run.generations()} == {"start", "hang"}
+    stacks = [entry.key for entry in run.store.list(run.key("stacks/"))]
+    assert run.key("stacks/000001-1.txt") in stacks
+    assert "in hang" in run.store.get(run.key("stacks/000001-1.txt")).decode(), "the line that it hung in"
+    assert any("stacks/000001-1.txt" in event.text for event in told(place, "stacks"))
+    assert_same_as(uninterrupted, place)
+    assert_nothing_left(place)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The machine's own disk: caches, logs and what is on its way to the store."""
+    disk = tmp_path / "cache"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    need(done.returncode == 0, f"no small disk can be mounted: {done.stderr.strip()}")
+    (disk / "tmp").mkdir()
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    os.write(file.fileno(), b"x" * size)
+            except OSError:
+                continue
+    return filler
+
+
+def test_a_full_disk(tmp_path: Path, small_disk: Path, uninterrupted: Place) -> None:
+    """Training goes on and says what it cannot save; the last good checkpoint stays, until there is room again."""
+    place = make_place(tmp_path, TMPDIR=str(small_disk / "tmp"), PACE="0.15")
+    place.detach()
+    place.wait_for_commit()
+    kept = place.committed_step()
+    filler = fill(small_disk)
+    wait_until(lambda: len(told(place, "warning")) >= 2, "two saves to fail")
+    assert all("No space left on device" in event.text for event in told(place, "warning"))
+    assert kept <= place.committed_step() <= kept + 20, "one save may have been on its way"
+    filler.unlink()
+    assert place.wait_for_result() == "finished"
+    assert [generation.cause for generation in place.run().generations()] == ["start"], "nothing had to start again"
+    assert_same_as(uninterrupted, place)
+    assert_nothing_left(place)
+    place.close()
