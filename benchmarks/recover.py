@@ -27,12 +27,10 @@ import psutil
 import bench
 from packtrain.api import RunHandle
 from packtrain.api import run as start_run
-from packtrain.control import RUN_VARIABLE
+from packtrain.control import RUN_VARIABLE, end_with_parent
 from packtrain.runs import Run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
-SAVE_EVERY = 20
-WARM_STEPS = 2 * SAVE_EVERY + 5
 PATIENCE_SECONDS = 300.0
 
 
@@ -74,10 +72,10 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, save_every: int) -> None:
         os.environ["PACKTRAIN_CACHE"] = str(directory / "cache")
         settings = [
-            "train.duration=100000 steps", f"checkpoint.every={SAVE_EVERY} steps", "evaluate.every=100000 steps",
+            "train.duration=100000 steps", f"checkpoint.every={save_every} steps", "evaluate.every=100000 steps",
             "fleet.workers=2", "fleet.failures=1000", f"store={directory / 'store'}",
         ]  # fmt: skip
         self._handle: RunHandle = start_run(EXAMPLE, settings)
@@ -105,18 +103,19 @@ class Ours(Contender):
 class ByHand(Contender):
     """torchrun restarts a script that saves with torch.save."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, save_every: int) -> None:
         self._log = directory / "steps.jsonl"
         self._log.touch()
         self._mark = str(directory)
         self._process = subprocess.Popen(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                "--max-restarts", "1000", str(Path(__file__).parent / "by_hand.py"), str(directory), str(SAVE_EVERY),
+                "--max-restarts", "1000", str(Path(__file__).parent / "by_hand.py"), str(directory), str(save_every),
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1", "BY_HAND": self._mark},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # noqa: PLW1509 - prctl alone
         )  # fmt: skip
 
     def steps(self) -> list[Step]:
@@ -153,12 +152,12 @@ def kept(steps: list[Step]) -> int:
     return max(step.number for step in steps if step.attempt == steps[-1].attempt)
 
 
-def kills(contender: Contender, rounds: int) -> list[tuple[float, int]]:
+def kills(contender: Contender, rounds: int, warm_steps: int) -> list[tuple[float, int]]:
     """After each kill: seconds to the next step that was made, and how many had to be made again."""
     found = []
     attempt = 0
     for _ in range(rounds):
-        made = contender.wait_for(WARM_STEPS, attempt)
+        made = contender.wait_for(warm_steps, attempt)
         attempt = made[-1].attempt
         at = contender.kill_one()
         first = contender.wait_for(1, attempt)[0]
@@ -185,13 +184,14 @@ def main() -> None:
     arguments.set_defaults(rounds=3)
     arguments.add_argument("--seconds", type=float, default=120.0)
     arguments.add_argument("--every", type=float, default=30.0)
+    arguments.add_argument("--save-every", type=int, default=20, help="steps")
     options = arguments.parse_args()
     rows = []
     for name, kind in (("packtrain", Ours), ("torchrun and torch.save", ByHand)):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-            contender = kind(Path(directory))
+            contender = kind(Path(directory), options.save_every)
             try:
-                found = kills(contender, options.rounds)
+                found = kills(contender, options.rounds, 2 * options.save_every + 5)
                 goodput = under_fire(contender, options.seconds, options.every)
             finally:
                 contender.end()
@@ -204,7 +204,7 @@ def main() -> None:
             }
         )
     notes = [
-        f"medians of {options.rounds} kills; saves every {SAVE_EVERY} steps, 2 workers on this machine;"
+        f"medians of {options.rounds} kills; saves every {options.save_every} steps, 2 workers on this machine;"
         f" under fire: a kill every {options.every:.0f} s for {options.seconds:.0f} s"
     ]
     bench.show("After a worker's death", rows, notes, options.json)

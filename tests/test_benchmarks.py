@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["scale.py", "--nodes", "2", "4"],
         ["translate.py", "--seconds", "2", "--sentences", "20"],
         ["checkpoint.py", "--megabytes", "20", "--steps", "25"],
-        ["recover.py", "--seconds", "5", "--every", "5"],
+        ["recover.py", "--seconds", "5", "--every", "5", "--save-every", "3"],
         ["exchange.py", "--steps", "2", "--quality-steps", "4", "--only", "ddp"],
         ["faults.py", "--only", "worker"],
         ["recipes.py", "translate", "--share", "0.005"],
@@ -34,7 +34,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def test_a_benchmark_prints_one_json_object(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / arguments[0]), "--json", "--rounds", "1", *arguments[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACKTRAIN_CACHE": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["rows"]
