@@ -17,7 +17,7 @@ from packtrain.errors import Mistake
 from packtrain.inline_secrets import has_secret, names_secret
 from packtrain.job import Job
 from packtrain.jobfile import LoadedJob, load_job, read_document
-from packtrain.learning import Constant, Noam
+from packtrain.learning import SCHEDULES, Constant, Noam
 from packtrain.units import Duration
 
 VALID = """\
@@ -331,7 +331,8 @@ def test_the_last_of_two_overrides_holds(directory: Path) -> None:
         ("train.schedule={noam: {warmup: 1 steps}}",
          "--set train.schedule.noam: exactly one of scale and peak is needed"),
         ("program=[a.py]", "--set program: a job has a recipe or a program, not both"),
-        ("train.schedule.constant.rate=1", "a.yaml:12: train.schedule: must name one kind, not 2; known: constant, noam"),
+        ("train.schedule.constant.rate=1",
+         f"a.yaml:12: train.schedule: must name one kind, not 2; known: {', '.join(sorted(SCHEDULES))}"),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_refused_by_its_name(directory: Path, override: str, line: str) -> None:

@@ -28,6 +28,9 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test with a cache and a working directory of its own, and none with another's modules."""
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, module in list(sys.modules.items()):  # of a job that another test has loaded
+        if own._searched is not None and own._lies_in(module, own._searched):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(own, "_searched", None)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -140,12 +140,11 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
 def check(engine: Engine, directory: Path, expected: Description) -> None:
     """Refuses a fetched checkpoint that cannot be put into the engine; of the tensors only the names are read."""
     _expected_description(directory, expected)
-    needed = {MODEL_FILE, OPTIMIZER_FILE} | (set() if engine.average is None else {AVERAGE_FILE})
-    shapes = {
-        name: _shapes(directory / name) for name in needed | {path.name for path in directory.glob("*.safetensors")}
-    }
+    weights = [MODEL_FILE] if engine.average is None else [MODEL_FILE, AVERAGE_FILE]
+    there = {path.name for path in directory.glob("*.safetensors")}
+    shapes = {name: _shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
     own = _shapes_of(engine.model.state_dict())
-    for name in needed - {OPTIMIZER_FILE}:
+    for name in weights:
         _refuse_unfit(name, own, shapes[name])
 
 
