@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,8 +25,9 @@ from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
 from packtrain.recipes.caption.shape import shape_of
 from packtrain.recipes.copies import Copies
+from packtrain.recipes.pictured import Pictured
 from packtrain.recipes.pictures import read_picture
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
 from packtrain.runs import Sample
 
 if TYPE_CHECKING:
@@ -41,17 +41,15 @@ _SHOWN_SAMPLES = 5
 _LAST_EPOCH = 1 << 40
 
 
-class Caption(Recipe):
+class Caption(Pictured[CaptionedBatches]):
     """Batches are counted in samples, because which of its captions a picture has changes from epoch to epoch.
 
     A sample's loss is the sum over its tokens, divided by the mean length of all captions: a constant, so that the
     batch's mean is that of the tokens but for chance, and does not depend on how the batch is divided.
     """
 
-    unit = "samples"
     sources = frozenset({"coco", "vizwiz", "folder"})
     kind = "captions"
-    inputs = "images"
     measure_of_best = "cider"
     files = ("weights",)
     decoding = Decoding(beam=5)
@@ -76,6 +74,10 @@ class Caption(Recipe):
         self._shape = shape_of(job.model)
         self._copies = Copies(pack, job.data.sizes, CaptionedBatches)
 
+    @property
+    def copies(self) -> Copies[CaptionedBatches]:
+        return self._copies
+
     @classmethod
     def check(cls, job: Job) -> None:
         shape = shape_of(job.model)
@@ -86,23 +88,6 @@ class Caption(Recipe):
             )
 
     # The data.
-
-    def count(self, split: str) -> int:
-        splits = self.pack.manifest.splits
-        return splits[split].samples if split in splits else 0
-
-    @property
-    def costs(self) -> NDArray[np.int64]:
-        return np.ones(self.count("train"), np.int64)
-
-    @property
-    def likeness(self) -> NDArray[np.int64]:
-        """All alike: captions that have ended take no time, so there is no padding to save."""
-        return np.zeros(self.count("train"), np.int64)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return self.costs
 
     @property
     def width(self) -> int:
@@ -131,9 +116,6 @@ class Caption(Recipe):
         now = train.in_epoch(epoch)
         pixels = self._copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale)
         return {"pixels": pixels, "tokens": _padded([self._drawn(sample, epoch) for sample in ids.tolist()])}
-
-    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
-        return self._copies.fetching(ids, self.job.train.in_epoch(epoch).size)
 
     # Learning.
 

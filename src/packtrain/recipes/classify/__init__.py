@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,8 +18,9 @@ from packtrain.learning import EpochSettings
 from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
 from packtrain.recipes.copies import Copies
+from packtrain.recipes.pictured import Pictured
 from packtrain.recipes.pictures import middle_of, read_picture
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
 from packtrain.runs import Sample
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ _SHOWN_PROBABILITY = 0.01
 _LAST_EPOCH = 1 << 40  # beyond all phases
 
 
-class Classify(Recipe):
-    unit = "samples"
+class Classify(Pictured[ImageBatches]):
     sources = frozenset({"imagenet", "folder"})
     kind = "labels"
-    inputs = "images"
     measure_of_best = "top1"
     files = ("weights", "words")
     defaults: ClassVar[Mapping[str, object]] = {
@@ -57,6 +55,10 @@ class Classify(Recipe):
         super().__init__(job, pack)
         self._copies = Copies(pack, job.data.sizes, ImageBatches)
 
+    @property
+    def copies(self) -> Copies[ImageBatches]:
+        return self._copies
+
     @classmethod
     def check(cls, job: Job) -> None:
         classifier_of(job.model)
@@ -64,24 +66,8 @@ class Classify(Recipe):
     # The data.
 
     @property
-    def costs(self) -> NDArray[np.int64]:
-        return np.ones(self.count("train"), np.int64)
-
-    @property
-    def likeness(self) -> NDArray[np.int64]:
-        return np.zeros(self.count("train"), np.int64)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return self.costs
-
-    @property
     def width(self) -> int:
         return classifier_of(self.job.model).shape.features
-
-    def count(self, split: str) -> int:
-        splits = self.pack.manifest.splits
-        return splits[split].samples if split in splits else 0
 
     def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
         settings = self.job.train.in_epoch(epoch)
@@ -92,9 +78,6 @@ class Classify(Recipe):
     def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
         places = map(self._copies.reader(split, size).at, ids.tolist())
         return np.fromiter((shard.plain["label"][row] for shard, row in places), np.int64, len(ids))
-
-    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
-        return self._copies.fetching(ids, self.job.train.in_epoch(epoch).size)
 
     # The model.
 
