@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.runs import Event
+from packtrain.runs import Event, run_names
+from packtrain.store import open_store
 from parts.places import Place, assert_nothing_left, assert_same_as, make_place, wait_until
 from parts.presence import need
 
@@ -23,7 +24,8 @@ def test_a_worker_that_hangs_after_the_client_is_gone(tmp_path: Path, uninterrup
     place = make_place(tmp_path, HANG="30")
     command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
     client = subprocess.Popen(command, cwd=tmp_path, env=place.environment, stdout=subprocess.DEVNULL)
-    wait_until(lambda: (tmp_path / "store" / "runs").exists() and place.run().nodes(), "the first machine")
+    wait_until(lambda: run_names(open_store(place.store)), "the run")
+    wait_until(lambda: place.run().nodes(), "the first machine")
     client.kill()
     client.wait()
     assert place.wait_for_result() == "finished"
