@@ -2,13 +2,15 @@
 
     python benchmarks/checkpoint.py [--json] [--rounds 5] [--megabytes 300] [--steps 100]
 
-The stall is compared with torch.save of the same state (weights and Adam's moments) into a file on the same disk, in
-turns. The throughput is that of the example's Trainer with a save every 20 steps, against one that saves at its end
-only, in the time on the wall and in CPU time of all threads.
+The stall is what a step waits for: the beginning of the copy, and its end before the weights change, with a forward
+and a backward pass between. It is compared with torch.save of the same state (weights and Adam's moments) into a file
+on the same disk, in turns. The throughput is that of the example's Trainer with a save every 20 steps, against one
+that saves at its end only, in the time on the wall and in CPU time of all threads.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -32,15 +34,24 @@ from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.runs import create_run
 from packtrain.store import Store, open_store
+from packtrain.train.copier import Copier
 from packtrain.train.exchange import Alone
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.state import Buffers, Description, Progress, Snapshot
+from packtrain.train.state import Description, Progress, Snapshot
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import EXAMPLE, Timer, TimingClock
 
 SAVE_EVERY = 20
-WIDTH = 1024
+SYNC, PLAIN, BEGIN, BESIDE, WAIT, COMMIT = SPENT = (
+    "torch.save",
+    "the gradients of a batch",
+    "begin a copy",
+    "the gradients of a batch beside the copy",
+    "wait for the copy",
+    "write and commit, beside later steps",
+)
+WIDTH, WORDS = 1024, 256
 
 
 def model_of(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -48,35 +59,51 @@ def model_of(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    model(torch.randn(2, WIDTH)).sum().backward()
+    compute(model)
     optimizer.step()
     return model, optimizer
 
 
+def compute(model: nn.Module) -> None:
+    """The gradients of a batch."""
+    model.zero_grad()
+    model(torch.ones(WORDS, WIDTH)).sum().backward()
+
+
 def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
     model, optimizer = model_of(megabytes)
-    exchange, buffers = Alone(model, World()), Buffers()
-    seconds: dict[str, list[float]] = {"torch.save": [], "copy, the step waits": [], "write and commit, beside it": []}
+    exchange, copier = Alone(model, World()), Copier()
+    seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
     run = create_run(open_store(str(directory / "store")), job, archive({}), None)
     for number in range(rounds + 1):
-        started = time.perf_counter()
+        times = [time.perf_counter()]
+
+        def tick(times: list[float] = times) -> None:
+            times.append(time.perf_counter())
+
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "peer.pt")
-        saved = time.perf_counter()
+        tick()
+        compute(model)
+        tick()
         files = {
             "model.safetensors": exchange.whole(model.state_dict()),
             "optimizer.safetensors": exchange.whole(optimizer_tensors(optimizer, model)),
         }
-        snapshot = Snapshot(Description("", "", {}, {}, Progress(number)), buffers.copy(files))
-        copied = time.perf_counter()
+        copies = copier.begin(files)
+        tick()
+        compute(model)
+        tick()
+        copies.wait()
+        tick()
         place = directory / f"save-{number}"
         place.mkdir()
-        commit(run, number, 1, None, snapshot.write(place))
-        buffers.give_back(snapshot.tensors)
-        done = time.perf_counter()
+        commit(run, number, 1, None, Snapshot(Description("", "", {}, {}, Progress(number)), copies).write(place))
+        copier.give_back(copies)
+        tick()
         if number:  # the first save of a run makes its memory; all others find it
-            for name, spent in zip(seconds, (saved - started, copied - saved, done - copied), strict=True):
-                seconds[name].append(spent)
+            for name, (before, after) in zip(SPENT, itertools.pairwise(times), strict=True):
+                seconds[name].append(after - before)
     return seconds
 
 
@@ -118,9 +145,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         found = stalls(options.megabytes, options.rounds, Path(name))
         speeds = saving(options.rounds, options.steps, Path(name))
-    sync, copy, _ = found.values()
+    copy = [begin + wait for begin, wait in zip(found[BEGIN], found[WAIT], strict=True)]
+    whole = bench.median(copy) + bench.median(found[BESIDE]) - bench.median(found[PLAIN])
     rows = [{"what": name, "seconds": bench.median(values)} for name, values in found.items()]
-    ratios = [one / other for one, other in zip(copy, sync, strict=True)]
+    ratios = [one / other for one, other in zip(copy, found[SYNC], strict=True)]
     costs = [
         [often[clock] / rare[clock] - 1 for often, rare in zip(speeds["often"], speeds["rare"], strict=True)]
         for clock in (0, 1)
@@ -128,6 +156,7 @@ def main() -> None:
     notes = [
         f"the step waits {bench.median(ratios):.1%} of a torch.save of the same {options.megabytes:.0f} MB"
         f" ({min(ratios):.1%} to {max(ratios):.1%}, {options.rounds} rounds)",
+        f"with what the copy slows the batch beside it: {whole / bench.median(found[SYNC]):.1%}",
         *(
             f"a save every {SAVE_EVERY} steps costs {bench.median(cost):+.1%} of {clock}"
             f" ({min(cost):+.1%} to {max(cost):+.1%})"

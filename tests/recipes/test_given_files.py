@@ -7,16 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from pack.pictures import photo, saved
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.export.predict import load_predictor
 from packtrain.pack.progress import Plain
 from packtrain.recipes import Recipe, recipe_of
 from packtrain.recipes.classify.shape import SIZES
 from packtrain.recipes.resnet import ResNet
 from packtrain.runs import Run
 from packtrain.start import create, load
+from packtrain.train.engine import Engine
+from packtrain.train.world import World
+from parts.models import commit_model
 
 JOB = """
 name: photos
@@ -53,6 +58,13 @@ def recipe_on(run: Run, cache: Path) -> Recipe:
     return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache))
 
 
+def begun(recipe: Recipe) -> nn.Module:
+    """The model as a run begins with it."""
+    engine = Engine(recipe, recipe.job.train, World())
+    engine.begin()
+    return engine.model
+
+
 def test_a_run_has_its_files_when_the_originals_are_gone(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = ResNet(SIZES["tiny"], 2).state_dict()
@@ -61,7 +73,7 @@ def test_a_run_has_its_files_when_the_originals_are_gone(folder: Path, tmp_path:
         (folder / name).unlink()
     assert str(run.job.model.options["weights"]).startswith("store:files/")
     recipe = recipe_on(run, tmp_path / "worker")
-    model = recipe.build_model()
+    model = begun(recipe)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     path = str(folder / "photos" / "a" / "0.jpg")
     [found] = recipe.predict(model.eval(), [path], recipe.decoding)
@@ -91,13 +103,21 @@ def test_a_file_that_the_store_has_lost_or_changed_is_told(folder: Path, tmp_pat
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     run.store.put(key, b"something else")
     with pytest.raises(PacktrainError, match=rf"^{key} in .* does not have the hash it should; start its job anew$"):
-        recipe_on(run, tmp_path / "one").build_model()
+        begun(recipe_on(run, tmp_path / "one"))
     run.store.delete(key)
     with pytest.raises(NotFound, match=rf"^there is no {key} in .*, which the run was given$"):
-        recipe_on(run, tmp_path / "two").build_model()
+        begun(recipe_on(run, tmp_path / "two"))
+
+
+def test_a_model_that_a_checkpoint_fills_needs_no_first_weights(folder: Path, tmp_path: Path) -> None:
+    run = created(folder)
+    key = str(run.job.model.options["weights"]).removeprefix("store:")
+    commit_model(run, tmp_path, step=3)
+    run.store.delete(key)
+    assert load_predictor(run, best=False).step == 3
 
 
 def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:
     run = create(load(folder / "job.yaml", ["model.width=16"]), Plain(lambda _: None))
     with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, where this model has 16 x"):
-        recipe_on(run, tmp_path / "worker").build_model()
+        begun(recipe_on(run, tmp_path / "worker"))

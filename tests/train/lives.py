@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
+from tiny import SAMPLES, WIDTH, Tiny, tiny_engine, tiny_job
 from torch import Tensor, nn
 
 from packtrain.checkpoint import committed
@@ -57,6 +57,13 @@ class Interrupted(Tiny):
         return super().loss(model, batch)
 
 
+class Given(Plain):
+    """Does not begin at random."""
+
+    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+        return {"out.weight": torch.arange(4.0)[None], "mean": torch.ones(WIDTH)}
+
+
 class Poisoned(Plain):
     """One of its samples is not a number."""
 
@@ -91,6 +98,19 @@ class Lame(Tiny):
         return super().loss(model, batch)
 
 
+class Starved(Plain):
+    """Its last rank waits for one of its batches, for longer than a step may take."""
+
+    seconds = 6.0
+    batches = 0
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        self.batches += 1
+        if self.batches == 8 and os.environ["RANK"] != "0":
+            time.sleep(self.seconds)
+        return super().batch(ids, epoch)
+
+
 class Called(Tiny):
     """Its last rank is told to go in the middle of an evaluation."""
 
@@ -102,7 +122,7 @@ class Called(Tiny):
 
 RECIPES: dict[str, Callable[[Job], Tiny]] = {
     "tiny": Tiny, "plain": Plain, "poisoned": Poisoned, "slow": Slow, "lame": Lame,
-    "called": Called,
+    "called": Called, "given": Given, "starved": Starved,
 }  # fmt: skip
 
 

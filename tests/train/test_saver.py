@@ -12,14 +12,15 @@ from packtrain.checkpoint import committed
 from packtrain.job import Checkpoint as Settings
 from packtrain.runs import Point, Run
 from packtrain.store import Store
+from packtrain.train.copier import Copier
 from packtrain.train.saver import Saver
-from packtrain.train.state import Buffers, Description, Progress, Snapshot
+from packtrain.train.state import Description, Progress, Snapshot
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run
 
 
 def a_snapshot(step: int) -> Snapshot:
-    return Snapshot(Description("translate", "pack-1", {}, {}, Progress(step)), {})
+    return Snapshot(Description("translate", "pack-1", {}, {}, Progress(step)), Copier().begin({}))
 
 
 class Saving:
@@ -30,8 +31,8 @@ class Saving:
         self.gate, self.at_gate = threading.Event(), threading.Event()
         self.gate.set()
         kept = Settings.model_validate({"keep_last": 10, **settings})
-        self.buffers = Buffers()
-        self.saver = Saver(run, 1, kept, self.buffers, self._before, self._tell)
+        self.copier = Copier()
+        self.saver = Saver(run, 1, kept, self.copier, self._before, self._tell)
 
     def _before(self) -> None:
         self.at_gate.set()
@@ -117,7 +118,7 @@ def test_what_belongs_to_the_steps_is_put_before_they_are_committed(directory_st
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     points = run.point_writer("rank-0")
-    saver = Saver(run, 1, Settings(), Buffers(), points.flush, lambda _kind, _text: None)
+    saver = Saver(run, 1, Settings(), Copier(), points.flush, lambda _kind, _text: None)
     points.append(Point("train", 1, 1, 0.0, {}))
     saver.save(a_snapshot(1), None)
     saver.close()
@@ -211,20 +212,8 @@ def test_nothing_waits_for_a_saver_that_is_abandoned(directory_store: Store) -> 
 
 def test_the_memory_of_a_copy_is_used_again_once_it_is_committed(directory_store: Store) -> None:
     saving = Saving(new_run(directory_store))
-    weights = torch.arange(4.0)
-    first = saving.buffers.copy({"model": {"weight": weights}})
-    saving.saver.save(replace(a_snapshot(1), tensors=first), None)
+    weights = {"model": {"weight": torch.arange(4.0)}}
+    first = saving.copier.begin(weights)
+    saving.saver.save(replace(a_snapshot(1), copies=first), None)
     saving.saver.close()
-    weights += 1
-    second = saving.buffers.copy({"model": {"weight": weights}})
-    assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
-    assert second["model"]["weight"].tolist() == [1, 2, 3, 4]
-    third = saving.buffers.copy({"model": {"weight": weights}})
-    assert third["model"]["weight"].data_ptr() != second["model"]["weight"].data_ptr()
-
-
-def test_what_does_not_fit_a_copy_gets_memory_of_its_own() -> None:
-    buffers = Buffers()
-    buffers.give_back(buffers.copy({"model": {"weight": torch.zeros(4)}}))
-    copy = buffers.copy({"model": {"weight": torch.ones(5), "bias": torch.ones(1)}, "other": {"x": torch.ones(2)}})
-    assert {name: len(it) for part in copy.values() for name, it in part.items()} == {"weight": 5, "bias": 1, "x": 2}
+    assert saving.copier.begin(weights).wait()["model"]["weight"] is first.wait()["model"]["weight"]

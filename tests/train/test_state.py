@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
 from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
+from packtrain.train.copier import Copier
 from packtrain.train.engine import Engine
 from packtrain.train.schedule import Moment
 from packtrain.train.state import (
@@ -18,7 +20,6 @@ from packtrain.train.state import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
-    Buffers,
     Description,
     Progress,
     Snapshot,
@@ -51,8 +52,8 @@ def saved(directory: Path, description: Description = DESCRIPTION) -> Engine:
     return engine
 
 
-def taken(engine: Engine, description: Description = DESCRIPTION) -> Snapshot:
-    snapshot = take(engine, description, World(), Buffers())
+def taken(engine: Engine, description: Description = DESCRIPTION, copier: Copier | None = None) -> Snapshot:
+    snapshot = take(engine, description, World(), copier or Copier())
     assert snapshot is not None
     return snapshot
 
@@ -66,15 +67,27 @@ def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor, resumed.evaluated().state_dict()[name]), name
 
 
-def test_a_snapshot_does_not_change_with_the_training_that_goes_on(tmp_path: Path) -> None:
-    engine = tiny_engine(AVERAGED)
+def test_a_snapshot_is_of_its_moment_though_it_is_copied_while_the_next_step_computes() -> None:
+    engine, copier, held = tiny_engine(AVERAGED), Copier(), threading.Event()
     step(engine, range(3))
-    snapshot = taken(engine)
-    before = {name: {key: tensor.clone() for key, tensor in part.items()} for name, part in snapshot.tensors.items()}
-    step(engine, range(3, 6))
-    for name, part in snapshot.tensors.items():
+    expected = {
+        name: {key: it.clone() for key, it in part.items()} for name, part in taken(engine).copies.wait().items()
+    }
+    copier._thread.submit(held.wait)
+    snapshot = taken(engine, copier=copier)
+    statistic = engine.model.get_buffer("mean").clone()
+
+    def let_copy() -> None:
+        assert not torch.equal(engine.model.get_buffer("mean"), statistic), "the next step is at work"
+        held.set()
+        snapshot.copies.wait()
+
+    engine.before_update = let_copy
+    step(engine, range(3, 4))
+    assert held.is_set()
+    for name, part in snapshot.copies.wait().items():
         for key, tensor in part.items():
-            assert torch.equal(tensor, before[name][key]), f"{name} {key}"
+            assert torch.equal(tensor, expected[name][key]), f"{name} {key}"
 
 
 def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
@@ -82,7 +95,7 @@ def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
     assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE}
     assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
     without = taken(tiny_engine())
-    assert AVERAGE_FILE not in without.tensors
+    assert AVERAGE_FILE not in without.copies.wait()
 
 
 @pytest.mark.parametrize(

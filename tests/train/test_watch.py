@@ -59,6 +59,16 @@ def test_a_process_that_lets_no_python_run_is_ended_all_the_same(
     assert "hold_the_interpreter" in (control / "stacks-0.txt").read_text()
 
 
+def test_ranks_that_wait_for_one_without_data_are_not_taken_for_a_hang(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    run = tiny_run(directory_store, tiny_job(train={"patience": "2 s"}))
+    where = {"store": directory_store.url, "run": run.name, "control": str(tmp_path / "control")}
+    nursery.succeed("train", 2, **where, recipe="starved")
+    assert run.result() is not None
+    assert Control(tmp_path / "control").errors() == []
+
+
 def test_what_waits_for_the_store_may_take_longer(tmp_path: Path) -> None:
     watch = Watch(60.0, tmp_path / "stacks", pytest.fail)
     for _ in range(5):

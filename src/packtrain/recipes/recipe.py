@@ -144,7 +144,15 @@ class Recipe(ABC):
         """The training samples `ids` side by side, as they are seen in that epoch."""
 
     @abstractmethod
-    def build_model(self) -> nn.Module: ...
+    def build_model(self) -> nn.Module:
+        """The model with random weights: also where those of a checkpoint take their place."""
+
+    def first_weights(self, model: nn.Module) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Tensors of the model's state that are not random when a run begins, the same on every rank.
+
+        Asked for only where there is no checkpoint to go on from: what they are read from may be gone by then.
+        """
+        return {}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

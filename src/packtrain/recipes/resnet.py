@@ -142,24 +142,23 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
-def load_published(model: ResNet, path: Path, name: str) -> None:
-    """Weights of a safetensors file with torchvision's names. A last layer of other classes stays as it is.
+def published(path: Path, own: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Weights of a safetensors file with torchvision's names, for a model whose tensors are `own`.
 
-    Everything else must be there and fit; what the file has besides is left. `name` is what errors call the file.
+    All of them must be there and fit, but for a last layer of other classes, which is not among those given back.
+    What the file has besides is left. `name` is what errors call the file.
     """
     try:
         given = load_file(path)
     except (SafetensorError, OSError) as error:
         raise Mistake(f"{name}: cannot be read as safetensors ({error})") from error
-    own = model.state_dict()
+    wanted = {key for key in own if not key.endswith("num_batches_tracked")}  # which only training counts
     if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):
-        given |= {key: value for key, value in own.items() if key.startswith("fc.")}
-    model.load_state_dict({key: _fitting(given, key, value, name) for key, value in own.items()})
+        wanted -= {"fc.weight", "fc.bias"}
+    return {key: _fitting(given, key, own[key], name) for key in own if key in wanted}
 
 
 def _fitting(given: Mapping[str, Tensor], key: str, own: Tensor, name: str) -> Tensor:
-    if key.endswith("num_batches_tracked"):  # some files leave out what only training counts
-        return own
     if key not in given:
         raise Mistake(f"{name} has no {key}: these are the weights of another model")
     if given[key].shape != own.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from packtrain.recipes import Batch, Recipe
 from packtrain.train.average import Average
 from packtrain.train.clock import Clock, clock_of
 from packtrain.train.exchange import exchange_of
-from packtrain.train.optimizer import optimizer_of
+from packtrain.train.optimizer import optimizer_of, placed
 from packtrain.train.precision import Precision
 from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.world import World
@@ -55,8 +55,20 @@ class Engine:
         self.optimizer = optimizer_of(settings.optimizer, self.model)
         self._rate = rate_of(settings, recipe.width)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when gradients are computed and nothing has been changed by them."""
         if settings.compile:
             self.model.compile(dynamic=True)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Puts in the weights that a run begins with where they are not random: the same on every rank."""
+        first = self._recipe.first_weights(self.model)
+        for model in [self.model] if self.average is None else [self.model, self.average.model]:
+            own = model.state_dict()
+            for name, tensor in first.items():
+                own[name].copy_(placed(tensor, own[name]))
+        self.exchange.restore(self.exchange.state())  # where ranks step by themselves, they start from these
 
     def evaluated(self) -> nn.Module:
         """The weights that are measured and go home: the average, where there is one. All ranks take part."""
@@ -66,7 +78,7 @@ class Engine:
 
     def step(self, now: Moment, pieces: Sequence[Batch], cost: int, own_cost: int, last: bool = False) -> Stepped:
         """The step after `now` on this rank's part of a global batch; `cost` is of the whole, `own_cost` its own."""
-        seed_randomness(self._settings.seed, now.step, self._world.rank)
+        seed_randomness(self._settings.seed, now.step, self._world.rank, self._world.device)
         rate = self._rate(now)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -84,6 +96,7 @@ class Engine:
                 (loss * (share + 0.0 * loss.detach())).backward()  # type: ignore[no-untyped-call]
                 self.clock.mark(self.exchange.span_after_backward if number == len(pieces) else "backward")
             total += loss.detach()
+        self.before_update()
         norm, left_out = self._update(now, total)
         self.exchange.after_update(now.step + 1, last)
         self._follow(now.step, last)
@@ -129,15 +142,18 @@ class Engine:
             every = int(self._settings.exchange.every.value)
             self.average.update(step, (step % every) + 1)
 
-    def losses(self, batch: Batch) -> float:
+    def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """The loss of a batch as it is, to find out what is wrong with it. Nothing is exchanged or changed."""
         with torch.no_grad(), self.precision.compute():
-            return float(self._recipe.loss(self.model, batch))
+            return float(self._recipe.loss(model, batch))
 
 
-def seed_randomness(seed: int, step: int, rank: int) -> None:
+def seed_randomness(seed: int, step: int, rank: int, device: torch.device) -> None:
     """All random numbers of a step are a function of its number: there is no state to save or restore."""
     word = int(philox_words(1, seed, step, rank, _RANDOMNESS)[0])
-    torch.manual_seed(word)
+    # torch.manual_seed would note a stack for every kind of device that is not there, which takes a millisecond.
+    torch.default_generator.manual_seed(word)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(word)
     np.random.seed(word % 2**32)
     random.seed(word)

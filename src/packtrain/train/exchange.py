@@ -5,6 +5,7 @@ A checkpoint always holds whole tensors, so that it can be loaded into any numbe
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,12 @@ from packtrain.train.clock import Clock
 from packtrain.train.world import World
 
 Tensors = dict[str, Tensor]
+
+# PyTorch 2.13 gave the option another name and warns of the old one.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_DO_NOT_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
+}
 
 
 class Exchange(ABC):
@@ -101,7 +108,7 @@ class Averaged(Exchange):
             model,
             device_ids=device_ids,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # it is done before the step, where it does not pass for computing
+            **_DO_NOT_SYNC,  # it is done before the step, where it does not pass for computing
         )
         self.module = self._parallel
         send = {

@@ -10,10 +10,11 @@ from packtrain.checkpoint import Checkpoint, committed, fetch, fetch_newest
 from packtrain.recipes import Recipe
 from packtrain.runs import Run
 from packtrain.train.books import Books
+from packtrain.train.copier import Copier
 from packtrain.train.engine import Engine
 from packtrain.train.pace import save_interval
 from packtrain.train.saver import Saver
-from packtrain.train.state import Buffers, Description, Progress, check, restore, take, versions
+from packtrain.train.state import Description, Progress, Snapshot, check, restore, take, versions
 from packtrain.train.world import World
 
 _PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of generations before which nothing was lost
@@ -22,8 +23,10 @@ _PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of genera
 class Keeper:
     def __init__(self, run: Run, generation: int, recipe: Recipe, engine: Engine, world: World, books: Books) -> None:
         self._run, self._recipe, self._engine, self._world, self._books = run, recipe, engine, world, books
-        self._settings, self._buffers = run.job.checkpoint, Buffers()
-        self._saver = Saver(run, generation, self._settings, self._buffers, books.flush_points, books.tell)
+        self._settings, self._copier = run.job.checkpoint, Copier()
+        self._saver = Saver(run, generation, self._settings, self._copier, books.flush_points, books.tell)
+        self._copied: Snapshot | None = None
+        engine.before_update = self._wait_for_copy
         self._saved_at = time.monotonic()
         self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
 
@@ -38,6 +41,7 @@ class Keeper:
             found = fetch_newest(self._run, directory, self._warn, self._check)
         chosen = self._world.gather(found.name.encode() if found else b"")[0].decode()
         if not chosen:
+            self._engine.begin()
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
             fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
@@ -65,16 +69,26 @@ class Keeper:
         return time.monotonic() - self._saved_at >= interval
 
     def save(self, progress: Progress, score: float | None) -> None:
-        """Returns when the state is copied. All ranks take part."""
+        """Begins to save the state as it is. All ranks take part."""
         started = time.monotonic()
+        self._wait_for_copy()
         scale = self._engine.precision.scale
         if scale.enabled:
             progress = replace(progress, loss_scale=scale.value, clean_steps=scale.clean_steps)
-        snapshot = take(self._engine, self._description(progress), self._world, self._buffers)
-        if snapshot is not None:
-            self._saver.save(snapshot, score)
-            self._saver.stall_seconds = time.monotonic() - started
+        self._copied = take(self._engine, self._description(progress), self._world, self._copier)
+        if self._copied is not None:
+            self._saver.save(self._copied, score)
         self._saved_at = time.monotonic()
+        self._saver.stall_seconds = self._saved_at - started
+
+    def _wait_for_copy(self) -> None:
+        """Until the last snapshot is whole: after this the weights may change."""
+        if self._copied is not None:
+            started = time.monotonic()
+            self._copied.copies.wait()
+            self._copied = None
+            self._engine.clock.mark("save")
+            self._saver.stall_seconds += time.monotonic() - started
 
     def close(self) -> None:
         """Waits until all is committed; raises if a newer generation has begun."""
@@ -84,6 +98,7 @@ class Keeper:
 
     def abandon(self) -> None:
         self._saver.abandon()
+        self._copier.close()
 
     def has_committed(self, step: int) -> bool:
         """Whether the newest checkpoint in the store is of that step."""

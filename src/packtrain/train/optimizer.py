@@ -33,6 +33,8 @@ def adamw(settings: AdamW, model: nn.Module) -> torch.optim.Optimizer:
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     """What decays and what does not: norms and biases are spared."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not decay:
+        return [{"params": parameters, "weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": decay},
         {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Saving beside training: the step waits for the copy of the state, not for the upload."""
+"""Saving beside training: no step waits for the upload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from packtrain.checkpoint import Superseded, commit, prune
 from packtrain.job import Checkpoint as Settings
 from packtrain.runs import Run
 from packtrain.store import StoreError
-from packtrain.train.state import Buffers, Snapshot
+from packtrain.train.copier import Copier
+from packtrain.train.state import Snapshot
 
 Scored = tuple[Snapshot, float | None]
 
@@ -26,7 +27,7 @@ class Saver:
     Only the best is not replaced, where the best are kept: then there may be two that wait.
 
     `before` is called ahead of each commit: what belongs to the steps up to it must be in the store first.
-    `stall_seconds` is how long training last waited for a copy, and `commit_seconds` how long a commit last took.
+    `stall_seconds` is how long training waited for the last copy, and `commit_seconds` how long a commit last took.
     """
 
     def __init__(
@@ -34,12 +35,12 @@ class Saver:
         run: Run,
         generation: int,
         settings: Settings,
-        buffers: Buffers,
+        copier: Copier,
         before: Callable[[], None],
         tell: Callable[[str, str], None],
     ) -> None:
         self._run, self._generation, self._settings = run, generation, settings
-        self._buffers, self._before, self._tell = buffers, before, tell
+        self._copier, self._before, self._tell = copier, before, tell
         self.stall_seconds = self.commit_seconds = 0.0
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
@@ -53,7 +54,7 @@ class Saver:
             best = self._best_of([*self._waiting, (snapshot, score)])
             for one in self._waiting:
                 if one is not best:
-                    self._buffers.give_back(one[0].tensors)
+                    self._copier.give_back(one[0].copies)
             self._waiting = [*(one for one in self._waiting if one is best), (snapshot, score)]
             self._changed.notify_all()
 
@@ -72,8 +73,6 @@ class Saver:
     def abandon(self) -> None:
         """Waits for nothing: what is being committed may still be, and nothing after it."""
         with self._changed:
-            for snapshot, _ in self._waiting:
-                self._buffers.give_back(snapshot.tensors)
             self._waiting.clear()
             self._closed = self._abandoned = True
             self._changed.notify_all()
@@ -86,7 +85,7 @@ class Saver:
                     return
                 one = self._waiting.pop(0)
             self._commit_or_complain(one)
-            self._buffers.give_back(one[0].tensors)
+            self._copier.give_back(one[0].copies)
 
     def _commit_or_complain(self, one: Scored) -> None:
         """A save that fails is told and training goes on: the last good checkpoint is still there.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
+from packtrain.train.copier import Copier, Copies
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed
 from packtrain.train.world import World
@@ -57,10 +58,10 @@ class Description:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of everything, taken between two steps."""
+    """Everything as it was between two steps; `copies` may still be in the making."""
 
     description: Description
-    tensors: dict[str, dict[str, Tensor]]
+    copies: Copies
 
     @property
     def step(self) -> int:
@@ -69,7 +70,7 @@ class Snapshot:
     def write(self, directory: Path) -> dict[str, Path]:
         files = {STATE_FILE: directory / STATE_FILE}
         files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1))
-        for name, tensors in self.tensors.items():
+        for name, tensors in self.copies.wait().items():
             files[name] = directory / name
             save_file(tensors, files[name])
         return files
@@ -85,41 +86,23 @@ def versions() -> dict[str, str]:
     }
 
 
-class Buffers:
-    """Memory for copies of the state, used again: the first copy into new memory takes several times as long."""
+def take(engine: Engine, description: Description, world: World, copier: Copier) -> Snapshot | None:
+    """A copy of everything, on the first rank. All ranks take part.
 
-    def __init__(self) -> None:
-        self._spare: list[dict[str, dict[str, Tensor]]] = []
-
-    def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        copies: dict[str, dict[str, Tensor]] = self._spare.pop() if self._spare else {}
-        return {
-            file: {name: _copied(tensor, copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-
-    def give_back(self, copies: dict[str, dict[str, Tensor]]) -> None:
-        self._spare.append(copies)
-
-
-def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
-    if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
-        pinned = tensor.is_cuda
-        into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return into.copy_(tensor.detach())
-
-
-def take(engine: Engine, description: Description, world: World, buffers: Buffers) -> Snapshot | None:
-    """A copy of everything, on the first rank. All ranks take part."""
-    exchange = engine.exchange
-    files = {MODEL_FILE: exchange.whole(engine.model.state_dict())}
+    It is made while the next step computes its gradients, which changes nothing but the statistics of norms; the
+    engine's `before_update` has to wait for it.
+    """
+    exchange, model = engine.exchange, engine.model
+    files = {MODEL_FILE: exchange.whole(model.state_dict())}
     if engine.average is not None:
         files[AVERAGE_FILE] = exchange.whole(engine.average.model.state_dict())
-    own = exchange.own_states(optimizer_tensors(engine.optimizer, engine.model))
+    own = exchange.own_states(optimizer_tensors(engine.optimizer, model))
     files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
     if state := exchange.state():
         files[EXCHANGE_FILE] = state
-    return Snapshot(description, buffers.copy(files)) if world.is_first else None
+    learned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    statistics = {(MODEL_FILE, name) for name in files[MODEL_FILE].keys() - learned}
+    return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
 
 
 def restore(engine: Engine, directory: Path, expected: Description, rank: int) -> Progress:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from packtrain.data.loader import Loaded
-from packtrain.learning import Exchange, Fsdp, LocalSteps
+from packtrain.learning import Exchange, LocalSteps
 from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
 from packtrain.train.world import World
@@ -18,7 +19,8 @@ _TRIED, _NAMED = 256, 5
 def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, loaded: Loaded) -> str:
     """A few words that name them; where all ranks come here together, those of every rank."""
     alone = isinstance(exchange, LocalSteps)
-    guilty = [] if isinstance(exchange, Fsdp) and world.num_ranks > 1 else _guilty(engine, recipe, world, loaded)
+    model = engine.model if alone else engine.exchange.plain(engine.model, recipe.build_model)
+    guilty = _guilty(engine, model, recipe, world, loaded)
     if not alone:
         told = b" ".join(part for part in world.gather(" ".join(map(str, guilty)).encode()) if part)
         guilty = [int(word) for word in told.split()]
@@ -27,12 +29,12 @@ def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, l
     return f"none of its samples alone does it; the batch begins with {_named(recipe, loaded.ids.tolist())}"
 
 
-def _guilty(engine: Engine, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
+def _guilty(engine: Engine, model: nn.Module, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
     found = []
     for sample in loaded.ids[:_TRIED]:
         arrays = recipe.batch(loaded.ids[loaded.ids == sample][:1], loaded.at.epoch)
         batch = {name: torch.from_numpy(array).to(world.device) for name, array in arrays.items()}
-        if not math.isfinite(engine.losses(batch)):
+        if not math.isfinite(engine.loss_of(model, batch)):
             found.append(int(sample))
     return found
 

@@ -34,7 +34,7 @@ from packtrain.train.pace import Progressed, due, reached
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Progress
 from packtrain.train.suspects import suspects
-from packtrain.train.watch import STORE_SECONDS, Watch
+from packtrain.train.watch import DATA, STORE_SECONDS, Watch
 from packtrain.train.world import World
 
 
@@ -86,7 +86,7 @@ class Trainer:
         self._evaluated: tuple[int, Scores] | None = None
         self._keeper = Keeper(run, generation, recipe, self._engine, world, self._books)
         patience = run.job.train.patience.value
-        self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang)
+        self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang, world)
 
     @property
     def step(self) -> int:
@@ -224,11 +224,12 @@ class Trainer:
 
     def _step(self, loader: Loader) -> Pending:
         number = self._progress.step
-        self._watch.begin("data", f"the data of step {number + 1}", STORE_SECONDS)
+        self._watch.begin(DATA, f"the data of step {number + 1}", STORE_SECONDS)
         loaded = loader.next()
         self._watch.begin("step", f"step {number + 1}")
         last = self._is_last(loaded)
         if self._prepared != loaded.at.epoch:
+            self._engine.before_update()  # a recipe may change weights between epochs
             self._recipe.prepare(loaded.at.epoch, self._engine.model)
             self._engine.model.train()  # a part that was frozen may be in another mode now
             self._prepared = loaded.at.epoch

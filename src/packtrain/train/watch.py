@@ -1,6 +1,7 @@
 """Finds a worker that hangs: a part of its work that takes far longer than its like.
 
 Every rank watches itself. When one hangs the others wait for it, and so all of them find it and leave their stacks.
+A rank that waits for its data says so to the others, which have to wait for it too: that is no hang.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 
+from packtrain.train.world import World
+
 TIMES_ITS_LIKE = 10.0
 STORE_SECONDS = 600.0  # for what waits for the store, which may be away for minutes
 _FIRST_SECONDS = 600.0  # for the first of a kind: kernels are compiled, files are fetched
 _LIKE = 3  # how many make a kind known
 _LOOK_SECONDS = 1.0
+_SAID_SECONDS = 3.0  # within which a rank that waits for its data has said so again
 _OTHERS_SECONDS = 3.0  # for the other ranks to find it too, before this one's end takes them along
 _STUCK_SECONDS = 30.0  # after which even a process that lets no Python run is ended
 EXIT_HANG = 75
+
+DATA = "data"  # the kind of work that the store can hold up
 
 
 def limit(like: list[float], patience: float) -> float:
@@ -34,8 +40,8 @@ def limit(like: list[float], patience: float) -> float:
 class Watch:
     """`stacks` is where they are written; `tell` is called with a line about it just before the process ends."""
 
-    def __init__(self, patience: float, stacks: Path, tell: Callable[[str], None]) -> None:
-        self._patience, self._path, self._tell = patience, stacks, tell
+    def __init__(self, patience: float, stacks: Path, tell: Callable[[str], None], world: World | None = None) -> None:
+        self._patience, self._path, self._tell, self._world = patience, stacks, tell, world or World()
         self._like: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=101))
         self._now: tuple[str, str, float, float] | None = None  # kind, name, since, deadline
         self._over = threading.Event()
@@ -67,9 +73,9 @@ class Watch:
             try:
                 while True:
                     current = self._now
-                    if current is not None and time.monotonic() > current[3]:
+                    left = _FIRST_SECONDS if current is None else self._seconds_left(current)
+                    if current is not None and left <= 0:
                         self._end(current, file.fileno())
-                    left = _FIRST_SECONDS if current is None else max(0.0, current[3] - time.monotonic())
                     # Held by code that never lets go of the interpreter, this thread would not come to look again.
                     faulthandler.dump_traceback_later(left + _STUCK_SECONDS, exit=True, file=file)
                     if self._over.wait(_LOOK_SECONDS):
@@ -78,6 +84,23 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()
         if not self._path.stat().st_size:
             self._path.unlink()
+
+    def _seconds_left(self, current: tuple[str, str, float, float]) -> float:
+        """Until this part of the work is taken for a hang."""
+        kind, _, since, deadline = current
+        now = time.monotonic()
+        if kind == DATA and now - since > self._patience / 2:
+            self._world.say_waiting()
+        if now > deadline and self._another_waits():
+            return self._patience
+        return deadline - now
+
+    def _another_waits(self) -> bool:
+        before = self._world.said_waiting()
+        if before is None:
+            return False
+        self._over.wait(_SAID_SECONDS)
+        return self._world.said_waiting() != before
 
     def _end(self, current: tuple[str, str, float, float], file: int) -> None:
         kind, name, since, _ = current

@@ -6,7 +6,9 @@ Everything that crosses is tensors or bytes: torch's object collectives run code
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 
 _TIMEOUT = timedelta(hours=1)  # hangs are found sooner, by the watch and by leases; this must outlast an evaluation
 _MESSAGE_BYTES = 250 * 2**20
+_WAITING = "waits for its data"
 
 
 class World:
@@ -81,6 +84,21 @@ class World:
         if self.num_ranks > 1:
             dist.all_reduce(votes)
         return float(votes) > 0
+
+    # What is said beside the work, while collectives wait.
+
+    def say_waiting(self) -> None:
+        """Tells the others that this rank waits for its data; said again and again for as long as it does."""
+        with suppress(RuntimeError):  # whoever keeps what is said may be gone: that will be seen elsewhere
+            if self.num_ranks > 1:
+                dist.distributed_c10d._get_default_store().set(_WAITING, str(time.time()))
+
+    def said_waiting(self) -> bytes | None:
+        """What was last said by a rank that waits for its data: it is another each time."""
+        with suppress(RuntimeError):
+            if self.num_ranks > 1 and (said := dist.distributed_c10d._get_default_store()).check([_WAITING]):
+                return said.get(_WAITING)
+        return None
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank has, in the order of ranks, on all of them."""

@@ -121,12 +121,17 @@ class Caption(Pictured[CaptionedBatches]):
 
     def build_model(self) -> nn.Module:
         from packtrain.recipes.caption.model import Captioner
-        from packtrain.recipes.resnet import load_published
 
-        model = Captioner(self._shape, len(self.pack.vocabulary))
-        if self._shape.is_published:
-            load_published(model.encoder, self.pack.given_file(self._shape.weights), "model.weights")
-        return model
+        return Captioner(self._shape, len(self.pack.vocabulary))
+
+    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        from packtrain.recipes.resnet import published
+
+        if not self._shape.is_published:
+            return {}
+        own = _captioner(model).encoder.state_dict()
+        found = published(self.pack.given_file(self._shape.weights), own, "model.weights")
+        return {f"encoder.{name}": tensor for name, tensor in found.items()}
 
     def prepare(self, epoch: int, model: nn.Module) -> None:
         _captioner(model).encoder_is_frozen = self._shape.is_frozen(epoch)

@@ -82,13 +82,17 @@ class Classify(Pictured[ImageBatches]):
     # The model.
 
     def build_model(self) -> nn.Module:
-        from packtrain.recipes.resnet import ResNet, load_published
+        from packtrain.recipes.resnet import ResNet
 
-        classifier = classifier_of(self.job.model)
-        model = ResNet(classifier.shape, len(self.pack.manifest.classes))
-        if classifier.weights is not None:
-            load_published(model, self.pack.given_file(classifier.weights), "model.weights")
-        return model
+        return ResNet(classifier_of(self.job.model).shape, len(self.pack.manifest.classes))
+
+    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        from packtrain.recipes.resnet import published
+
+        weights = classifier_of(self.job.model).weights
+        if weights is None:
+            return {}
+        return published(self.pack.given_file(weights), model.state_dict(), "model.weights")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy

@@ -1,0 +1,89 @@
+"""Weights that a run begins with where they are not random: once, and the same on every worker."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lives import Given, Interrupted, history, losses, weights
+from nursery import Nursery
+from tiny import tiny_job, tiny_run
+from torch import Tensor, nn
+
+from packtrain.control import Control
+from packtrain.runs import Run
+from packtrain.store import Store
+from packtrain.train.engine import Engine
+from packtrain.train.trainer import Trainer
+from packtrain.train.world import World
+
+
+def test_the_model_and_its_average_begin_with_what_is_given() -> None:
+    job = tiny_job(train={"ema": 0.9})
+    random, begun = (Engine(Given(job), job.train, World()) for _ in range(2))
+    begun.begin()
+    assert begun.average is not None
+    given = Given(job).first_weights(begun.model)
+    for model in (begun.model, begun.average.model):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, given.get(name, random.model.state_dict()[name]))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "optimizer"),
+    [
+        ({"ddp": {}}, "adam"),
+        ({"fsdp": {}}, "adam"),
+        ({"local": {"every": "1 steps", "momentum": 0.0, "rate": 1.0}}, "sgd"),  # as good as an exchange of gradients
+    ],
+    ids=["ddp", "fsdp", "local"],
+)
+def test_all_workers_begin_with_what_is_given(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, exchange: dict[str, Any], optimizer: str
+) -> None:
+    def run(recipe: str, ranks: int, **train: Any) -> Run:
+        job = tiny_job(train={"batch": "4 samples", "optimizer": {optimizer: {}}, **train})
+        run = tiny_run(directory_store, job)
+        where = {"store": directory_store.url, "run": run.name, "control": str(tmp_path / run.name)}
+        nursery.succeed("train", ranks, **where, recipe=recipe)
+        return run
+
+    alone, random = losses(run("given", 1)), losses(run("plain", 1))
+    assert list(losses(run("given", 2, exchange=exchange)).values()) == pytest.approx(list(alone.values()), rel=1e-5)
+    assert alone[1] != random[1]
+
+
+class Counted(Interrupted):
+    """Counts how often it is asked what to begin with."""
+
+    asked = 0
+
+    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+        self.asked += 1
+        return {"out.weight": torch.arange(4.0)[None]}
+
+
+def fail() -> None:
+    raise InterruptedError
+
+
+def test_a_run_that_ended_before_its_first_commit_begins_the_same_way_and_a_later_one_goes_on(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    whole, broken = tiny_run(directory_store), tiny_run(directory_store)
+
+    def live(run: Run, generation: int, at: int = 0, stop: bool = False) -> int:
+        control = Control(tmp_path / f"{run.name}-{generation}")
+        recipe = Counted(run.job, at, control.ask_to_stop if stop else fail)
+        with suppress(InterruptedError):
+            Trainer(run, recipe, World(), generation, control).train()
+        return recipe.asked
+
+    assert live(whole, 1) == 1
+    assert [live(broken, 1, at=2), live(broken, 2, at=5, stop=True), live(broken, 3)] == [1, 1, 0]
+    assert broken.result() is not None
+    assert history(broken) == history(whole)
+    assert weights(broken) == weights(whole)
