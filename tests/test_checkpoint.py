@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,12 +241,23 @@ def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginnin
         fetch_newest(run, tmp_path / "back", lambda _: None, refusing(Mistake("it is of another run"), 1, 2))
 
 
-def test_where_none_holds_nothing_is_restored(directory_store: Store, tmp_path: Path) -> None:
+def test_where_none_holds_that_is_an_error_and_not_a_new_beginning(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for step in (1, 2):
         damage(run, save(run, tmp_path, step), "corrupt")
-    found, files, complaints = restore(run, tmp_path / "back")
-    assert (found, files, len(complaints)) == (None, {}, 2)
+    newest = committed(run)[-1].name
+    with pytest.raises(
+        Mistake, match=f"none of the 2 checkpoints of job-1 can be used: checkpoint {newest}"
+    ):
+        restore(run, tmp_path / "back")
+    assert read_files(tmp_path / "back") == {}
+
+
+def test_where_no_manifest_can_be_read_that_is_no_new_beginning_either(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    directory_store.put(manifest_key(run, save(run, tmp_path, step=1)), b"{")
+    with pytest.raises(Mistake, match="none of the 1 checkpoints of job-1 can be used: the manifest of"):
+        restore(run, tmp_path / "back")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"format": 2, "parts": []}', b"\xff"])
@@ -263,8 +275,31 @@ def test_a_foreign_format_is_passed_over_with_a_line(directory_store: Store, tmp
     run = new_run(directory_store)
     older, foreign = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     change_manifest(run, foreign, format=2)
-    line = f"checkpoint {foreign.name} has format 2, this version reads 1; passed over"
+    line = f"checkpoint {foreign.name} has format 2, and this version reads 1: upgrade Packtrain; passed over"
     assert restore(run, tmp_path / "back") == (older, content(1), [line])
+
+
+def test_checkpoints_of_a_newer_version_are_neither_begun_over_nor_deleted(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    for step in (1, 2, 3):
+        change_manifest(run, save(run, tmp_path, step=step), format=2)
+    with pytest.raises(Mistake, match="has format 2, and this version reads 1: upgrade Packtrain"):
+        restore(run, tmp_path / "back")
+    prune(run, keep_last=1, keep_best=0)
+    assert [one.step for one in committed(run)] == [1, 2, 3]
+
+
+def test_a_score_that_is_not_a_number_is_none(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    for step, score in enumerate((math.nan, 5.0, 1.0, math.nan), 1):
+        save(run, tmp_path, step=step, score=score)
+    chosen = best(committed(run))
+    assert chosen is not None
+    assert chosen.step == 2
+    prune(run, keep_last=1, keep_best=1)
+    assert [one.step for one in committed(run)] == [2, 4]
 
 
 def test_a_manifest_that_was_copied_from_another_checkpoint_is_passed_over(

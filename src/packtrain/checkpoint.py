@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -82,7 +83,7 @@ def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> lis
             try:
                 found.append(_read_manifest(name, data))
             except CorruptCheckpoint as error:
-                complain(f"{error}; passed over")
+                complain(str(error))
     return sorted(found, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
 
 
@@ -99,8 +100,9 @@ def _read_manifest(name: str, data: bytes) -> Checkpoint:
 def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     """Brings the files into the empty directory; raises CorruptCheckpoint unless every hash holds."""
     if checkpoint.format != FORMAT:
-        raise CorruptCheckpoint(
-            f"checkpoint {checkpoint.name} has format {checkpoint.format}, this version reads {FORMAT}"
+        raise Mistake(
+            f"checkpoint {checkpoint.name} has format {checkpoint.format}, and this version reads {FORMAT}: "
+            "upgrade Packtrain"
         )
     for file in checkpoint.files:
         path = directory / _safe(file.name)
@@ -119,25 +121,28 @@ def fetch_newest(
     """Brings the newest checkpoint that holds into the empty directory; those passed over are complained of.
 
     `check` may refuse what was brought: CorruptCheckpoint if it cannot be used, Mistake if it is of something else.
-    Where there is nothing but what is of something else, nothing is begun anew: the mistake is raised.
+    Where there is nothing but what is refused, nothing is begun anew: that would lose what a person may still mend.
     """
-    foreign: Mistake | None = None
-    for checkpoint in reversed(committed(run, complain)):
+    refused: list[str] = []
+
+    def refuse(text: str) -> None:
+        complain(f"{text}; passed over")
+        refused.append(text)
+
+    for checkpoint in reversed(committed(run, refuse)):
         try:
             fetch(run, checkpoint, directory)
-        except CorruptCheckpoint as error:
-            complain(f"{error}; passed over")
-            _empty(directory)
-            continue
-        try:
-            check(directory)
-            return checkpoint
         except (CorruptCheckpoint, Mistake) as error:
-            complain(f"checkpoint {checkpoint.name}: {error}; passed over")
-            foreign = foreign or (error if isinstance(error, Mistake) else None)
-            _empty(directory)
-    if foreign is not None:
-        raise foreign
+            refuse(str(error))
+        else:
+            try:
+                check(directory)
+                return checkpoint
+            except (CorruptCheckpoint, Mistake) as error:
+                refuse(f"checkpoint {checkpoint.name}: {error}")
+        _empty(directory)
+    if refused:
+        raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
     return None
 
 
@@ -147,15 +152,20 @@ def best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
 
 
 def _merit(checkpoint: Checkpoint) -> tuple[bool, float, int, int]:
-    return checkpoint.score is not None, checkpoint.score or 0.0, checkpoint.generation, checkpoint.step
+    scored = is_scored(checkpoint)
+    return scored, (checkpoint.score or 0.0) if scored else 0.0, checkpoint.generation, checkpoint.step
+
+
+def is_scored(checkpoint: Checkpoint) -> bool:
+    return checkpoint.score is not None and math.isfinite(checkpoint.score)
 
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
-    """Those that neither rule keeps. `checkpoints` are in the order of `committed`."""
+    """Those that neither rule keeps. `checkpoints` are in the order of `committed`; those of another version stay."""
     newest = checkpoints[-max(1, keep_last) :]
-    scored = sorted((one for one in checkpoints if one.score is not None), key=_merit, reverse=True)
+    scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
     kept = {one.name for one in [*newest, *scored[:keep_best]]}
-    return [one for one in checkpoints if one.name not in kept]
+    return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
 
 
 def prune(run: Run, keep_last: int, keep_best: int) -> None:

@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.handmade import NAME, Remote, put_pack
+from packtrain.data import loader as loading
 from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.data.order import Ids
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake
+from packtrain.store import StoreError
+from parts.faulty import FaultyStore
 
 COSTS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
 ORDER = Order(COSTS, COSTS, budget=lambda _: 10, seed=1)
@@ -261,7 +269,218 @@ def test_a_source_that_ends_is_an_error_and_not_a_silence() -> None:
         loader.close()
 
 
+# While nothing comes.
+
+
+class Asked(Exception):
+    pass
+
+
+def test_who_waits_for_a_batch_is_called_and_may_leave_and_come_back() -> None:
+    go_on = threading.Event()
+    calls: list[int] = []
+
+    def stuck() -> Iterator[Loaded]:
+        go_on.wait(PATIENCE_SECONDS)
+        yield from endless()
+
+    def pulse() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Asked
+
+    loader = Loader(stuck())
+    try:
+        with pytest.raises(Asked):
+            loader.next(pulse)
+        assert len(calls) == 3
+        go_on.set()
+        assert seen([loader.next() for _ in range(3)]) == seen(batches(Position(), 3))
+    finally:
+        loader.close()
+
+
+def test_closing_does_not_wait_for_a_store_that_does_not_answer() -> None:
+    begun, answer = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def unanswered(ids: Ids, epoch: int) -> Arrays:
+        begun.set()
+        waited.append(answer.wait(PATIENCE_SECONDS))
+        return collate(ids, epoch)
+
+    loader = Loader(parts(ORDER, unanswered, Position(), 0, 1))
+    assert begun.wait(PATIENCE_SECONDS)
+    loader.close()
+    assert not waited
+    left = loader_threads()
+    answer.set()
+    for thread in left:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), "it ends when the store answers"
+
+
+# While the store is away.
+
+
+class Away:
+    """A store that fails so many times, from the third use on."""
+
+    def __init__(self, failures: int, temporary: bool = True) -> None:
+        self._left, self._used, self._temporary = failures, 0, temporary
+        self.failed = threading.Event()
+
+    def __call__(self, ids: Ids, epoch: int) -> Arrays:
+        self._used += 1
+        if self._used > 2 and self._left:
+            self._left -= 1
+            self.failed.set()
+            raise StoreError("s3://b: no answer", temporary=self._temporary)
+        return collate(ids, epoch)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_FIRST_PAUSE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_that_is_away_holds_the_data_up_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = Loader(parts(ORDER, Away(4), Position(), 0, 1, piece_budget=3))
+    try:
+        loaded = [loader.next() for _ in range(20)]
+    finally:
+        loader.close()
+    wanted = list(islice(parts(ORDER, collate, Position(), 0, 1, piece_budget=3), 20))
+    assert [[piece["ids"].tolist() for piece in one.pieces] for one in loaded] == [
+        [piece["ids"].tolist() for piece in one.pieces] for one in wanted
+    ]
+    assert [one.at for one in loaded] == [one.at for one in wanted]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "data: waits for the store: s3://b: no answer"
+    assert second.startswith("data: goes on after ")
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_cannot_be_fetched_ahead_while_the_store_is_away_is_begun_when_it_is_back() -> None:
+    told: list[int] = []
+    failing = Away(3)
+
+    @contextmanager
+    def fetching(ids: Ids, epoch: int) -> Iterator[None]:
+        for _ in range(3):
+            failing(ids, epoch)
+        told.append(epoch)
+        try:
+            yield
+        finally:
+            told.append(-epoch)
+
+    in_epoch = len(ORDER.batches(0))
+    loader = Loader(parts(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1)
+    try:
+        assert seen([loader.next() for _ in range(in_epoch)]) == seen(batches(Position(1, 0), in_epoch))
+    finally:
+        loader.close()
+    assert told[:2] == [1, -1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_shards_that_a_store_does_not_give_are_read_when_it_is_back(tmp_path: Path) -> None:
+    remote = FaultyStore(Remote(tmp_path / "store"))
+    rows = [[number] for number in range(12)]
+    put_pack(remote, rows, 1)
+    split = Pack(remote, NAME, tmp_path / "cache").split("train")
+
+    def read(ids: Ids, _: int) -> Arrays:
+        return {"ids": np.array([split.column("tokens")[one][0] for one in ids.tolist()], np.int64)}
+
+    def fetching(ids: Ids, _: int) -> AbstractContextManager[None]:
+        return split.prefetched(split.order_of_use(ids))
+
+    remote.refuse("get_file")
+    loader = Loader(parts(ORDER, read, Position(), 0, 1, fetching=fetching))
+    waits: list[int] = []
+
+    def pulse() -> None:
+        waits.append(1)
+        if len(waits) == 2:
+            remote.refuse()
+
+    try:
+        assert seen([loader.next(pulse) for _ in range(8)]) == seen(batches(Position(), 8))
+    finally:
+        loader.close()
+    assert len(waits) >= 2
+
+
+def test_a_failure_of_the_store_that_will_not_pass_is_told_at_once() -> None:
+    loader = Loader(parts(ORDER, Away(1, temporary=False), Position(), 0, 1))
+    try:
+        assert len([loader.next(), loader.next()]) == 2
+        with pytest.raises(StoreError, match="no answer"):
+            loader.next()
+    finally:
+        loader.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_that_stays_away_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_STORE_SECONDS", 0.1)
+    loader = Loader(parts(ORDER, Away(10**6), Position(), 0, 1))
+    try:
+        assert len([loader.next(), loader.next()]) == 2
+        with pytest.raises(StoreError, match="no answer"):
+            loader.next()
+    finally:
+        loader.close()
+
+
+def test_closing_ends_the_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_FIRST_PAUSE_SECONDS", 100.0)
+    before = loader_threads()
+    away = Away(10**6)
+    loader = Loader(parts(ORDER, away, Position(), 0, 1))
+    assert away.failed.wait(PATIENCE_SECONDS)
+    loader.close()
+    assert loader_threads() == before
+
+
+def test_nothing_is_fetched_ahead_after_an_error() -> None:
+    over = threading.Event()
+
+    @contextmanager
+    def fetching(_: Ids, __: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            over.set()
+
+    loader = Loader(parts(ORDER, Away(1, temporary=False), Position(), 0, 1, fetching=fetching))
+    try:
+        assert over.wait(PATIENCE_SECONDS)
+    finally:
+        loader.close()
+
+
 # Mixes and limits.
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Order(np.ones(40, np.int64), np.arange(40), lambda _: 4, 1, sources=(40,), weights=(0.01,)),
+        Order(np.ones(0, np.int64), np.arange(0), lambda _: 4, 1),
+    ],
+    ids=["weights that round to nothing", "no data"],
+)
+def test_an_epoch_without_samples_is_a_mistake_and_not_a_silence(order: Order) -> None:
+    loader = Loader(parts(order, collate, Position(), 0, 1))
+    try:
+        with pytest.raises(Mistake, match=r"^data\.train: an epoch has no samples; raise the weights of its sources"):
+            loader.next()
+    finally:
+        loader.close()
 
 
 def test_an_order_goes_through_its_sources_by_their_weights() -> None:

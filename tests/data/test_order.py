@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, block, epoch_batches, mixed_epoch, permutation, philox_words, share
+from packtrain.data import order
+from packtrain.data.order import Ids, Stream, block, epoch_batches, mixed_epoch, permutation, philox_words, share
 from packtrain.data.text import likeness
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.vocabulary import Vocabulary
@@ -118,6 +120,24 @@ def test_a_permutation_has_every_number_once(count: int, seed: int, epoch: int, 
 def test_words_depend_on_the_seed_and_on_each_counter() -> None:
     places = [(1,), (2,), (1, 1), (1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1)]
     assert len({philox_words(1, *place)[0] for place in places}) == len(places)
+
+
+def test_every_purpose_has_words_of_its_own() -> None:
+    assert len({philox_words(1, 1, 5, 0, stream)[0] for stream in Stream}) == len(Stream)
+
+
+def test_whoever_draws_takes_a_stream_from_the_table() -> None:
+    texts = [path.read_text() for path in Path(order.__file__).parents[1].rglob("*.py")]
+    drawn = [
+        call
+        for text in texts
+        if "philox_words" in text
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if call.func.id in ("philox_words", "permutation")
+    ]
+    streams = [ast.unparse(call.args[-1]) for call in drawn if not isinstance(call.args[-1], ast.Starred)]
+    assert sorted(streams) == sorted(f"Stream.{stream.name}" for stream in Stream)
 
 
 def test_more_words_begin_with_the_same_ones() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -189,6 +190,23 @@ def test_terminate_asks_the_launcher_politely(stand_in: Path, tmp_path: Path) ->
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = launched(stand_in, script, directories_in(tmp_path / "node"))
     launch.terminate()
+    assert launch._process.wait(timeout=30) == 7
+
+
+def test_a_notice_that_reaches_every_process_ends_no_launcher_and_is_heard_by_its_workers(
+    stand_in: Path, tmp_path: Path
+) -> None:
+    script = """
+import signal, subprocess, sys
+hear = "import signal; signal.signal(10, lambda *_: exit(7)); print(flush=True); signal.pause()"
+worker = subprocess.Popen([sys.executable, "-c", hear], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+sys.exit(worker.wait())
+"""
+    launch, pids = launched(stand_in, script, directories_in(tmp_path / "node"))
+    for pid in (launch._process.pid, *pids):
+        os.kill(pid, signal.SIGUSR1)
     assert launch._process.wait(timeout=30) == 7
 
 

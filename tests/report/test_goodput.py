@@ -12,16 +12,16 @@ def generation(number: int, cause: Cause = "start") -> Generation:
     return Generation(number, (Member("n0", "::1", 1),), 1, "", cause=cause)
 
 
-def spent(time: float, generation: int = 1, rank: int = 0, **seconds: float) -> Spent:
-    return Spent(time, generation, rank, 1, seconds)
+def spent(time: float, generation: int = 1, rank: int = 0, step: int = 99, **seconds: float) -> Spent:
+    return Spent(time, generation, rank, step, seconds)
 
 
 def step(number: int, generation: int = 1, forward: float = 1.0) -> Point:
     return Point("train", generation, number, 0.0, {"forward_seconds": forward})
 
 
-def began(at: int, generation: int) -> Point:
-    return Point("start", generation, at, 0.0, {})
+def began(at: int, generation: int, time: float = 0.0) -> Point:
+    return Point("start", generation, at, time, {})
 
 
 def test_a_run_that_wrote_nothing_has_no_goodput() -> None:
@@ -49,6 +49,33 @@ def test_steps_that_nobody_went_on_from_are_lost_and_not_useful() -> None:
 def test_more_is_never_lost_than_was_computed() -> None:
     times = goodput([generation(1)], [began(0, 1), step(5, forward=9.0), began(0, 2)], [spent(9.0, forward=4.0)])
     assert (times.useful, times.parts) == (0.0, {"lost steps": 4.0})
+
+
+def test_steps_after_the_last_record_of_one_that_was_killed_take_their_time_and_are_lost_from_it() -> None:
+    """A step a second: records at 10 and 20 s, killed at 28 s, goes on from step 20 at 30 s after a start of 1 s."""
+    points = [began(0, 1), *map(step, range(1, 29)), began(20, 2), *(step(number, 2) for number in range(21, 31))]
+    records = [spent(10.0, step=10, forward=10.0), spent(20.0, step=20, forward=10.0)]
+    records.append(spent(41.0, generation=2, step=30, start=1.0, forward=10.0))
+    times = goodput([generation(1), generation(2, "program")], points, records)
+    assert times.useful == pytest.approx(30.0)
+    assert times.parts == pytest.approx({"forward": 30.0, "lost steps": 8.0, "recovery": 2.0 + 1.0})
+    assert times.seconds == pytest.approx(41.0)
+
+
+def test_what_the_last_steps_waited_for_goes_by_its_name() -> None:
+    late = Point("train", 1, 3, 0.0, {"forward_seconds": 1.0, "data_seconds": 2.0, "step_seconds": 3.0})
+    times = goodput([generation(1)], [began(0, 1), step(1), step(2), late], [spent(12.0, step=2, forward=2.0)])
+    assert times.parts == pytest.approx({"forward": 3.0, "data": 2.0})
+
+
+def test_one_that_was_killed_before_its_first_record_has_an_account_all_the_same() -> None:
+    first = Point("train", 2, 21, 37.0, {"start_seconds": 4.0, "forward_seconds": 1.0})
+    points = [*map(step, range(1, 21)), began(20, 2, 36.0), first, step(22, 2), began(22, 3), step(23, 3)]
+    records = [spent(20.0, step=20, forward=20.0), spent(42.0, generation=3, step=23, start=3.0, forward=1.0)]
+    times = goodput([generation(1), generation(2, "machine"), generation(3, "program")], points, records)
+    assert times.useful == pytest.approx(23.0)
+    assert times.parts == pytest.approx({"forward": 23.0, "recovery": 12.0 + 4.0 + 0.0 + 3.0})
+    assert times.seconds == pytest.approx(42.0)
 
 
 def test_the_time_from_a_failure_to_the_next_step_is_recovery() -> None:

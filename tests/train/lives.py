@@ -64,6 +64,23 @@ class Given(Plain):
         return {"out.weight": torch.arange(4.0)[None], "mean": torch.ones(WIDTH)}
 
 
+class Sparing(Plain):
+    """A part of its model is never used, so that it gets no gradient."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.spare = nn.Linear(2, 2)
+        return model
+
+
+class Normed(Plain):
+    """Its losses depend on statistics of what was seen before, which no gradient carries."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        mean = getattr(model, "module", model).mean
+        return super().loss(model, {**batch, "inputs": batch["inputs"] - mean.clone()})
+
+
 class Poisoned(Plain):
     """One of its samples is not a number."""
 
@@ -73,6 +90,18 @@ class Poisoned(Plain):
         arrays = super().batch(ids, epoch)
         arrays["inputs"][ids == self.sample] = np.nan
         return arrays
+
+
+class Accused(Poisoned):
+    """To try one of its samples takes longer than a step may."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if not torch.is_grad_enabled():
+            time.sleep(1.5)
+        return super().loss(model, batch)
+
+    def count(self, split: str) -> int:  # noqa: ARG002
+        return 0
 
 
 class Slow(Tiny):
@@ -122,7 +151,7 @@ class Called(Tiny):
 
 RECIPES: dict[str, Callable[[Job], Tiny]] = {
     "tiny": Tiny, "plain": Plain, "poisoned": Poisoned, "slow": Slow, "lame": Lame,
-    "called": Called, "given": Given, "starved": Starved,
+    "called": Called, "given": Given, "starved": Starved, "sparing": Sparing, "accused": Accused, "normed": Normed,
 }  # fmt: skip
 
 
@@ -179,10 +208,11 @@ def talk() -> dict[str, Any]:
         b"" if world.is_first else b"only the other",
     ]  # fmt: skip
     sums, mean = torch.tensor([1.0, float(world.rank)]), torch.tensor([float(world.rank)])
+    counts, more = torch.tensor([2.0 * world.rank], dtype=torch.float64), torch.full((2, 2), float(world.rank))
     work = world.begin_sum(sums)
     assert work is not None
     work.wait()
-    world.average(mean)
+    world.average_all([mean, counts, more])
     shared = [torch.full((2,), float(world.rank)), torch.tensor([7 + world.rank])]
     world.broadcast_all(shared)
     said = {
@@ -190,7 +220,7 @@ def talk() -> dict[str, Any]:
         "first": world.is_first,
         "gathered": [[one.decode() for one in world.gather(data)] for data in mine],
         "sums": sums.tolist(),
-        "mean": mean.tolist(),
+        "means": [mean.tolist(), counts.tolist(), more.tolist()],
         "any": [world.any(False), world.any(world.rank == 1), world.any(True)],
         "broadcast": [values.tolist() for values in shared],
         "rows": [row.tolist() for row in world.gather_tensor(torch.tensor([float(world.rank)]))],
@@ -317,7 +347,7 @@ def meetings() -> list[tuple[float, float, float, float, float]]:
 
     def watched() -> None:
         mean = engine.model.out.weight.detach().clone()  # type: ignore[union-attr]
-        world.average(mean)
+        world.average_all([mean])
         inner.append(float(mean[0, 0]))
         meet()
 

@@ -6,10 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.learning import OPTIMIZERS, Adam, AdamW, Sgd
 from packtrain.train.optimizer import load_optimizer, optimizer_of, optimizer_tensors
+
+ENTRIES = [
+    *[("weight", shape, entry) for entry, shape in (("step", ()), ("exp_avg", (2, 4)), ("exp_avg_sq", (2, 4)))],
+    *[("bias", shape, entry) for entry, shape in (("step", ()), ("exp_avg", (2,)), ("exp_avg_sq", (2,)))],
+]
 
 
 def a_model() -> nn.Module:
@@ -126,3 +132,15 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
         load_optimizer(optimizer, model, {**tensors, "3.weight/exp_avg": torch.zeros(1)})
     with pytest.raises(CorruptCheckpoint, match=r"^the optimiser's state does not fit the model: 0\.bias$"):
         load_optimizer(optimizer, model, {key: it for key, it in tensors.items() if not key.startswith("0.bias")})
+
+
+def test_on_a_gpu_all_of_a_restored_state_is_beside_the_weights() -> None:
+    """Its counter too: a fused optimiser refuses one that is not. The tensors here have a place but no memory."""
+    with FakeTensorMode():
+        model = nn.Linear(4, 2, device="cuda")
+        optimizer = optimizer_of(Adam(), model)
+        saved = {f"{name}/{entry}": torch.zeros(shape) for name, shape, entry in ENTRIES}
+        load_optimizer(optimizer, model, saved)
+        restored = optimizer_tensors(optimizer, model)
+        assert restored.keys() == saved.keys()
+        assert {tensor.device.type for tensor in restored.values()} == {"cuda"}

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.train.pace import LEAST_SECONDS, MOST_SECONDS, Progressed, due, fraction, reached, save_interval
+from packtrain.train.pace import LEAST_SECONDS, MOST_SECONDS, Progressed, Recurring, fraction, reached, save_interval
 from packtrain.units import Duration
 
 
@@ -16,7 +17,28 @@ def at(value: float, unit: str = "steps") -> Progressed:
 
 
 def fired(every: Duration, values: list[float]) -> list[float]:
-    return [now for before, now in pairwise(values) if due(every, at(before, every.unit), at(now, every.unit))]
+    """Where it is due in a run that begins, or goes on, at the first of the values; it takes no time itself."""
+    recurring = Recurring(every, values[0] if every.unit == "seconds" else 0.0)
+    return [now for before, now in pairwise(values) if recurring.due(at(before, every.unit), at(now, every.unit))]
+
+
+def fired_in_time(every: float, ends: list[float], takes: float, start: float = 0.0) -> list[float]:
+    """As the loop has it: it hears of a step's clock after the next step, and of none right after what was due.
+
+    `ends` is when steps would end if nothing came in between.
+    """
+    recurring = Recurring(Duration(every, "seconds"), start)
+    before, clock, spent, answers, fresh = start, start, 0.0, [], True
+    for end in ends:
+        now = before if fresh else clock
+        clock = end + spent
+        fresh = recurring.due(at(before, "seconds"), at(now, "seconds"))
+        if fresh:
+            answers.append(now)
+            spent += takes
+            recurring.over()
+        before = now
+    return answers
 
 
 def test_every_so_many_steps_means_at_each_multiple() -> None:
@@ -24,12 +46,44 @@ def test_every_so_many_steps_means_at_each_multiple() -> None:
 
 
 def test_nothing_is_due_at_the_start() -> None:
-    assert not due(Duration(5, "steps"), at(0), at(1))
-    assert due(Duration(1, "steps"), at(0), at(1))
+    assert fired(Duration(5, "steps"), [0, 1]) == []
+    assert fired(Duration(1, "steps"), [0, 1]) == [1]
 
 
-def test_a_time_is_due_at_the_first_step_after_it() -> None:
-    assert fired(Duration(10, "seconds"), [0.0, 4.0, 9.9, 10.1, 19.0, 20.0, 55.0]) == [10.1, 20.0, 55.0]
+def test_what_has_no_interval_is_never_due() -> None:
+    assert not Recurring(None, 7.0).due(at(0), at(1_000_000))
+
+
+@pytest.mark.parametrize("batches", [3, 7, 10, 25, 49, 1000])
+@pytest.mark.parametrize(
+    "every", [Fraction(1, 10), Fraction(3, 10), Fraction(1, 100), Fraction(11, 10), Fraction(1, 3)]
+)
+def test_a_fraction_of_an_epoch_misses_no_mark_by_rounding(batches: int, every: Fraction) -> None:
+    exact = [Fraction(number, batches) for number in range(12 * batches)]
+    values = [number // batches + number % batches / batches for number in range(12 * batches)]
+    wanted = [values[number] for number in range(1, len(exact)) if exact[number] // every > exact[number - 1] // every]
+    assert fired(Duration(float(every), "epochs"), values) == wanted
+
+
+def test_a_time_is_due_at_the_first_step_after_it_and_from_then_on_until_it_is_over() -> None:
+    assert fired(Duration(10, "seconds"), [0.0, 4.0, 9.9, 10.1, 19.0]) == [10.1, 19.0]
+
+
+def test_a_time_is_counted_from_the_end_of_what_was_due() -> None:
+    """What is due at 10 is begun at 12, when that is known, and ends at 18; the next clock is that of 20."""
+    seconds = [float(number) for number in range(2, 60, 2)]
+    assert fired_in_time(10, seconds, takes=6) == [10.0, 30.0, 50.0, 70.0]
+
+
+@pytest.mark.parametrize("takes", [0.0, 0.1, 0.25, 3.0])
+def test_what_takes_longer_than_its_interval_still_lets_training_go_on(takes: float) -> None:
+    steps = [0.02 * number for number in range(1, 200)]
+    answers = fired_in_time(0.2, steps, takes)
+    assert 15 <= len(answers) <= 18, "every ten steps, and a step or two to hear of the clock"
+
+
+def test_a_run_that_goes_on_counts_from_the_multiple_before() -> None:
+    assert fired_in_time(600, [1190.0, 1195.0, 1201.0, 1300.0], 0.0, start=1150.0) == [1201.0]
 
 
 @settings(deadline=None)
@@ -38,20 +92,18 @@ def test_each_multiple_that_is_passed_is_answered_once_whatever_the_size_of_step
     values = list(accumulate(sizes, initial=0))
     for before, now in pairwise(values):
         multiples = [one for one in range(before + 1, now + 1) if one % every == 0]
-        assert due(Duration(every, "steps"), at(before), at(now)) == bool(multiples)
+        assert bool(fired(Duration(every, "steps"), [before, now])) == bool(multiples)
 
 
 @settings(deadline=None)
 @given(
     st.floats(0.01, 100, allow_nan=False),
     st.lists(st.floats(0, 50, allow_nan=False), min_size=1, max_size=40),
+    st.floats(0, 500),
 )
-def test_of_times_too_none_is_answered_twice_and_none_forgotten(every: float, pauses: list[float]) -> None:
-    values = list(accumulate(pauses, initial=0.0))
-    answers = fired(Duration(every, "seconds"), values)
-    assert len(answers) <= values[-1] / every + 1
-    assert len({now // every for now in answers}) == len(answers)
-    assert {now // every for now in answers} == {now // every for now in values} - {0.0}
+def test_of_times_too_none_comes_too_early(every: float, pauses: list[float], takes: float) -> None:
+    answers = fired_in_time(every, list(accumulate(pauses)), takes)
+    assert all(later - earlier >= (takes + every) * (1 - 1e-9) for earlier, later in pairwise(answers))
 
 
 @settings(deadline=None)
@@ -78,6 +130,14 @@ def test_a_goal_is_reached_in_its_own_unit(unit: str) -> None:
     assert reached(goal, at(11, unit))
     for other in {"steps", "epochs", "seconds"} - {unit}:
         assert not reached(goal, at(1000, other))
+
+
+@pytest.mark.parametrize(("goal", "epoch", "batch", "batches"), [(1.36, 1, 9, 25), (2.28, 2, 7, 25), (0.3, 0, 3, 10)])
+def test_a_goal_in_parts_of_an_epoch_is_not_missed_by_rounding(
+    goal: float, epoch: int, batch: int, batches: int
+) -> None:
+    assert reached(Duration(goal, "epochs"), at(epoch + batch / batches, "epochs"))
+    assert not reached(Duration(goal, "epochs"), at(epoch + (batch - 1) / batches, "epochs"))
 
 
 def test_a_fraction_grows_to_one() -> None:

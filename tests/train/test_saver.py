@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ class Saving:
         self.gate.set()
         kept = Settings.model_validate({"keep_last": 10, **settings})
         self.copier = Copier()
-        self.saver = Saver(run, 1, kept, self.copier, self._before, self._tell)
+        self.saver = Saver(run, 1, kept, self.copier, Path(tempfile.gettempdir()), self._before, self._tell)
 
     def _before(self) -> None:
         self.at_gate.set()
@@ -118,7 +119,7 @@ def test_what_belongs_to_the_steps_is_put_before_they_are_committed(directory_st
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     points = run.point_writer("rank-0")
-    saver = Saver(run, 1, Settings(), Copier(), points.flush, lambda _kind, _text: None)
+    saver = Saver(run, 1, Settings(), Copier(), Path(tempfile.gettempdir()), points.flush, lambda _kind, _text: None)
     points.append(Point("train", 1, 1, 0.0, {}))
     saver.save(a_snapshot(1), None)
     saver.close()

@@ -119,6 +119,19 @@ def test_a_factor_may_halve() -> None:
     assert [down(at(step)) for step in (0, 9, 10, 25, 39)] == pytest.approx([0.8, 0.8, 0.4, 0.2, 0.1])
 
 
+def test_a_rate_steps_down_at_every_mark_that_is_a_fraction_of_an_epoch() -> None:
+    down = rate("step", duration="2 epochs", rate=1.0, every="0.1 epochs", factor=0.5)
+    moments = [at(10 * epoch + batch, epoch + batch / 10) for epoch in range(2) for batch in range(10)]
+    assert [down(one) for one in moments] == [0.5**number for number in range(20)]
+
+
+def test_a_phase_begins_with_its_own_rate_also_at_a_fraction_of_an_epoch() -> None:
+    lines = [{"until": "1.36 epochs", "rate": [0.1, 0.1]}, {"until": "2 epochs", "rate": [0.25, 0.5]}]
+    rates = rate("phases", duration="2 epochs", phases=lines)
+    assert rates(at(33, 1 + 8 / 25)) == pytest.approx(0.1)
+    assert rates(at(34, 1 + 9 / 25)) == 0.25
+
+
 def test_phases_are_straight_lines() -> None:
     lines = rate("phases", **EXAMPLES["phases"])
     assert lines(at(0)) == pytest.approx(0.01)

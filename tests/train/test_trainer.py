@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from packtrain.checkpoint import Checkpoint, Superseded, committed
 from packtrain.control import Control
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.recipes import Batch, Measured
+from packtrain.recipes import Batch, Measured, Scores
 from packtrain.runs import Run
 from packtrain.store import Store
 from packtrain.train import saver
@@ -53,6 +54,19 @@ def train_to_the_end(run: Run, tmp_path: Path) -> None:
     result = run.result()
     assert result is not None
     assert result.status == "finished"
+
+
+def test_a_score_that_is_not_a_number_is_never_the_best(directory_store: Store, control: Control) -> None:
+    class Scored(Tiny):
+        scores = iter([math.nan, 1.0, 5.0, math.nan, 0.5, 0.5])
+
+        def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:  # noqa: ARG002
+            return Scores({"closeness": next(self.scores), "loss": 1.0})
+
+    settings = {"every": "100 steps", "keep_best": 1, "keep_last": 1}
+    run = tiny_run(directory_store, tiny_job(evaluate={"every": "2 steps"}, checkpoint=settings))
+    train(run, control, Scored(run.job))
+    assert [(one.step, one.score) for one in committed(run)] == [(6, 5.0), (10, 0.5)]
 
 
 def test_at_the_goal_the_run_is_finished_and_the_result_is_the_last_thing_written(

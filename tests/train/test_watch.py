@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lives import losses
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
@@ -67,6 +68,18 @@ def test_ranks_that_wait_for_one_without_data_are_not_taken_for_a_hang(
     nursery.succeed("train", 2, **where, recipe="starved")
     assert run.result() is not None
     assert Control(tmp_path / "control").errors() == []
+
+
+def test_to_find_the_sample_that_is_not_a_number_may_take_long(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    run = tiny_run(directory_store, tiny_job(train={"patience": "1 s", "batch": "2 samples"}))
+    [lived] = nursery.live(
+        "train", store=directory_store.url, run=run.name, control=str(tmp_path / "control"), recipe="accused"
+    )
+    assert lived.code == 1
+    assert "its samples 7 of data.train.0 make a loss that is not finite" in lived.log
+    assert max(losses(run)) >= 3, "what a step takes was known"
 
 
 def test_what_waits_for_the_store_may_take_longer(tmp_path: Path) -> None:

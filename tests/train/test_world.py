@@ -14,7 +14,7 @@ def test_alone_a_worker_needs_no_others() -> None:
     assert values.tolist() == [1.0, 2.0]
     assert world.gather(b"mine") == [b"mine"]
     assert world.gather(b"") == [b""]
-    world.average(values)
+    world.average_all([values])
     world.broadcast_all([values])
     assert values.tolist() == [1.0, 2.0]
     assert (world.any(True), world.any(False)) == (True, False)
@@ -35,7 +35,7 @@ def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(nursery: Nu
             ["", "only the other"],
         ]
         assert one["sums"] == [2.0, 1.0]
-        assert one["mean"] == [0.5]
+        assert one["means"] == [[0.5], [1.0], [[0.5, 0.5], [0.5, 0.5]]]
         assert one["any"] == [False, True, True]
         assert one["broadcast"] == [[0.0, 0.0], [7]]
     assert first["rows"] == [[0.0], [1.0]]

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, philox_words
+from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.split import SplitReader
 from packtrain.data.tiles import Box, Pixels, decode_crop
 from packtrain.errors import PacktrainError
 
 _SCRATCH_BYTES = 6 << 20  # for each thread, twice: enough for two megapixels; what is larger gets memory of its own
-_AUGMENT = 3  # a stream of random words of its own, apart from those that decide the order
 _TRIES = 10
 _WORDS_PER_TRY = 4
 _WORDS = 1 + _TRIES * _WORDS_PER_TRY
@@ -71,7 +70,7 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
 
 def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int) -> Crop:
     """What is seen of a sample in an epoch of training."""
-    flip, *words = philox_words(_WORDS, seed, epoch, sample, _AUGMENT).tolist()
+    flip, *words = philox_words(_WORDS, seed, epoch, sample, Stream.AUGMENTATION).tolist()
     return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, epoch_batches, mixed_epoch, pieces, share
+from packtrain.control import say
+from packtrain.data.order import NO_SAMPLES, Ids, epoch_batches, mixed_epoch, pieces, share
+from packtrain.errors import FieldMistake
+from packtrain.store import StoreError
 
 Arrays = dict[str, NDArray[Any]]
+
+_LOOK_SECONDS = 0.2  # how often who waits looks around
+_CLOSE_SECONDS = 2.0  # for a thread to end; one that waits for the store can take a minute
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
+_STORE_SECONDS = 600.0  # for a store to come back: as long as train.watch lets a worker wait for its data
 
 
 @dataclass(frozen=True)
@@ -60,8 +71,38 @@ class Order:
     weights: tuple[float, ...] = ()
 
     def batches(self, epoch: int) -> list[Ids]:
+        """At least one."""
         ids = mixed_epoch(self.sources, self.weights, self.seed, epoch) if self.sources else None
-        return epoch_batches(self.costs, self.likeness, self.budget(epoch), self.seed, epoch, ids, self.lengths)
+        budget = self.budget(epoch)
+        batches = epoch_batches(self.costs, self.likeness, budget, self.seed, epoch, ids, self.lengths)
+        if not batches:
+            raise FieldMistake("data.train", NO_SAMPLES)
+        return batches
+
+
+Work = Callable[[], Loaded | None]
+
+
+class Parts(Iterator[Loaded]):
+    """What the work comes to, one after the other. What failed is tried again by who asks again."""
+
+    def __init__(self, work: Generator[Work]) -> None:
+        self._left = work
+        self._now: Work | None = None
+
+    def __next__(self) -> Loaded:
+        while True:
+            if self._now is None:
+                self._now = next(self._left)
+            made = self._now()
+            self._now = None
+            if made is not None:
+                return made
+
+    def close(self) -> None:
+        """Nothing is fetched ahead any more."""
+        self._now = None
+        self._left.close()
 
 
 def parts(
@@ -73,14 +114,26 @@ def parts(
     piece_budget: int | None = None,
     fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
     alike: bool = False,
-) -> Iterator[Loaded]:
+) -> Parts:
     """This rank's part of every global batch from `start` on, without end.
 
     `collate` makes arrays of samples as they are seen in an epoch; a part that costs more than `piece_budget` comes
     in pieces, the same number on all ranks if they are to be `alike`: then some may be empty. Inside `fetching`, the
     samples are used in the order that it was told.
     """
+    return Parts(_work(order, collate, start, rank, num_ranks, piece_budget, fetching, alike))
 
+
+def _work(
+    order: Order,
+    collate: Callable[[Ids, int], Arrays],
+    start: Position,
+    rank: int,
+    num_ranks: int,
+    piece_budget: int | None,
+    fetching: Callable[[Ids, int], AbstractContextManager[None]],
+    alike: bool,
+) -> Generator[Work]:
     def pieces_of(batch: Ids) -> list[Ids]:
         own = pieces(share(batch, rank, num_ranks), order.costs, piece_budget)
         if not alike:
@@ -88,28 +141,40 @@ def parts(
         others = (pieces(share(batch, other, num_ranks), order.costs, piece_budget) for other in range(num_ranks))
         return own + [batch[:0]] * (max(map(len, others)) - len(own))
 
+    def load(batches: list[Ids], at: Position) -> Loaded:
+        batch = batches[at.batch]
+        mine = share(batch, rank, num_ranks)
+        last = at.batch + 1 == len(batches)
+        return Loaded(
+            tuple(collate(piece, at.epoch) for piece in pieces_of(batch)),
+            mine,
+            int(order.costs[batch].sum()),
+            int(order.costs[mine].sum()),
+            len(batch),
+            at,
+            Position(at.epoch + 1, 0) if last else Position(at.epoch, at.batch + 1),
+            len(batches),
+        )
+
+    def fetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
+        mine = [share(ids, rank, num_ranks) for ids in batches]
+        stack.enter_context(fetching(np.concatenate(mine or [np.zeros(0, np.int64)]), epoch))
+
     epoch, first = start.epoch, start.batch
     while True:
         batches = order.batches(epoch)
-        mine = [share(ids, rank, num_ranks) for ids in batches]
-        with fetching(np.concatenate(mine[first:] or [np.zeros(0, np.int64)]), epoch):
+        with ExitStack() as stack:
+            yield partial(fetch, stack, batches[first:], epoch)
             for number in range(first, len(batches)):
-                last = number + 1 == len(batches)
-                yield Loaded(
-                    tuple(collate(piece, epoch) for piece in pieces_of(batches[number])),
-                    mine[number],
-                    int(order.costs[batches[number]].sum()),
-                    int(order.costs[mine[number]].sum()),
-                    len(batches[number]),
-                    Position(epoch, number),
-                    Position(epoch + 1, 0) if last else Position(epoch, number + 1),
-                    len(batches),
-                )
+                yield partial(load, batches, Position(epoch, number))
         epoch, first = epoch + 1, 0
 
 
 class Loader:
-    """Keeps `ahead` batches ready. An error while making one is raised where it would have been used."""
+    """Keeps `ahead` batches ready. An error while making one is raised where it would have been used.
+
+    Only a store that is away is no error yet: what needs it is tried again for some minutes.
+    """
 
     def __init__(self, source: Iterator[Loaded], ahead: int = 4) -> None:
         self._ready: queue.Queue[Loaded | BaseException] = queue.Queue(ahead)
@@ -120,41 +185,71 @@ class Loader:
 
     def _work(self, source: Iterator[Loaded]) -> None:
         try:
-            for loaded in source:
-                if not self._offer(loaded):
-                    return
-            raise RuntimeError("there are no more batches")
+            while self._offer(self._made(source)):
+                pass
         except BaseException as error:
             self._offer(error)
+        finally:
+            if isinstance(source, Parts):
+                source.close()
+
+    def _made(self, source: Iterator[Loaded]) -> Loaded:
+        """The next of the source, as soon as there is a store to make it from."""
+        began = time.monotonic()
+        pause = _FIRST_PAUSE_SECONDS
+        missing: StoreError | None = None
+        while True:
+            tried = time.monotonic()
+            try:
+                loaded = next(source)
+            except StopIteration:
+                raise missing or RuntimeError("there are no more batches") from None
+            except StoreError as error:
+                if not error.temporary:
+                    raise
+                if missing is None:
+                    say(f"data: waits for the store: {error}")
+                missing = error
+            else:
+                if missing is not None:
+                    say(f"data: goes on after {time.monotonic() - began:.0f} s without the store")
+                return loaded
+            now = time.monotonic()
+            seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311
+            if now - began + seconds + (now - tried) > _STORE_SECONDS or self._closed.wait(seconds):
+                raise missing
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _offer(self, item: Loaded | BaseException) -> bool:
         while not self._closed.is_set():
             try:
-                self._ready.put(item, timeout=0.2)
+                self._ready.put(item, timeout=_LOOK_SECONDS)
                 return True
             except queue.Full:
                 continue
         return False
 
-    def next(self) -> Loaded:
+    def next(self, pulse: Callable[[], None] = lambda: None) -> Loaded:
+        """The next batch. Who waits for it is called every fifth of a second, and may raise: nothing is lost by it."""
         if self._failure is None:
-            item = self._take()
+            item = self._take(pulse)
             if isinstance(item, Loaded):
                 return item
             self._failure = item
         raise self._failure
 
-    def _take(self) -> Loaded | BaseException:
+    def _take(self, pulse: Callable[[], None]) -> Loaded | BaseException:
         while not self._closed.is_set():
             try:
-                return self._ready.get(timeout=0.2)
+                return self._ready.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
-                continue
+                pulse()
         return RuntimeError("the loader is closed")
 
     def close(self) -> None:
+        """Ends the thread, or leaves it to end when the store answers: nobody waits for that."""
         self._closed.set()
         with suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()  # so that the thread need not wait for room to find out
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)

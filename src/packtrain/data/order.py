@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from enum import IntEnum, unique
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +17,26 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-# Streams of random words, apart from those of others: the third counter is 3 for augmentation and for training.
-_SHUFFLE_SAMPLES, _SHUFFLE_BATCHES = 1, 2
-_DRAW_PART = 4
+NO_SAMPLES = "an epoch has no samples; raise the weights of its sources, or add data"
+
 _POOL_BATCHES = 100  # batches' worth of samples sorted by likeness together: little padding, little bias
 _PADDED = 4  # times the budget: the most positions of a batch, with those that are filled up
+
+
+@unique
+class Stream(IntEnum):
+    """What random words are for: the last of their counters, so that no two purposes get the same ones.
+
+    A number, once used, stays what it is: runs that go on must see what they saw.
+    """
+
+    SAMPLES = 1
+    BATCHES = 2
+    AUGMENTATION = 3
+    MIX = 4
+    DECODING = 5
+    CAPTIONS = 6
+    TRAINING = 7
 
 
 def philox_words(count: int, seed: int, *counters: int) -> NDArray[np.uint64]:
@@ -35,6 +51,11 @@ def permutation(count: int, seed: int, *counters: int) -> Ids:
     return np.argsort(philox_words(count, seed, *counters), kind="stable")
 
 
+def draws(count: int, weight: float) -> int:
+    """How many samples of a source an epoch has."""
+    return round(weight * count)
+
+
 def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> Ids:
     """The samples of an epoch, shuffled. Samples are numbered through the sources.
 
@@ -46,13 +67,13 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
     drawn = [np.zeros(0, np.int64)]
     first = 0
     for source, (count, weight) in enumerate(zip(source_counts, weights, strict=True)):
-        passes, rest = divmod(round(weight * count), max(1, count))
+        passes, rest = divmod(draws(count, weight), max(1, count))
         drawn += [np.arange(first, first + count)] * passes
         if rest:
-            drawn.append(first + permutation(count, seed, epoch, source, _DRAW_PART)[:rest])
+            drawn.append(first + permutation(count, seed, epoch, source, Stream.MIX)[:rest])
         first += count
     ids = np.concatenate(drawn)
-    return ids[permutation(len(ids), seed, epoch, _SHUFFLE_SAMPLES)]
+    return ids[permutation(len(ids), seed, epoch, Stream.SAMPLES)]
 
 
 def epoch_batches(
@@ -86,7 +107,7 @@ def epoch_batches(
         pool = pool[np.argsort(likeness[pool], kind="stable")]
         edges = _edges(costs[pool], budget, None if lengths is None else lengths[pool], most_positions)
         batches += [pool[edge:end] for edge, end in pairwise(edges)]
-    return [batches[k] for k in permutation(len(batches), seed, epoch, _SHUFFLE_BATCHES)]
+    return [batches[k] for k in permutation(len(batches), seed, epoch, Stream.BATCHES)]
 
 
 def _edges(costs: NDArray[Any], budget: int, lengths: NDArray[Any] | None, most_positions: float) -> list[int]:

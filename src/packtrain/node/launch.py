@@ -189,5 +189,9 @@ def free_port() -> int:
 
 
 def _end_with_agent() -> None:
-    """If the agent dies, the launcher hears SIGTERM, and ends its workers."""
+    """If the agent dies, the launcher hears SIGTERM, and ends its workers.
+
+    Slurm sends its notice to every process of a step: it must not end the launcher, whose workers are to commit.
+    """
     end_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -41,13 +41,11 @@ class Goodput:
 
 def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[Spent]) -> Goodput:
     """The time of a run, by the first rank's clock in each generation."""
-    first = [one for one in spent if one.rank == 0]
     parts: defaultdict[str, float] = defaultdict(float)
     causes = {generation.number: generation.cause for generation in generations}
     lost = lost_seconds(points)
     ended: float | None = None
-    for number in sorted({one.generation for one in first}):
-        records = sorted((one for one in first if one.generation == number), key=lambda one: one.time)
+    for number, records in sorted(_accounts(points, spent).items()):
         seconds = _added(records)
         again = causes.get(number, "start") not in _AWAY
         if again and ended is not None:
@@ -62,6 +60,29 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
         ended = records[-1].time
     useful = sum(parts[span] for span in COMPUTING)
     return Goodput(useful, {name: one for name, one in parts.items() if one > 0}, _by_rank(spent))
+
+
+def _accounts(points: Sequence[Point], spent: Sequence[Spent]) -> dict[int, list[Spent]]:
+    """The first rank's records of each generation, in order.
+
+    They are written every few seconds: a worker that is killed has made steps after its last one, or all of its steps
+    before the first. What these took is in their points, and makes the record that it did not come to write.
+    """
+    accounts: defaultdict[int, list[Spent]] = defaultdict(list)
+    for one in sorted((one for one in spent if one.rank == 0), key=lambda one: one.time):
+        accounts[one.generation].append(one)
+    started = {point.generation: point for point in points if point.kind == "start"}
+    left: defaultdict[int, list[Point]] = defaultdict(list)
+    for point in points:
+        known = accounts.get(point.generation)
+        if point.kind == "train" and (not known or point.step > known[-1].step):
+            left[point.generation].append(point)
+    for generation, steps in left.items():
+        seconds = {span: sum(step.values.get(f"{span}_seconds", 0.0) for step in steps) for span in ORDER}
+        known = accounts[generation]
+        since = known[-1].time if known else started.get(generation, steps[0]).time - seconds["start"]
+        known.append(Spent(since + sum(seconds.values()), generation, 0, steps[-1].step, seconds))
+    return dict(accounts)
 
 
 def lost_seconds(points: Sequence[Point]) -> dict[int, float]:

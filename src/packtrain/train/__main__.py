@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from packtrain.train.notice import Notice
+
+# What torch warns of, beside errors, are options that were chosen on purpose and peers that are gone.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def main() -> int:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.data.order import philox_words
+from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
-from packtrain.learning import LocalSteps, Train
+from packtrain.learning import Fsdp, LocalSteps, Train
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.average import Average
 from packtrain.train.clock import Clock, clock_of
@@ -24,7 +24,6 @@ from packtrain.train.precision import Precision
 from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.world import World
 
-_RANDOMNESS = 4  # the counter that keeps these numbers apart from those of data.order
 _TINY = 1e-6  # as torch has it, so that a gradient of nothing is not divided by
 
 
@@ -47,7 +46,9 @@ class Engine:
         self._recipe, self._settings, self._world = recipe, settings, world
         self.clock = clock or clock_of(world.device)
         torch.manual_seed(settings.seed)  # the same start on every rank
-        self.model = recipe.build_model().to(world.device)
+        self.model = recipe.build_model()
+        if not (isinstance(settings.exchange, Fsdp) and world.num_ranks > 1):  # else it is moved as it is divided
+            self.model.to(world.device)
         self.average = None if settings.ema is None else Average(self.model, settings.ema)
         self.precision = Precision(settings, world.device)
         followers = [] if self.average is None else [self.average.model]
@@ -150,7 +151,7 @@ class Engine:
 
 def seed_randomness(seed: int, step: int, rank: int, device: torch.device) -> None:
     """All random numbers of a step are a function of its number: there is no state to save or restore."""
-    word = int(philox_words(1, seed, step, rank, _RANDOMNESS)[0])
+    word = int(philox_words(1, seed, step, rank, Stream.TRAINING)[0])
     # torch.manual_seed would note a stack for every kind of device that is not there, which takes a millisecond.
     torch.default_generator.manual_seed(word)
     if device.type == "cuda":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,12 +41,17 @@ class Exchange(ABC):
     span_after_backward = "backward"
     """What the time between the last gradient and the end of the backward pass was spent on."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._model, self._world = model, world
+    def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
+        self._model, self._world, self._clock = model, world, clock
+        self._statistics = _buffers([model])
         self.module = model
 
-    def before_step(self) -> None:  # noqa: B027
-        """Called before the first piece of every step."""
+    def before_step(self) -> None:
+        """Called before the first piece of every step: gives all ranks the first one's statistics of norms."""
+        if self._statistics and self._world.num_ranks > 1:
+            self._clock.mark("other")
+            self._world.broadcast_all(self._statistics)
+            self._clock.mark("exchange")
 
     def piece(self, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Around the forward and backward pass of a piece of the batch; gradients are exchanged with the last."""
@@ -70,7 +75,7 @@ class Exchange(ABC):
     # What a checkpoint needs to know.
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """The tensors undivided. All ranks take part."""
+        """The tensors undivided, on the first rank. All of them take part."""
         return dict(tensors)
 
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
@@ -100,14 +105,14 @@ class Averaged(Exchange):
     span_after_backward = "exchange"
 
     def __init__(self, settings: Ddp, model: nn.Module, _: Iterable[nn.Module], world: World, clock: Clock) -> None:
-        super().__init__(model, world)
-        self._clock, self._buffers = clock, _buffers([model])
+        super().__init__(model, world, clock)
         on_gpu = world.device.type == "cuda"
         device_ids = [world.device.index] if on_gpu else None
         self._parallel = DistributedDataParallel(
             model,
             device_ids=device_ids,
             gradient_as_bucket_view=True,
+            find_unused_parameters=True,  # else the order of adding up would change after a process's first step
             **_DO_NOT_SYNC,  # it is done before the step, where it does not pass for computing
         )
         self.module = self._parallel
@@ -124,12 +129,6 @@ class Averaged(Exchange):
         hook.__annotations__.clear()  # torch compares them with types that it does not let others name
         self._parallel.register_comm_hook(None, hook)
 
-    def before_step(self) -> None:
-        if self._buffers:
-            self._clock.mark("other")
-            self._world.broadcast_all(self._buffers)
-            self._clock.mark("exchange")
-
     def piece(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self._parallel.no_sync()
 
@@ -143,11 +142,14 @@ class Local(Exchange):
     def __init__(
         self, settings: LocalSteps, model: nn.Module, _: Iterable[nn.Module], world: World, clock: Clock
     ) -> None:
-        super().__init__(model, world)
-        self._settings, self._clock = settings, clock
+        super().__init__(model, world, clock)
+        self._settings = settings
         self._parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
         self._common = [parameter.detach().clone() for parameter in self._parameters]
         self._momentum = [torch.zeros_like(parameter) for parameter in self._common]
+
+    def before_step(self) -> None:
+        """Ranks have statistics of their own until they meet."""
 
     def share(self, cost: int, own_cost: int) -> float:  # noqa: ARG002
         return 1 / max(1, own_cost)
@@ -164,16 +166,13 @@ class Local(Exchange):
     @torch.no_grad()
     def _meet(self) -> None:
         changes = torch._foreach_sub(self._common, self._parameters)  # downhill, as a gradient is taken off
-        for change in changes:
-            self._world.average(change)
+        self._world.average_all(changes)
         torch._foreach_mul_(self._momentum, self._settings.momentum)
         torch._foreach_add_(self._momentum, changes)
         torch._foreach_add_(changes, self._momentum, alpha=self._settings.momentum)
         torch._foreach_add_(self._common, changes, alpha=-self._settings.rate)
         torch._foreach_copy_(self._parameters, self._common)
-        for buffer in _buffers([self._model]):
-            if buffer.is_floating_point():
-                self._world.average(buffer)
+        self._world.average_all([one for one in self._statistics if one.is_floating_point()])
 
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
         gathered = {name: self._world.gather_tensor(tensor) for name, tensor in tensors.items()}
@@ -195,8 +194,8 @@ class Local(Exchange):
 class Divided(Exchange):
     """Weights, gradients and the optimiser's state are divided among the ranks, and brought together where needed."""
 
-    def __init__(self, _: Fsdp, model: nn.Module, followers: Iterable[nn.Module], world: World, __: Clock) -> None:
-        super().__init__(model, world)
+    def __init__(self, _: Fsdp, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> None:
+        super().__init__(model, world, clock)
         mesh = init_device_mesh(world.device.type, (world.num_ranks,))
         for one in (model, *followers):
             # Layers that stand in a list are used one after the other: each is whole only while it is used.
@@ -205,21 +204,23 @@ class Divided(Exchange):
                     fully_shard(layer, mesh=mesh)
             fully_shard(one, mesh=mesh)
 
-    def piece(self, last: bool) -> AbstractContextManager[object]:
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(last)
-        return nullcontext()
-
     def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        return {
-            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
-        }
+        """One after the other, and kept in the first rank's main memory: no worker has room for all of them."""
+        return {name: tensor.cpu() for name, tensor in _undivided(tensors) if self._world.is_first}
 
     def plain(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
         """A whole copy for as long as it is used: to measure takes a fraction of the memory that training does."""
         whole = build().to(self._world.device)
-        whole.load_state_dict(self.whole(model.state_dict()))
+        own = whole.state_dict()
+        for name, tensor in _undivided(model.state_dict()):
+            own[name].copy_(tensor)
         return whole
+
+
+def _undivided(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All ranks take part."""
+    for name, tensor in tensors.items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _buffers(models: Iterable[nn.Module]) -> list[Tensor]:
@@ -238,5 +239,5 @@ def exchange_of(
 ) -> Exchange:
     """The exchange of a run; `followers` are models whose weights follow those that learn."""
     if world.num_ranks == 1 and not isinstance(settings, LocalSteps):
-        return Alone(model, world)
+        return Alone(model, world, clock)
     return EXCHANGES[type(settings)](settings, model, followers, world, clock)

@@ -21,20 +21,33 @@ _PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of genera
 
 
 class Keeper:
-    def __init__(self, run: Run, generation: int, recipe: Recipe, engine: Engine, world: World, books: Books) -> None:
+    """`directory` is this machine's place for files on their way from and to the store."""
+
+    def __init__(
+        self,
+        run: Run,
+        generation: int,
+        recipe: Recipe,
+        engine: Engine,
+        world: World,
+        books: Books,
+        directory: Path,
+    ) -> None:
         self._run, self._recipe, self._engine, self._world, self._books = run, recipe, engine, world, books
         self._settings, self._copier = run.job.checkpoint, Copier()
-        self._saver = Saver(run, generation, self._settings, self._copier, books.flush_points, books.tell)
+        self._directory = directory
+        self._saver = Saver(run, generation, self._settings, self._copier, directory, books.flush_points, books.tell)
         self._copied: Snapshot | None = None
         engine.before_update = self._wait_for_copy
         self._saved_at = time.monotonic()
         self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
 
-    def restore(self, directory: Path) -> Progress:
+    def restore(self) -> Progress:
         """How far the newest checkpoint that holds had come; it is in the engine now.
 
-        The first rank finds it, and one rank of every machine fetches it into `directory` for all there.
+        The first rank finds it, and one rank of every machine fetches it for all there.
         """
+        directory = self._directory / "restored"
         directory.mkdir(exist_ok=True)
         found: Checkpoint | None = None
         if self._world.is_first:

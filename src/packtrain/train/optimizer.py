@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.learning import Adam, AdamW, Optimizer, Sgd
 
 # Rates are set before every step by the schedule.
+
+_COUNTER = "step"
 
 
 def sgd(settings: Sgd, model: nn.Module) -> torch.optim.Optimizer:
@@ -64,17 +66,22 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    refuse_unknown(model, tensors)
     parameters = dict(model.named_parameters())
-    learned = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    unknown = {key.rpartition("/")[0] for key in tensors} ^ learned
-    if tensors and unknown:
-        raise CorruptCheckpoint(f"the optimiser's state does not fit the model: {sorted(unknown)[0]}")
     optimizer.state.clear()
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
-        # Counters stay where the optimiser keeps them; what is shaped like the weights goes beside them.
-        optimizer.state[parameter][entry] = value.clone() if value.ndim == 0 else placed(value, parameter)
+        # Everything is beside the weights: a fused optimiser looks for its counter there too.
+        beside = parameter.to_local() if entry == _COUNTER and isinstance(parameter, DTensor) else parameter
+        optimizer.state[parameter][entry] = placed(value, beside)
+
+
+def refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
+    """A weight that never had a gradient has no state; but there is no state of a weight that does not learn."""
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name in sorted({name.rpartition("/")[0] for name in names} - learned):
+        raise CorruptCheckpoint(f"the optimiser's state does not fit the model: {name}")
 
 
 def placed(value: Tensor, beside: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from packtrain.units import Duration
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True)
 class Progressed:
@@ -20,13 +22,48 @@ class Progressed:
         return {"steps": float(self.steps), "epochs": self.epochs, "seconds": self.seconds}[unit]
 
 
+def up_to_rounding(value: float) -> float:
+    """A little more, so that 1 + 9/25 epochs are not less than 1.36: far less than a step of a trillion."""
+    return value * (1 + _ROUNDING)
+
+
+def marks(value: float, every: float) -> int:
+    """How many multiples of `every` are not more than `value`, zero apart."""
+    return math.floor(up_to_rounding(value / every))
+
+
 def reached(goal: Duration, now: Progressed) -> bool:
-    return now.in_unit(goal.unit) >= goal.value
+    return marks(now.in_unit(goal.unit), goal.value) >= 1
 
 
-def due(every: Duration, before: Progressed, now: Progressed) -> bool:
-    """Whether a multiple of `every` lies after `before` and not after `now`."""
-    return now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
+class Recurring:
+    """Something that is due every so often, or never. All it goes by is the same on all ranks.
+
+    Steps and epochs have no memory: it is due at each multiple. A time is counted from the end of the last one, which
+    is the first common clock after it; else what takes longer than its interval would be due at once. A run that goes
+    on after `seconds` counts from the multiple before, so that one which often fails comes to it all the same.
+    """
+
+    def __init__(self, every: Duration | None, seconds: float) -> None:
+        self._every = every
+        self._since: float | None = 0.0
+        if every is not None and every.unit == "seconds":
+            self._since = marks(seconds, every.value) * every.value
+
+    def due(self, before: Progressed, now: Progressed) -> bool:
+        """Whether it fell due after `before` and not after `now`; a time stays due until it is over."""
+        if self._every is None:
+            return False
+        unit, every = self._every.unit, self._every.value
+        if unit != "seconds":
+            return marks(now.in_unit(unit), every) > marks(before.in_unit(unit), every)
+        if self._since is None and now.seconds > before.seconds:
+            self._since = now.seconds
+        return self._since is not None and marks(now.seconds - self._since, every) >= 1
+
+    def over(self) -> None:
+        """It was done just now."""
+        self._since = None
 
 
 def fraction(goal: Duration, now: Progressed) -> float:

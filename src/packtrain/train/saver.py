@@ -26,7 +26,8 @@ class Saver:
 
     Only the best is not replaced, where the best are kept: then there may be two that wait.
 
-    `before` is called ahead of each commit: what belongs to the steps up to it must be in the store first.
+    `directory` is where files wait to be put; whoever made it takes away what a killed process leaves there. `before`
+    is called ahead of each commit: what belongs to the steps up to it must be in the store first.
     `stall_seconds` is how long training waited for the last copy, and `commit_seconds` how long a commit last took.
     """
 
@@ -36,11 +37,12 @@ class Saver:
         generation: int,
         settings: Settings,
         copier: Copier,
+        directory: Path,
         before: Callable[[], None],
         tell: Callable[[str, str], None],
     ) -> None:
         self._run, self._generation, self._settings = run, generation, settings
-        self._copier, self._before, self._tell = copier, before, tell
+        self._copier, self._directory, self._before, self._tell = copier, directory, before, tell
         self.stall_seconds = self.commit_seconds = 0.0
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
@@ -116,7 +118,7 @@ class Saver:
 
     def _commit(self, snapshot: Snapshot, score: float | None) -> None:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="packtrain-save-") as directory:
+        with tempfile.TemporaryDirectory(prefix="save-", dir=self._directory) as directory:
             files = snapshot.write(Path(directory))
             self._before()
             checkpoint = commit(self._run, snapshot.step, self._generation, score, files)

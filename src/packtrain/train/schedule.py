@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from packtrain.learning import Constant, Cosine, Noam, OneCycle, Phases, Schedule, StepDown, Train
+from packtrain.train.pace import marks, up_to_rounding
 from packtrain.units import Duration
 
 
@@ -66,7 +67,7 @@ def cosine(settings: Cosine, _: int, duration: Duration) -> Rate:
 
 def step_down(settings: StepDown, _: int, __: Duration) -> Rate:
     def rate(now: Moment) -> float:
-        downs = now.in_unit(settings.every.unit) // settings.every.value
+        downs = marks(now.in_unit(settings.every.unit), settings.every.value)
         return settings.rate * _warmth(settings.warmup, now) * float(settings.factor**downs)
 
     return rate
@@ -79,10 +80,10 @@ def phases(settings: Phases, _: int, __: Duration) -> Rate:
 
     def rate(now: Moment) -> float:
         at = now.in_unit(unit)
-        number = min(len(settings.phases), bisect_right(edges, at)) - 1
+        number = min(len(settings.phases), bisect_right(edges, up_to_rounding(at))) - 1
         start, end = list(pairwise(edges))[number]
         first, last = settings.phases[number].rate
-        return first + (last - first) * min(1.0, (at - start) / (end - start))
+        return first + (last - first) * min(1.0, max(0.0, (at - start) / (end - start)))
 
     return rate
 

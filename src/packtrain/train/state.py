@@ -19,7 +19,7 @@ from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.train.copier import Copier, Copies
 from packtrain.train.engine import Engine
-from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed
+from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
 from packtrain.train.world import World
 
 MODEL_FILE, AVERAGE_FILE, OPTIMIZER_FILE = "model.safetensors", "average.safetensors", "optimizer.safetensors"
@@ -129,6 +129,7 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     own = _shapes_of(engine.model.state_dict())
     for name in weights:
         _refuse_unfit(name, own, shapes[name])
+    refuse_unknown(engine.model, shapes[OPTIMIZER_FILE])
 
 
 def _expected_description(directory: Path, expected: Description) -> Description:

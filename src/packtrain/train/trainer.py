@@ -11,6 +11,7 @@ Every decision is a function of numbers that are the same on all ranks, so no ra
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from packtrain.train.engine import Engine, NotANumber, Stepped
 from packtrain.train.evaluation import LeftEarly, evaluate
 from packtrain.train.keeper import Keeper
 from packtrain.train.notice import Notice
-from packtrain.train.pace import Progressed, due, reached
+from packtrain.train.pace import Progressed, Recurring, reached
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Progress
 from packtrain.train.suspects import suspects
@@ -84,7 +85,7 @@ class Trainer:
         self._prepared: int | None = None
         self._restored_seconds = 0.0
         self._evaluated: tuple[int, Scores] | None = None
-        self._keeper = Keeper(run, generation, recipe, self._engine, world, self._books)
+        self._keeper = Keeper(run, generation, recipe, self._engine, world, self._books, control.directory)
         patience = run.job.train.patience.value
         self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang, world)
 
@@ -100,8 +101,9 @@ class Trainer:
         """
         result: Result | None = None
         try:
-            self._progress = self._keeper.restore(self._control.directory / "restored")
+            self._progress = self._keeper.restore()
             self._restored_seconds = self._progress.seconds
+            self._set_pace()
             self._record("start", self._progress.step, {})
             for note in self._recipe.notes if self._world.is_first else ():
                 self._books.tell("data", note)
@@ -127,6 +129,11 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         return self._notice.given or self._control.asked_to_stop()
+
+    def _set_pace(self) -> None:
+        evaluate, save = self._job.evaluate.every, self._job.checkpoint.every
+        self._evaluations = Recurring(evaluate, self._restored_seconds)
+        self._saves = Recurring(None if save == "auto" else save, self._restored_seconds)
 
     # The loop.
 
@@ -162,13 +169,11 @@ class Trainer:
             loader.close()
 
     def _due(self, wanted: Wanted, before: Progressed, now: Progressed, outcome: Outcome | None) -> Wanted:
-        every = self._job.evaluate.every
         end = wanted.end or reached(self._job.train.duration, now)
-        evaluation = wanted.evaluation or end or (every is not None and due(every, before, now))
+        evaluation = wanted.evaluation or end or self._evaluations.due(before, now)
         stop = wanted.stop or (outcome is not None and outcome.stop)
-        interval = self._job.checkpoint.every
         voted = outcome is not None and outcome.save
-        save = voted if interval == "auto" else due(interval, before, now)
+        save = voted or self._saves.due(before, now)
         return Wanted(evaluation, wanted.save or save or stop or end, stop, end)
 
     def _do(self, wanted: Wanted) -> Wanted:
@@ -226,7 +231,9 @@ class Trainer:
         number = self._progress.step
         self._watch.begin(DATA, f"the data of step {number + 1}", STORE_SECONDS)
         loaded = loader.next()
-        self._watch.begin("step", f"step {number + 1}")
+        self._clock.mark("data")
+        # Where pictures or batches have another size, steps have other like: kernels may be compiled anew.
+        self._watch.begin(f"step {self._job.train.in_epoch(loaded.at.epoch)}", f"step {number + 1}")
         last = self._is_last(loaded)
         if self._prepared != loaded.at.epoch:
             self._engine.before_update()  # a recipe may change weights between epochs
@@ -234,11 +241,11 @@ class Trainer:
             self._engine.model.train()  # a part that was frozen may be in another mode now
             self._prepared = loaded.at.epoch
         pieces = [self._to_device(arrays) for arrays in loaded.pieces]
-        self._clock.mark("data")
         now = Moment(number, loaded.at.epoch + loaded.at.batch / loaded.batches_in_epoch)
         try:
             stepped = self._engine.step(now, pieces, loaded.cost, loaded.own_cost, last)
         except NotANumber as error:
+            self._watch.rest()  # each sample is tried by itself
             raise NotANumber(f"{error}; {self._suspects(loaded)}; nothing was updated") from error
         self._progress = replace(
             self._progress,
@@ -260,7 +267,10 @@ class Trainer:
         return Pending(number, stepped, loaded, seconds, ballot, last)
 
     def _to_device(self, arrays: Arrays) -> Batch:
-        return {name: torch.from_numpy(array).to(self._world.device) for name, array in arrays.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self._world.device.type == "cuda":  # from pinned memory it is copied while the program goes on
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return {name: tensor.to(self._world.device, non_blocking=True) for name, tensor in tensors.items()}
 
     def _suspects(self, loaded: Loaded) -> str:
         return suspects(self._engine, self._recipe, self._world, self._job.train.exchange, loaded)
@@ -271,10 +281,13 @@ class Trainer:
 
     def _settle(self, pending: Pending) -> Outcome:
         """Reads a step's sums and records them."""
+        self._clock.mark("other")
         outcome = pending.ballot.count()
+        self._clock.mark("wait")
         waited = outcome.waited(self._world.rank)
         seconds = dict.fromkeys(SPANS, 0.0) | pending.seconds
-        seconds["exchange"], seconds["wait"] = seconds["exchange"] - waited, waited
+        seconds["exchange"] -= waited
+        seconds["wait"] += waited
         values = {
             "loss": outcome.loss / pending.loaded.cost,
             "rate": pending.stepped.rate,
@@ -295,7 +308,7 @@ class Trainer:
     # What interrupts it.
 
     def _pulse(self) -> None:
-        self._watch.begin("batch of an evaluation")
+        self._watch.begin("batch of an evaluation", least=STORE_SECONDS)
         if self._asked_to_stop():
             raise LeftEarly
 
@@ -318,6 +331,7 @@ class Trainer:
                 return False
             self._evaluated = (self._progress.step, scores)
             self._record("valid", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
+        self._evaluations.over()
         self._progress = replace(self._progress, owes_evaluation=False)
         score, best = self._score(), self._progress.best_score
         if score is not None and (best is None or score > best):
@@ -330,10 +344,13 @@ class Trainer:
             return None
         name = self._job.checkpoint.best_by or self._recipe.measure_of_best
         value = self._evaluated[1].values.get(name)
-        return -value if value is not None and name in self._recipe.lower_is_better else value
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if name in self._recipe.lower_is_better else value
 
     def _save(self) -> None:
         self._keeper.save(self._progress, self._score())
+        self._saves.over()
         self._clock.mark("save")
 
     def _finish(self) -> Result | None:

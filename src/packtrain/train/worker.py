@@ -53,6 +53,15 @@ def main(notice: Notice) -> int:
     return 1
 
 
+def compute_exactly(device: torch.device) -> None:
+    """On a GPU many kernels add up in whatever order threads come: runs would differ, killed or not."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # it is to find mistakes
+        torch.backends.cudnn.benchmark = False
+
+
 class Worker:
     def __init__(self, control: Control, notice: Notice) -> None:
         self._control, self._notice = control, notice
@@ -66,6 +75,7 @@ class Worker:
         pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
         recipe = recipe_class(job.recipe)(job, pack)
         world = World.join()
+        compute_exactly(world.device)
         generation = int(os.environ[GENERATION_VARIABLE])
         try:
             clock = clock_of(world.device)

@@ -56,11 +56,16 @@ class World:
         """Starts to add up `values` over all ranks, in place; wait for the work before reading them."""
         return dist.all_reduce(values, async_op=True) if self.num_ranks > 1 else None
 
-    def average(self, values: Tensor) -> None:
-        """The mean over all ranks, in place."""
-        if self.num_ranks > 1:
-            dist.all_reduce(values)
-            values.div_(self.num_ranks)
+    def average_all(self, values: Sequence[Tensor]) -> None:
+        """The mean over all ranks, in place, in one message for each kind of numbers."""
+        if self.num_ranks == 1:
+            return
+        for kind in sorted({one.dtype for one in values}, key=str):
+            alike = [one for one in values if one.dtype == kind]
+            message = torch.cat([one.flatten() for one in alike])
+            dist.all_reduce(message)
+            means = torch.split(message.div_(self.num_ranks), [one.numel() for one in alike])
+            torch._foreach_copy_(alike, [mean.view_as(one) for mean, one in zip(means, alike, strict=True)])
 
     def broadcast_all(self, values: list[Tensor]) -> None:
         """What the first rank has, in place, in as few messages as there are kinds of numbers."""
