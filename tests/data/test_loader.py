@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -346,11 +347,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_store_that_is_away_holds_the_data_up_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    luck = random.getstate()
     loader = Loader(parts(ORDER, Away(4), Position(), 0, 1, piece_budget=3))
     try:
         loaded = [loader.next() for _ in range(20)]
     finally:
         loader.close()
+    assert random.getstate() == luck, "what a model draws does not depend on the store"
     wanted = list(islice(parts(ORDER, collate, Position(), 0, 1, piece_budget=3), 20))
     assert [[piece["ids"].tolist() for piece in one.pieces] for one in loaded] == [
         [piece["ids"].tolist() for piece in one.pieces] for one in wanted
@@ -426,7 +429,7 @@ def test_a_failure_of_the_store_that_will_not_pass_is_told_at_once() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_store_that_stays_away_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_STORE_SECONDS", 0.1)
+    monkeypatch.setattr(loading, "STORE_SECONDS", 0.1)
     loader = Loader(parts(ORDER, Away(10**6), Position(), 0, 1))
     try:
         assert len([loader.next(), loader.next()]) == 2

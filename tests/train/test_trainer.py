@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from lives import Interrupted, history, losses, weights
+from numpy.typing import NDArray
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
 
@@ -54,6 +55,24 @@ def train_to_the_end(run: Run, tmp_path: Path) -> None:
     result = run.result()
     assert result is not None
     assert result.status == "finished"
+
+
+def test_a_stop_is_heard_while_data_does_not_come(directory_store: Store, control: Control, tmp_path: Path) -> None:
+    class Starved(Interrupted):
+        batches, go_on = 0, threading.Event()
+
+        def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+            self.batches += 1
+            assert self.batches != 5 or self.go_on.wait(60)
+            return super().batch(ids, epoch)
+
+    run = tiny_run(directory_store)
+    train(run, control, recipe := Starved(run.job, 4, control.ask_to_stop))
+    recipe.go_on.set()
+    assert committed(run)[-1].step == 4
+    assert list(losses(run)) == [1, 2, 3, 4]
+    train_to_the_end(run, tmp_path)
+    assert list(losses(run)) == list(range(1, STEPS + 1))
 
 
 def test_a_score_that_is_not_a_number_is_never_the_best(directory_store: Store, control: Control) -> None:

@@ -25,7 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 _LOOK_SECONDS = 0.2  # how often who waits looks around
 _CLOSE_SECONDS = 2.0  # for a thread to end; one that waits for the store can take a minute
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
-_STORE_SECONDS = 600.0  # for a store to come back: as long as train.watch lets a worker wait for its data
+STORE_SECONDS = 600.0  # for a store to come back: the watch lets a worker wait as long for its data
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Loader:
     def _made(self, source: Iterator[Loaded]) -> Loaded:
         """The next of the source, as soon as there is a store to make it from."""
         began = time.monotonic()
-        pause = _FIRST_PAUSE_SECONDS
+        pause, luck = _FIRST_PAUSE_SECONDS, random.Random()  # noqa: S311 - not the one that the model draws from
         missing: StoreError | None = None
         while True:
             tried = time.monotonic()
@@ -215,8 +215,8 @@ class Loader:
                     say(f"data: goes on after {time.monotonic() - began:.0f} s without the store")
                 return loaded
             now = time.monotonic()
-            seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311
-            if now - began + seconds + (now - tried) > _STORE_SECONDS or self._closed.wait(seconds):
+            seconds = pause * luck.uniform(0.5, 1.0)
+            if now - began + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
                 raise missing
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -230,7 +230,9 @@ class Loader:
         return False
 
     def next(self, pulse: Callable[[], None] = lambda: None) -> Loaded:
-        """The next batch. Who waits for it is called every fifth of a second, and may raise: nothing is lost by it."""
+        """The next batch. While there is none, `pulse` is called every fifth of a second; what it raises ends the wait
+        and loses nothing.
+        """
         if self._failure is None:
             item = self._take(pulse)
             if isinstance(item, Loaded):

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packtrain.data.order import philox_words
+from packtrain.data.order import Stream, philox_words
 from packtrain.pack.vocabulary import BOS, EOS
 from packtrain.recipes.recipe import Decoding
 from packtrain.recipes.transformer import Transformer
 
 _LENGTH_PENALTY = 0.6
-_DRAWS = 5  # the counter that keeps these numbers apart from those of data.order and of training
 
 
 def length_penalty(length: int) -> float:
@@ -98,7 +97,7 @@ def draw(logits_RV: Tensor, share: float, temperature: float, chance_R: Tensor) 
 
 def _chances(seed: int, numbers: Sequence[int], count: int) -> Tensor:
     """Numbers in [0, 1) for every row and position, a function of the seed and of which row it is."""
-    words = np.stack([philox_words(count, seed, number, 0, _DRAWS) for number in numbers])
+    words = np.stack([philox_words(count, seed, number, 0, Stream.DECODING) for number in numbers])
     return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) / 2**24)
 
 

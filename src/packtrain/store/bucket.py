@@ -36,6 +36,8 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 MARK = "packtrain-put"
 
+_LUCK = random.Random()  # noqa: S311 - for pauses; a model may draw from Python's own
+
 
 @dataclass(frozen=True)
 class Server:
@@ -232,7 +234,7 @@ class BucketStore(Store):
                 left = deadline - time.monotonic()
                 if not error.temporary or left <= 0:
                     raise
-            time.sleep(min(left, random.uniform(0, pause)))  # noqa: S311
+            time.sleep(min(left, _LUCK.uniform(0, pause)))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:

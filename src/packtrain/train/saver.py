@@ -44,6 +44,7 @@ class Saver:
         self._run, self._generation, self._settings = run, generation, settings
         self._copier, self._directory, self._before, self._tell = copier, directory, before, tell
         self.stall_seconds = self.commit_seconds = 0.0
+        self._luck = random.Random()  # noqa: S311 - not the one that a model draws from
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
         self._closed = self._abandoned = False
@@ -107,7 +108,7 @@ class Saver:
                 if not (isinstance(error, StoreError) and error.temporary):
                     return
             with self._changed:
-                seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311
+                seconds = pause * self._luck.uniform(0.5, 1.0)
                 if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), seconds):
                     return
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

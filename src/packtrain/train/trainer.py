@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from packtrain.control import Control, WorkerError
-from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
+from packtrain.data.loader import STORE_SECONDS, Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.errors import PacktrainError
 from packtrain.learning import Fsdp
 from packtrain.recipes import Batch, Recipe, Scores
@@ -35,7 +35,7 @@ from packtrain.train.pace import Progressed, Recurring, reached
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Progress
 from packtrain.train.suspects import suspects
-from packtrain.train.watch import DATA, STORE_SECONDS, Watch
+from packtrain.train.watch import DATA, Watch
 from packtrain.train.world import World
 
 
@@ -165,6 +165,11 @@ class Trainer:
                     if wanted.stop or wanted.end:
                         return not wanted.stop
                     wanted = Wanted()
+        except LeftEarly:
+            if pending is not None:
+                self._settle(pending)
+            self._save()
+            return False
         finally:
             loader.close()
 
@@ -230,7 +235,7 @@ class Trainer:
     def _step(self, loader: Loader) -> Pending:
         number = self._progress.step
         self._watch.begin(DATA, f"the data of step {number + 1}", STORE_SECONDS)
-        loaded = loader.next()
+        loaded = loader.next(self._leave_if_alone)
         self._clock.mark("data")
         # Where pictures or batches have another size, steps have other like: kernels may be compiled anew.
         self._watch.begin(f"step {self._job.train.in_epoch(loaded.at.epoch)}", f"step {number + 1}")
@@ -265,6 +270,12 @@ class Trainer:
             exchange,
         )
         return Pending(number, stepped, loaded, seconds, ballot, last)
+
+    def _leave_if_alone(self) -> None:
+        """While data does not come, a stop is heard at once where nobody waits for this rank."""
+        alone = self._world.num_ranks == 1 and self._engine.exchange.is_common(self._progress.step)
+        if alone and self._asked_to_stop():
+            raise LeftEarly
 
     def _to_device(self, arrays: Arrays) -> Batch:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

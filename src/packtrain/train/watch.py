@@ -18,7 +18,6 @@ from pathlib import Path
 from packtrain.train.world import World
 
 TIMES_ITS_LIKE = 10.0
-STORE_SECONDS = 600.0  # for what waits for the store, which may be away for minutes
 _FIRST_SECONDS = 600.0  # for the first of a kind: kernels are compiled, files are fetched
 _LIKE = 3  # how many make a kind known
 _LOOK_SECONDS = 1.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, philox_words
+from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack
 from packtrain.data.text import pad
 from packtrain.errors import FieldMistake
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from packtrain.recipes.caption.model import Captioner, Seen
 
-_DRAW_CAPTION = 6  # a stream of random words of its own, apart from those of the order and of training
 _SEEN_TOGETHER = 32  # pictures: bounds the memory of an evaluation
 _SHOWN_SAMPLES = 5
 _LAST_EPOCH = 1 << 40
@@ -108,7 +107,7 @@ class Caption(Pictured[CaptionedBatches]):
     def _drawn(self, sample: int, epoch: int) -> Array:
         """The caption that a picture has in an epoch."""
         captions = self._captions("train", sample)
-        word = int(philox_words(1, self.job.train.seed, epoch, sample, _DRAW_CAPTION)[0])
+        word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS)[0])
         return captions[word % len(captions)]
 
     def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
