@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import nn
 
 from packtrain.data.loader import Loaded
 from packtrain.learning import Exchange, LocalSteps
 from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
+from packtrain.train.feed import on_device
 from packtrain.train.world import World
 
 _TRIED, _NAMED = 256, 5
@@ -33,8 +33,7 @@ def _guilty(engine: Engine, model: nn.Module, recipe: Recipe, world: World, load
     found = []
     for sample in loaded.ids[:_TRIED]:
         arrays = recipe.batch(loaded.ids[loaded.ids == sample][:1], loaded.at.epoch)
-        batch = {name: torch.from_numpy(array).to(world.device) for name, array in arrays.items()}
-        if not math.isfinite(engine.loss_of(model, batch)):
+        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
             found.append(int(sample))
     return found
 

@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from packtrain.control import Control, WorkerError
-from packtrain.data.loader import STORE_SECONDS, Arrays, Loaded, Loader, Order, Position, parts
+from packtrain.data.loader import STORE_SECONDS, Loaded, Loader
 from packtrain.errors import PacktrainError
-from packtrain.learning import Fsdp
-from packtrain.recipes import Batch, Recipe, Scores
+from packtrain.recipes import Recipe, Scores
 from packtrain.runs import Point, Result, Run
 from packtrain.train.ballot import Ballot, Outcome
 from packtrain.train.books import Books
 from packtrain.train.clock import SPANS, Clock, clock_of
 from packtrain.train.engine import Engine, NotANumber, Stepped
 from packtrain.train.evaluation import LeftEarly, evaluate
+from packtrain.train.feed import Feed, on_device
 from packtrain.train.keeper import Keeper
 from packtrain.train.notice import Notice
 from packtrain.train.pace import Progressed, Recurring, reached
@@ -139,16 +136,15 @@ class Trainer:
 
     def _loop(self) -> bool:
         """Whether the goal was reached; if not, a stop was asked for."""
-        order = self._order()
-        start = self._progress.position
-        now = Progressed(self._progress.step, self._epochs_at(order, start), self._progress.seconds)
+        feed, start = Feed(self._recipe, self._job, self._world), self._progress.position
+        now = Progressed(self._progress.step, feed.epochs_at(start), self._progress.seconds)
         if self._progress.owes_evaluation:
             if not self._evaluate():
                 return False
             self._save()
         if reached(self._job.train.duration, now):
             return True
-        loader = Loader(self._parts(order, start))
+        loader = feed.from_position(start)
         pending: Pending | None = None
         wanted = Wanted()
         try:
@@ -195,37 +191,6 @@ class Trainer:
             self._save()
         return wanted
 
-    def _parts(self, order: Order, start: Position) -> Iterator[Loaded]:
-        piece = self._job.train.micro_batch
-        return parts(
-            order,
-            self._recipe.batch,
-            start,
-            self._world.rank,
-            self._world.num_ranks,
-            None if piece is None else piece.value,
-            self._recipe.fetching,
-            alike=isinstance(self._job.train.exchange, Fsdp),  # every pass through the model is a meeting there
-        )
-
-    def _order(self) -> Order:
-        settings = self._job.train
-        return Order(
-            self._recipe.costs,
-            self._recipe.likeness,
-            lambda epoch: settings.in_epoch(epoch).batch.value,
-            settings.seed,
-            self._recipe.lengths,
-            self._recipe.pack.manifest.splits["train"].sources,
-            tuple(source.weight for source in self._job.data.train),
-        )
-
-    @staticmethod
-    def _epochs_at(order: Order, position: Position) -> float:
-        return (
-            position.epoch + position.batch / len(order.batches(position.epoch)) if position.batch else position.epoch
-        )
-
     def _is_last(self, loaded: Loaded) -> bool:
         """Whether the goal is reached with this batch; a goal in time is not known before."""
         goal = self._job.train.duration
@@ -245,7 +210,7 @@ class Trainer:
             self._recipe.prepare(loaded.at.epoch, self._engine.model)
             self._engine.model.train()  # a part that was frozen may be in another mode now
             self._prepared = loaded.at.epoch
-        pieces = [self._to_device(arrays) for arrays in loaded.pieces]
+        pieces = [on_device(arrays, self._world.device) for arrays in loaded.pieces]
         now = Moment(number, loaded.at.epoch + loaded.at.batch / loaded.batches_in_epoch)
         try:
             stepped = self._engine.step(now, pieces, loaded.cost, loaded.own_cost, last)
@@ -276,12 +241,6 @@ class Trainer:
         alone = self._world.num_ranks == 1 and self._engine.exchange.is_common(self._progress.step)
         if alone and self._asked_to_stop():
             raise LeftEarly
-
-    def _to_device(self, arrays: Arrays) -> Batch:
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self._world.device.type == "cuda":  # from pinned memory it is copied while the program goes on
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return {name: tensor.to(self._world.device, non_blocking=True) for name, tensor in tensors.items()}
 
     def _suspects(self, loaded: Loaded) -> str:
         return suspects(self._engine, self._recipe, self._world, self._job.train.exchange, loaded)
