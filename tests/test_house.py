@@ -113,7 +113,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("verb", [["--help"], ["ls"], ["init", "job.yaml"]])
+@pytest.mark.parametrize("verb", [["--help"], ["ls"], ["init", "chat"]])
 def test_the_client_works_without_torch(verb: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *verb], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

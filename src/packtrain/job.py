@@ -93,7 +93,7 @@ class ImageNet(Source):
 
 
 class Coco(Source):
-    """Captions in COCO's JSON, and the folder of its images."""
+    """Captions in COCO's JSON, and its images in a folder, tar or zip."""
 
     path_counts = (2,)
     example = "[captions_train2014.json, train2014]"
@@ -102,7 +102,7 @@ class Coco(Source):
 
 
 class VizWiz(Source):
-    """Captions in VizWiz' JSON, and the folder of its images."""
+    """Captions in VizWiz' JSON, and its images in a folder, tar or zip."""
 
     path_counts = (2,)
     example = "[train.json, train]"

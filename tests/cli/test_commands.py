@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.cli.template import TEMPLATES
 from packtrain.start import load
 from parts.s3 import S3Server, fresh_location
 
@@ -26,24 +25,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: st
     assert done.stderr.count("\n") == 1, done.stderr
     for word in words:
         assert word in done.stderr
-
-
-@pytest.mark.parametrize("kind", sorted(TEMPLATES))
-def test_init_writes_a_job_that_loads(kind: str, tmp_path: Path) -> None:
-    done = packtrain("init", "first-job.yaml", "--kind", kind, cwd=tmp_path)
-    assert done.returncode == 0
-    assert "packtrain run first-job.yaml" in done.stdout
-    assert load(tmp_path / "first-job.yaml").job.name == "first-job"
-
-
-def test_init_overwrites_nothing(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("mine")
-    assert_refused(packtrain("init", cwd=tmp_path), 2, "job.yaml is there already")
-    assert (tmp_path / "job.yaml").read_text() == "mine"
-
-
-def test_init_names_the_nearest_kind(tmp_path: Path) -> None:
-    assert_refused(packtrain("init", "--kind", "translat", cwd=tmp_path), 2, "did you mean 'translate'?")
 
 
 @pytest.mark.parametrize("job", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))

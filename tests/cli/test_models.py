@@ -172,6 +172,19 @@ def test_an_impossible_search_is_refused(predict: Predict, option: list[str]) ->
     assert option[0] in done.err
 
 
+@pytest.mark.parametrize(
+    ("run", "option"), [("pets", ["--nucleus", "0.9"]), ("pets", ["--beam", "2"]), ("squares", ["--temperature", "2"])]
+)
+def test_a_wish_that_a_recipe_has_no_use_for_is_refused(predict: Predict, run: str, option: list[str]) -> None:
+    assert_refused(predict(run, "cat.jpg", *option), f"{option[0]}: ", "has no use for it")
+
+
+def test_characters_that_were_not_there_to_be_learned_are_told(predict: Predict) -> None:
+    done = predict("greetings", "hello", "你今天好吗", "schöne Grüße")
+    assert (done.code, done.out.count("\n")) == (0, 3)
+    assert done.err == "input 2: its characters were hardly ever in the training data\n"
+
+
 # Conversations.
 
 
@@ -184,7 +197,20 @@ def test_a_conversation_has_a_reply_to_every_line(predict: Predict) -> None:
     assert predict("talk", "--chat", lines="hello\n").out == f"{replies[0]}\n"
 
 
+def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(predict: Predict) -> None:
+    long = "word " * 10_000
+    done = predict("talk", "--chat", lines=f"hello\n{long}\nthank you\n{'some words ' * 30}\n")
+    assert done.code == 0
+    replies = done.out.split("\n")
+    assert (len(replies), replies[1]) == (5, "")
+    assert re.fullmatch(
+        r"a text has [\d,]+ pieces, more than 1,000: .*\n\(its first \d+ tokens were not read\)\n", done.err
+    )
+    assert predict("talk", "--chat", lines="hello\nthank you\n").out.split("\n")[1] == replies[2]
+
+
 def test_who_does_not_converse_says_so(predict: Predict) -> None:
+    assert_refused(predict("pets", "--chat", lines=""), "classify does not converse")
     assert_refused(predict("greetings", "--chat", lines="hello\n"), "translate does not converse")
     assert_refused(predict("talk", "hello", "--chat"), "--chat reads its lines from standard input")
 
@@ -211,6 +237,11 @@ def test_an_image_has_its_classes(predict: Predict) -> None:
 )
 def test_what_is_no_image_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
     assert_refused(predict(run, given), words)
+
+
+@pytest.mark.parametrize("run", ["pets", "squares"])
+def test_an_empty_path_among_others_is_told_with_its_number(predict: Predict, run: str) -> None:
+    assert_refused(predict(run, "cat.jpg", ""), "input 2 is empty; it must be the path of a picture")
 
 
 def test_pictures_are_put_where_they_are_wanted(predict: Predict, place: Path) -> None:

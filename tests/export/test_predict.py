@@ -11,6 +11,7 @@ from packtrain.export.predict import Predictor, Wishes, load_predictor
 from packtrain.job import Job
 from packtrain.recipes import Decoding
 from packtrain.runs import Run
+from packtrain.train.state import MODEL_FILE
 from parts.models import commit_model, packed_run
 from parts.runs import new_run
 
@@ -91,6 +92,22 @@ def test_a_checkpoint_of_something_else_is_refused(run: Run, tmp_path: Path, of:
     with pytest.raises(Mistake, match=words) as refused:
         load_predictor(run, best=False)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_damaged_checkpoint_is_told_and_the_next_takes_its_place(run: Run, tmp_path: Path, best: bool) -> None:
+    scores = {10: 1.0, 20: 3.0, 30: 2.0} if best else {10: 3.0, 20: 2.0, 30: 1.0}
+    made = {step: commit_model(run, tmp_path, step, score=score) for step, score in scores.items()}
+    told: list[str] = []
+    damaged, next_one, last = (20, 30, 10) if best else (30, 20, 10)
+    run.store.put(run.key(f"checkpoints/{made[damaged].name}/files/{MODEL_FILE}"), b"damaged")
+    assert load_predictor(run, best, told.append).step == next_one
+    assert len(told) == 1
+    assert told[0].endswith("; passed over")
+    for step in (next_one, last):
+        run.store.put(run.key(f"checkpoints/{made[step].name}/files/{MODEL_FILE}"), b"damaged")
+    with pytest.raises(PacktrainError, match="does not have the"):
+        load_predictor(run, best, told.append)
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pack.rawsets import coco, picture, refusal, write
+from pack.rawsets import coco, picture, refusal, tar, write, zipped
 from packtrain.pack import textfile
 from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, read_coco
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped, RawImage
@@ -155,7 +155,43 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "captions.json").unlink()
     assert reading.refusal() == ": No such file or directory"
     reading.images += "/none"
-    assert refusal(reading.samples) == f"{reading.images}: no such folder of images"
+    assert refusal(reading.samples) == f"{reading.images}: no such folder, tar or zip of images"
+
+
+# Images in an archive.
+
+
+ARCHIVES = {"tar": tar, "zip": zipped}
+
+
+@pytest.mark.parametrize("form", ARCHIVES)
+@pytest.mark.parametrize("top", ["", "train2014/"])
+def test_images_may_lie_in_an_archive_with_or_without_their_folder(tmp_path: Path, form: str, top: str) -> None:
+    reading = Reading(tmp_path, coco([(0, "a.jpg"), (1, "deep/b.jpg"), (2, "c.jpg")], [(0, "x"), (1, "y"), (2, "z")]))
+    members = [(f"{top}a.jpg", picture(5)), (f"{top}deep/b.jpg", picture(6)), (f"{top}notes.txt", b"none")]
+    reading.images = write(tmp_path / "archive", ARCHIVES[form](members))  # the content decides, not the name
+    assert [(one.name, one.where.read()) for one in reading.samples()] == [
+        ("a.jpg", picture(5)), ("deep/b.jpg", picture(6)),
+    ]  # fmt: skip
+    assert reading.dropped.names == {MISSING_FILE: ["c.jpg"]}
+
+
+def test_a_name_that_several_folders_of_an_archive_have_is_refused(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(0, "a.jpg")], [(0, "x")]))
+    reading.images = write(tmp_path / "images.zip", zipped([("one/a.jpg", picture()), ("two/a.jpg", picture(1))]))
+    assert "'a.jpg' is in several folders of" in reading.refusal()
+
+
+def test_a_name_that_leads_out_is_refused_also_with_an_archive(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(0, "../a.jpg")], [(0, "x")]))
+    reading.images = write(tmp_path / "images.tar", tar([("a.jpg", picture())]))
+    assert "'../a.jpg' must be a path below" in reading.refusal()
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, PETS)
+    reading.images = write(tmp_path / "images.tar", b"nothing of the kind" * 100)
+    assert refusal(reading.samples).startswith(f"{reading.images}: not a tar")
 
 
 def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

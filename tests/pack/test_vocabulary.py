@@ -114,3 +114,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
     ]
     assert len(digests[0]) == 2
     assert digests[0] == digests[1] == digests[2]
+
+
+def test_a_text_is_strange_whose_characters_are_spelled_in_bytes() -> None:
+    vocabulary = Vocabulary.fit(["schöne Grüße", "größer und schöner"] * 3, 320)
+    for text in ("", "hello", "Größe", "plain words and 你", "a\x00b"):
+        assert not vocabulary.is_strange(text)
+    for text in ("你今天好吗", "доброе утро", "😀"):
+        assert vocabulary.is_strange(text)

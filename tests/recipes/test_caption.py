@@ -283,7 +283,7 @@ def test_a_picture_has_a_caption_and_a_picture_of_where_was_looked(
     assert one.picture is not None
     with Image.open(io.BytesIO(one.picture)) as sheet:
         assert sheet.format == "PNG"
-        assert min(sheet.size) > 200
+        assert min(sheet.size) > 150
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,19 @@ def test_there_is_a_panel_for_every_word(count: int) -> None:
         panels = -(-(1 + count) // 5)
         assert sheet.height > panels * 192
         assert sheet.width <= 1200
+
+
+@pytest.mark.parametrize(("width", "height", "most"), [(400, 100, 48), (100, 400, 192), (1, 900, 192)])
+def test_panels_have_the_shape_of_the_picture(width: int, height: int, most: int) -> None:
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    gazes = [Gaze("word", spot(1, 1))] * 9
+    with Image.open(io.BytesIO(drawn(pixels, "word", gazes))) as sheet:
+        assert sheet.height < 2 * (most + 60) + 80
+        assert sheet.width > 5 * 120
+
+
+def test_a_white_picture_has_an_edge_on_white_paper() -> None:
+    white = np.full((48, 48, 3), 255, np.uint8)
+    with Image.open(io.BytesIO(drawn(white, "", []))) as sheet:
+        below = np.asarray(sheet)[-40:]
+    assert (below.min(axis=(1, 2)) < 255).any()

@@ -228,7 +228,7 @@ def test_any_script_is_an_input(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("too_long", ["ж" * 600, "word " * 10_000])
 def test_a_text_that_is_too_long_is_refused_and_not_cut(recipe: Recipe, too_long: str) -> None:
-    with pytest.raises(Mistake, match=r"a text has \d+,\d\d\d pieces, more than 1,000: '(жжж|word)") as refused:
+    with pytest.raises(Mistake, match=r"text 2 of 2 has \d+,\d\d\d pieces, more than 1,000: '(жжж|word)") as refused:
         said(recipe, ["hello", too_long])
     assert len(str(refused.value)) < 200
 

@@ -35,6 +35,7 @@ SHARED: dict[str, dict[str, Any]] = {
     for kind in EXCHANGES
     for number, way in enumerate(WAYS_TO_EXCHANGE[kind])
 } | {"ddp-fp16": {"precision": "fp16"}, "fsdp-bf16": {"exchange": {"fsdp": {}}, "precision": "bf16"}}
+SHARED |= {f"fsdp-{kind}": {"exchange": {"fsdp": {}}, "optimizer": {kind: {"decay": 0.01}}} for kind in OPTIMIZERS}
 
 
 class Lines:

@@ -25,15 +25,33 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    path: Annotated[str, typer.Argument(metavar="[JOB]", help="The file to write.")] = "job.yaml",
-    kind: Annotated[str, typer.Option("--kind", help="translate or program.")] = "translate",
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="What to learn: a recipe, or program. Default: lists them.")
+    ] = None,
+    path: Annotated[str | None, typer.Argument(metavar="[JOB]", help="The file to write. Default: KIND.yaml.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="The job's name. Default: the file's.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="PATH", help="Your data, once for each file. Default: a little, made up."),
+    ] = None,
+    valid: Annotated[list[str] | None, typer.Option("--valid", metavar="PATH", help="The same for validation.")] = None,
 ) -> None:
-    """Write a commented job file to start from."""
-    from packtrain.cli.template import write_template
+    """Write a commented job file to start from, with data to try it."""
+    from rich.markup import escape
 
-    write_template(Path(path), kind, name)
-    console().print(f"wrote {path}; next: edit its data, then [bold]packtrain run {path}[/bold]")
+    from packtrain.cli.template import STARTS, Wanted, write_start
+
+    screen = console()
+    if kind is None:
+        for word, start in STARTS.items():
+            screen.print(f"[bold]packtrain init {word:<10}[/bold] {start.about}")
+        return
+    job = Path(path or f"{kind}.yaml")
+    written = write_start(Wanted(kind, job, name, data or (), valid or ()))
+    screen.print(escape(f"wrote {' and '.join(written.files)}"))
+    screen.print(f"next: [bold]packtrain run {escape(str(job))}[/bold]")
+    if written.example:
+        screen.print(f"then: [bold]packtrain predict {escape(written.example)}[/bold]")
 
 
 def pack(

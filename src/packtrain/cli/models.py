@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,19 +89,30 @@ def _lines() -> Iterator[str]:
 
 
 def _converse(predictor: Predictor, wishes: Wishes) -> None:
-    """One reply for each line, until there are no more."""
+    """One reply for each line, until there are no more; a line that cannot be answered is told and forgotten."""
+    predictor.check_conversation()
     turns: list[str] = []
     for line in _asked() if sys.stdin.isatty() else _lines():
         if not line.strip():
             print(flush=True)
             continue
         turns = [*turns[1 - _REMEMBERED_TURNS :], line]
-        reply = predictor.converse(turns, wishes).text
-        print(shown(reply), flush=True)
-        turns.append(reply)
+        try:
+            reply = predictor.converse(turns, wishes)
+        except Mistake as mistake:
+            print(mistake, file=sys.stderr)
+            print(flush=True)
+            turns.pop()
+            continue
+        if reply.note:
+            print(f"({reply.note})", file=sys.stderr)
+        print(shown(reply.text), flush=True)
+        turns.append(reply.text)
 
 
 def _asked() -> Iterator[str]:
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then has a history, and keys to edit with
     print("Say something; Ctrl-D ends the conversation.", file=sys.stderr)
     try:
         while True:
@@ -123,7 +135,7 @@ def _more(made: Prediction, place: Path | None) -> dict[str, str]:
 
 def _put_pictures(folder: Path, inputs: Sequence[str], predictions: Sequence[Prediction]) -> list[Path | None]:
     if not any(made.picture for made in predictions):
-        raise Mistake("--pictures: there are none; only a recipe that looks at images draws them")
+        raise Mistake("--pictures: there are none; of the recipes, caption draws where it looked")
     places: list[Path | None] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

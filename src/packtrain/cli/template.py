@@ -1,66 +1,175 @@
-"""The job files that `packtrain init` writes."""
+"""What `packtrain init` writes: a job file with comments, with made-up data unless there is one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
+from packtrain.cli import samples
 from packtrain.errors import Mistake, nearest
-from packtrain.parts import is_name
+from packtrain.parts import is_address, is_name
 
-_TRANSLATE = """\
-# A translator from two aligned text files. Reference of every field: docs/job.md
-name: {name}
-recipe: translate
-store: ./store                      # a directory, or s3://bucket/prefix with keys from the environment
-
-data:
-  train: [{{bitext: [train.en, train.de]}}]     # plain or .gz, or one TSV; several sources make a mix
-  valid: [{{bitext: [valid.en, valid.de]}}]
-  # test: [{{bitext: [test.en, test.de]}}]      # measured once, at the end
-  vocabulary: 8000                  # pieces of the joint byte-pair encoding
-
-model: base                         # tiny, small, base, big; or {{size: base, dropout: 0.3}}
-
-train:
-  duration: 50000 steps             # steps, epochs, or a time such as 6 h
-  batch: 25000 tokens               # of all workers together, however many there are
-  schedule: {{noam: {{warmup: 8000 steps, scale: 2.0}}}}
-  # precision: auto                 # fp32, bf16, fp16
-  # seed: 1
-
-evaluate: {{every: 1000 steps}}
-checkpoint: {{every: 5 min, keep_last: 2, keep_best: 1}}
-fleet: {{local: {{}}, workers: 2}}      # worker processes on each machine
-# budget: {{hours: 24}}               # the run commits and ends by itself
-"""
-_PROGRAM = """\
-# Your own program under Packtrain. Reference of every field: docs/job.md
-name: {name}
-program: [train.py, --lr, "0.1"]    # started as torchrun would: RANK, WORLD_SIZE, MASTER_ADDR and so on are set
-store: ./store                      # a directory, or s3://bucket/prefix with keys from the environment
-code: .                             # what the run takes along; what git ignores stays behind
-
-# Files that the program writes to the directory in $PACKTRAIN_CHECKPOINTS are kept in the store
-# and are back there when the run is resumed.
-checkpoint: {{every: 1 min, keep_last: 2}}
-fleet: {{local: {{}}, workers: 2}}      # worker processes on each machine
-# environment: [WANDB_API_KEY]      # variables by name; never write a secret here
-# budget: {{hours: 24}}               # the run commits and ends by itself
-"""
-TEMPLATES: Mapping[str, str] = {"translate": _TRANSLATE, "program": _PROGRAM}
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
-def write_template(path: Path, kind: str, name: str | None) -> None:
-    if kind not in TEMPLATES:
-        raise Mistake(f"--kind: no template {kind!r}; {nearest(kind, TEMPLATES)}")
-    name = name or path.stem.lower().replace("_", "-")
+@dataclass(frozen=True)
+class Start:
+    """A way to begin. `format` is that of its data, `paths` those of a split's files in what `sample` makes."""
+
+    about: str
+    format: str = ""
+    paths: tuple[str, ...] = ()
+    sample: Callable[[], samples.Files] = dict
+    modules: tuple[str, ...] = ()
+    example: str = ""
+    """What to give `packtrain predict`, after the first run; `$data` is the folder of the data."""
+
+
+STARTS: Mapping[str, Start] = {
+    "caption": Start(
+        "a sentence about a picture",
+        "coco",
+        ("$split.json", "$split"),
+        samples.scenes,
+        example="$data/valid/000.png --pictures .",
+    ),
+    "chat": Start(
+        "a reply to what is said",
+        "dialogue",
+        ("$split.tsv",),
+        samples.small_talk,
+        example='"what comes after Monday?"',
+    ),
+    "classify": Start(
+        "what a picture shows",
+        "imagenet",
+        ("$split",),
+        samples.shapes,
+        example="$data/valid/star/00.png",
+    ),
+    "own": Start(
+        "a recipe of your own: the language of a text",
+        "folder",
+        ("$split.jsonl",),
+        samples.languages,
+        modules=("languages.py",),
+        example='"zweihundertelf"',
+    ),
+    "program": Start("any program that torchrun would start", modules=("train.py",)),
+    "translate": Start(
+        "a sentence in another language",
+        "bitext",
+        ("$split.en", "$split.de"),
+        samples.counting,
+        example='"we need two hundred and six chairs."',
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asks for. Without data of one's own there is some made up."""
+
+    kind: str
+    path: Path
+    name: str | None = None
+    train: Sequence[str] = field(default=())
+    valid: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, in words, and what to give `packtrain predict` after the first run."""
+
+    files: list[str]
+    example: str = ""
+
+
+def write_start(wanted: Wanted) -> Written:
+    """Writes the job file and what it needs, or nothing."""
+    start = start_of(wanted.kind)
+    name = wanted.name or wanted.path.stem.lower().replace("_", "-")
     if not is_name(name):
         raise Mistake(f"--name: {name!r} must be 1 to 63 of the characters a-z, 0-9 and -")
-    try:
-        with path.open("x") as file:
-            file.write(TEMPLATES[kind].format(name=name))
-    except FileExistsError:
-        raise Mistake(f"{path} is there already; give another name") from None
-    except OSError as error:
-        raise Mistake(f"{path}: {error.strerror}") from None
+    if wanted.valid and not wanted.train:
+        raise Mistake("--valid: is for data of your own; give --data as well")
+    folder, data = wanted.path.parent, wanted.path.with_name(f"{wanted.path.stem}-data")
+    if wanted.path.exists():
+        raise Mistake(
+            f"{wanted.path} is there already; give another name, as in `packtrain init {wanted.kind} my.yaml`"
+        )
+    modules = [folder / module for module in start.modules]
+    beside = {module: _resource(f"{module.name}.txt") for module in modules if not module.exists()}  # one's own stays
+    told = Written([str(wanted.path), *map(str, beside)])
+    if wanted.train:
+        if not start.format:
+            raise Mistake(f"--data: a {wanted.kind} reads its data by itself")
+        splits = {"train": wanted.train, "valid": wanted.valid}
+        sources = {split: _source(start.format, split, paths, folder) for split, paths in splits.items()}
+    else:
+        sources = {split: _made_up(start, split, data.name) for split in ("train", "valid")}
+        if made_up := start.sample():
+            if data.exists():
+                raise Mistake(f"{data} is there already; give the job another name, or --data to use it")
+            beside |= {data / place: content for place, content in made_up.items()}
+            example = Template(start.example).substitute(data=data)
+            told = Written([*told.files, f"{data} with made-up data"], f"{name} {example}")
+    template = Template(_resource(f"{wanted.kind}.yaml").decode())
+    text = template.substitute(sources, name=name, vocabulary=8000 if wanted.train else 400)
+    _write(wanted.path, {wanted.path: text.encode(), **beside})
+    return told
+
+
+def start_of(kind: str) -> Start:
+    if kind not in STARTS:
+        raise Mistake(f"init: there is no {kind[:60]!r} to start from; {nearest(kind, STARTS)}")
+    return STARTS[kind]
+
+
+def _resource(name: str) -> bytes:
+    return (files("packtrain.cli") / "templates" / name).read_bytes()
+
+
+def _made_up(start: Start, split: str, folder: str) -> str:
+    paths = [f"{folder}/{Template(path).substitute(split=split)}" for path in start.paths]
+    return _flow(start.format, paths) if paths else ""
+
+
+def _source(kind: str, split: str, paths: Sequence[str], folder: Path) -> str:
+    """A source as a job file in `folder` has it; nothing where there are no paths."""
+    option = "--data" if split == "train" else "--valid"
+    for path in paths:
+        if not is_address(path) and not Path(path).exists():
+            raise Mistake(f"{option}: there is no {path}")
+    placed = [path if is_address(path) else os.path.relpath(path, folder) for path in paths]
+    lines = len(paths) == 1 and paths[0].endswith(".jsonl")
+    return _flow("folder" if lines else kind, placed) if paths else ""
+
+
+def _flow(kind: str, paths: Sequence[str]) -> str:
+    shown = [path if _PLAIN.fullmatch(path) else json.dumps(path) for path in paths]
+    return f"{{{kind}: {shown[0] if len(shown) == 1 else '[' + ', '.join(shown) + ']'}}}"
+
+
+def _write(job: Path, contents: Mapping[Path, bytes]) -> None:
+    """All of the files, or none of them: what is there already is somebody's."""
+    with ExitStack() as undo:
+        for path, content in contents.items():
+            try:
+                if path.parent != job.parent:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as file:
+                    undo.callback(path.unlink)
+                    file.write(content)
+            except FileExistsError:
+                raise Mistake(f"{path} is there already; give another name") from None
+            except OSError as error:
+                raise Mistake(f"{path}: {error.strerror}") from None
+        undo.pop_all()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from packtrain.checkpoint import Checkpoint, committed, fetch
+from packtrain.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
 from packtrain.checkpoint import best as best_of
 from packtrain.control import cache_directory
 from packtrain.data.pack import Pack
@@ -31,8 +32,12 @@ class Wishes:
     repetition: float | None = None
     seed: int | None = None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def on(self, decoding: Decoding) -> Decoding:
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = self.given
         if self.temperature is not None:
             given.setdefault("nucleus", 1.0)  # a temperature means to draw; unless told otherwise, from everything
         return replace(decoding, **given)
@@ -46,18 +51,28 @@ class Predictor:
 
     def predict(self, inputs: Sequence[str], wishes: Wishes) -> list[Prediction]:
         """A prediction for every input; nothing is predicted when one of them is no input at all."""
-        if self.recipe.inputs == "texts":
-            for number, text in enumerate(inputs, 1):
-                _check_text(text, f"input {number}")
-        return self.recipe.predict(self.model, inputs, wishes.on(self.recipe.decoding))
+        for number, one in enumerate(inputs, 1):
+            if self.recipe.inputs == "texts":
+                _check_text(one, f"input {number}")
+            elif not one.strip():
+                raise Mistake(f"input {number} is empty; it must be the path of a picture")
+        return self.recipe.predict(self.model, inputs, self._decoding(wishes))
 
     def converse(self, turns: Sequence[str], wishes: Wishes) -> Prediction:
         """What the model says after these turns; every turn has its own luck where replies are drawn."""
+        self.check_conversation()
+        _check_text(turns[-1], "that")
+        decoding = self._decoding(wishes)
+        return self.recipe.converse(self.model, turns, replace(decoding, seed=decoding.seed + len(turns)))
+
+    def check_conversation(self) -> None:
         if not self.recipe.converses:
             raise Mistake(f"{self.recipe.job.recipe} does not converse; give it its inputs without --chat")
-        _check_text(turns[-1], "that")
-        decoding = wishes.on(self.recipe.decoding)
-        return self.recipe.converse(self.model, turns, replace(decoding, seed=decoding.seed + len(turns)))
+
+    def _decoding(self, wishes: Wishes) -> Decoding:
+        for name in wishes.given.keys() - self.recipe.heeds:
+            raise Mistake(f"--{name}: {self.recipe.job.recipe} has no use for it")
+        return wishes.on(self.recipe.decoding)
 
 
 def _check_text(text: str, what: str) -> None:
@@ -65,26 +80,48 @@ def _check_text(text: str, what: str) -> None:
         raise Mistake(f"{what} is not valid UTF-8; convert it first")
 
 
-def load_predictor(run: Run, best: bool) -> Predictor:
-    """The averaged weights of the last checkpoint, or of the best, where there is an average."""
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def load_predictor(run: Run, best: bool, complain: Callable[[str], None] = _tell) -> Predictor:
+    """The averaged weights of the last checkpoint, or of the best, where there is an average.
+
+    One that is damaged is complained of, and the next takes its place.
+    """
     if run.job.recipe is None:
         raise Mistake(f"{run.name} runs a program: only its author knows how to use its model")
     try:
-        from packtrain.train.state import AVERAGE_FILE, MODEL_FILE, load_weights
+        import packtrain.train.state  # noqa: F401
     except ImportError as error:
         raise Mistake("predictions need torch: pip install 'packtrain[train]'") from error
-    checkpoints = committed(run)
-    chosen = best_of(checkpoints) if best else next(reversed(checkpoints), None)
-    if chosen is None:
+    remaining = committed(run)
+    if not remaining:
         raise NotFinished(f"{run.name} has no checkpoint yet; `packtrain show {run.name}` says how far it is")
     recipe = recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
-    with tempfile.TemporaryDirectory(prefix="packtrain-predict-") as directory:
-        fetch(run, chosen, Path(directory))
-        _refuse_others(run, chosen, Path(directory))
-        model = recipe.build_model().eval()
-        names = {file.name for file in chosen.files}
-        load_weights(model, Path(directory) / (AVERAGE_FILE if AVERAGE_FILE in names else MODEL_FILE))
-    return Predictor(recipe, model, chosen.step)
+    while True:
+        chosen = best_of(remaining) if best else remaining[-1]
+        assert chosen is not None
+        remaining.remove(chosen)
+        with tempfile.TemporaryDirectory(prefix="packtrain-predict-") as directory:
+            try:
+                fetch(run, chosen, Path(directory))
+            except CorruptCheckpoint as error:
+                if not remaining:
+                    raise
+                complain(f"{error}; passed over")
+                continue
+            return Predictor(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen.step)
+
+
+def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
+    from packtrain.train.state import AVERAGE_FILE, MODEL_FILE, load_weights
+
+    _refuse_others(run, checkpoint, directory)
+    model = recipe.build_model().eval()
+    names = {file.name for file in checkpoint.files}
+    load_weights(model, directory / (AVERAGE_FILE if AVERAGE_FILE in names else MODEL_FILE))
+    return model
 
 
 def _refuse_others(run: Run, checkpoint: Checkpoint, directory: Path) -> None:

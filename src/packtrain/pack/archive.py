@@ -60,8 +60,8 @@ class _Header(NamedTuple):
     size: int
 
 
-class _Fault(Exception):
-    """What is wrong with a header; the reader adds where."""
+class Fault(Exception):
+    """What is wrong with a member; the reader adds where."""
 
 
 def tar_members(where: Locator, called: str | None = None) -> Iterator[Member]:
@@ -96,17 +96,17 @@ class _Tar:
             try:
                 header, offset = self._header(block, position)
                 name = header.name
-                name = _safe(name)
+                name = safe_name(name)
                 if header.kind == _DIRECTORY:
                     position = offset
                     continue
                 if header.kind not in _FILES:
-                    raise _Fault(_REFUSED.get(header.kind, f"is of the unknown kind {header.kind!r}"))
+                    raise Fault(_REFUSED.get(header.kind, f"is of the unknown kind {header.kind!r}"))
                 if name in seen:
-                    raise _Fault("is there twice")
+                    raise Fault("is there twice")
                 if offset + header.size > self._end:
-                    raise _Fault(f"has {header.size:,} bytes, more than are left; fetch the file again")
-            except _Fault as fault:
+                    raise Fault(f"has {header.size:,} bytes, more than are left; fetch the file again")
+            except Fault as fault:
                 raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {fault}") from None
             seen.add(name)
             if len(seen) > _MEMBERS:
@@ -130,16 +130,16 @@ class _Tar:
             elif header.kind == _GLOBAL:
                 said = _records(self._extension(header, position))
                 if not said.keys().isdisjoint((b"path", b"size")) or _is_sparse(said):
-                    raise _Fault("is a header that gives all members one name or size")
+                    raise Fault("is a header that gives all members one name or size")
             else:
                 break
             position += _padded(header.size)
             block = self._read(position, _BLOCK)
             if not any(block):
-                raise _Fault("is a header without the member it is about")
+                raise Fault("is a header without the member it is about")
             header = _parse(block)
         if _is_sparse(extended):
-            raise _Fault(_REFUSED[b"S"])
+            raise Fault(_REFUSED[b"S"])
         name = extended.get(b"path", header.name if long_name is None else long_name)
         size = _decimal(extended[b"size"]) if b"size" in extended else header.size
         is_directory = header.kind == b"\0" and name.endswith(b"/")  # as the oldest writers had it
@@ -147,7 +147,7 @@ class _Tar:
 
     def _extension(self, header: _Header, position: int) -> bytes:
         if header.size > _EXTENSION_BYTES:
-            raise _Fault(f"is a header of {header.size:,} bytes, which no name needs")
+            raise Fault(f"is a header of {header.size:,} bytes, which no name needs")
         return self._read(position, header.size)
 
     def _read(self, position: int, size: int) -> bytes:
@@ -166,7 +166,7 @@ class _Tar:
         if len(start) == _BLOCK and any(start):
             try:
                 _parse(start)
-            except _Fault as fault:
+            except Fault as fault:
                 raise self._mistake(f"not a tar: its first header {fault}") from None
 
     def _refuse_more_after(self, position: int) -> None:
@@ -188,10 +188,10 @@ def _parse(block: bytes) -> _Header:
     rest = block[:148] + b" " * 8 + block[156:]
     excess = _number(block[148:156]) - sum(rest)
     if excess and excess != -256 * sum(byte > 127 for byte in rest):  # some old writers added up signed bytes
-        raise _Fault("has a wrong checksum")
+        raise Fault("has a wrong checksum")
     size = _number(block[124:136])
     if size < 0:
-        raise _Fault("has a negative size")
+        raise Fault("has a negative size")
     name = block[:100].split(b"\0", 1)[0]
     # GNU's own kind of header has dates where the standard has the start of a long name.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
@@ -204,13 +204,13 @@ def _number(field: bytes) -> int:
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
     if match is None:
-        raise _Fault("has a number that is none")
+        raise Fault("has a number that is none")
     return int(match[1] or b"0", 8)
 
 
 def _decimal(digits: bytes) -> int:
     if not digits.isdigit() or len(digits) > 20:
-        raise _Fault("has a size that is no number")
+        raise Fault("has a size that is no number")
     return int(digits)
 
 
@@ -222,7 +222,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = int(digits) if digits.isdigit() and len(digits) <= 7 else 0
         key, equals, value = data[len(digits) + 1 : length].partition(b"=")
         if not space or not equals or length > len(data) or not value.endswith(b"\n"):
-            raise _Fault("has an extended header that is damaged")
+            raise Fault("has an extended header that is damaged")
         records[key] = value[:-1]
         data = data[length:]
     return records
@@ -232,16 +232,17 @@ def _is_sparse(records: dict[bytes, bytes]) -> bool:
     return any(key.startswith((b"GNU.sparse", b"SCHILY.realsize")) for key in records)
 
 
-def _safe(name: bytes) -> bytes:
+def safe_name(name: bytes) -> bytes:
+    """The name without what says nothing; what could lead elsewhere is refused."""
     parts = name.split(b"/")
     if name.startswith(b"/"):
-        raise _Fault("has an absolute name")
+        raise Fault("has an absolute name")
     if b".." in parts:
-        raise _Fault("has '..' in its name")
+        raise Fault("has '..' in its name")
     if b"\0" in name or not name:
-        raise _Fault("has no usable name")
+        raise Fault("has no usable name")
     if len(name) > _NAME_BYTES:
-        raise _Fault(f"has a name of {len(name):,} bytes")
+        raise Fault(f"has a name of {len(name):,} bytes")
     return b"/".join(part for part in parts if part not in (b"", b".")) or b"."
 
 

@@ -1,4 +1,4 @@
-"""Captions in COCO's JSON, as COCO 2014 and VizWiz-Captions have them, with the folder of their images.
+"""Captions in COCO's JSON, as COCO 2014 and VizWiz-Captions have them, with the folder, tar or zip of their images.
 
     {"images": [{"id": 0, "file_name": "a.jpg"}], "annotations": [{"id": 0, "image_id": 0, "caption": "a dog"}]}
 
@@ -8,10 +8,11 @@ make out) and `is_rejected`. They are taken out, and so are images that have no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.pack.archive import tar_members
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -19,11 +20,13 @@ from packtrain.pack.raw import (
     Drop,
     Locator,
     RawImage,
+    check_inside,
     file_inside,
     printable,
     quoted,
 )
 from packtrain.pack.textfile import is_text, read_json
+from packtrain.pack.zips import is_zip, zip_members
 
 PRECANNED, REJECTED = "precanned caption", "rejected caption"
 ONLY_FILTERED = "image with precanned or rejected captions only"
@@ -37,8 +40,7 @@ def read_coco(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iter
 
     `drop` tells of images that should have been samples; `filtered` of what the format marks as not meant to be one.
     """
-    if not Path(images).is_dir():
-        raise Mistake(f"{images}: no such folder of images")
+    find = _finder(images, annotations)
     document = read_json(Path(annotations))
     if not isinstance(document, dict):
         raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
@@ -47,16 +49,42 @@ def read_coco(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iter
     del document  # a hundred megabytes, and iteration may take hours
     for image_id, name in names.items():
         shown = printable(name)
-        path = file_inside(images, name, annotations)
+        where = find(name)
         if image_id in captions:
-            if path is None:
+            if where is None:
                 drop(MISSING_FILE, shown)
             else:
-                yield RawImage(shown, Locator(path), captions=tuple(captions[image_id]))
+                yield RawImage(shown, where, captions=tuple(captions[image_id]))
         elif image_id in emptied:
             filtered(ONLY_FILTERED, shown)
         else:
             drop(NO_CAPTION, shown)
+
+
+def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
+    """Finds an image by the name that `place` has for it."""
+    if Path(images).is_dir():
+
+        def in_folder(name: str) -> Locator | None:
+            path = file_inside(images, name, place)
+            return None if path is None else Locator(path)
+
+        return in_folder
+    if not Path(images).exists():
+        raise Mistake(f"{images}: no such folder, tar or zip of images")
+    members = {one.name: one.where for one in (zip_members(images) if is_zip(images) else tar_members(Locator(images)))}
+    below: dict[str, list[Locator]] = {}  # archives of a folder have its name before all others
+    for path, where in members.items():
+        below.setdefault(path.partition("/")[2], []).append(where)
+
+    def in_archive(name: str) -> Locator | None:
+        check_inside(images, name, place)
+        found = [members[name]] if name in members else below.get(name, [])
+        if len(found) > 1:
+            raise Mistake(f"{place}: {quoted(name)} is in several folders of {images}; name the folder too")
+        return found[0] if found else None
+
+    return in_archive
 
 
 def _names(document: Record, place: str) -> dict[Id, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,16 +26,32 @@ _QUOTED = 200
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """Where the bytes of a sample are: a file, or a part of one (a member of a tar, found without unpacking it)."""
+    """Where the bytes of a sample are: a file, or a part of one (a member of an archive, found without unpacking it).
+
+    `inflated` is how many bytes a part comes to that is compressed, as it may be in a zip.
+    """
 
     path: str
     offset: int = 0
     length: int | None = None
+    inflated: int | None = None
 
     def read(self) -> bytes:
         with Path(self.path).open("rb") as file:
             file.seek(self.offset)
-            return file.read() if self.length is None else file.read(self.length)
+            data = file.read() if self.length is None else file.read(self.length)
+        return data if self.inflated is None else _inflated(data, self.inflated)
+
+
+def _inflated(data: bytes, size: int) -> bytes:
+    """No more than a byte beyond that size is ever made, whatever the data would come to."""
+    try:
+        found = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
+    except zlib.error:
+        found = b""
+    if len(found) != size:
+        raise OSError(errno.EIO, "damaged in its archive")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +114,7 @@ def number_of(name: str, numbers: Mapping[str, int], where: str) -> int:
 
 def file_inside(folder: str, name: str, place: str) -> str | None:
     """The path of a file that a list names, or None if there is none. Names and links that lead out are refused."""
-    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
-        raise Mistake(f"{place}: {quoted(name)} must be a path below {folder}, without '..'")
+    check_inside(folder, name, place)
     path = folder
     try:
         for part in name.split("/"):
@@ -107,6 +124,11 @@ def file_inside(folder: str, name: str, place: str) -> str | None:
         return path if Path(path).is_file() else None
     except OSError:  # a name longer than the file system has
         return None
+
+
+def check_inside(folder: str, name: str, place: str) -> None:
+    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        raise Mistake(f"{place}: {quoted(name)} must be a path below {folder}, without '..'")
 
 
 def refuse_leading_out(folder: str, path: str, place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -56,6 +57,14 @@ class Vocabulary:
         """
         self._tokenizer.encode_special_tokens = True
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def is_strange(self, text: str) -> bool:
+        """Whether most characters of a text are spelled in bytes: they were hardly there when pieces were learned."""
+        if text.isascii():
+            return False
+        starts = [start for start, _ in self._tokenizer.encode(text).offsets]
+        spelled = {one for one, next_one in pairwise(starts) if one == next_one and not text[one].isspace()}
+        return len(spelled) > sum(not character.isspace() for character in text) / 2
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         texts = self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)

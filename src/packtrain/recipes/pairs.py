@@ -170,7 +170,13 @@ class PairRecipe(Recipe):
         return [texts[sample] for sample in ids.tolist()]
 
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        return [Prediction(output) for output in self.answers(model, self.encoded(inputs), decoding)]
+        outputs = self.answers(model, self.encoded(inputs), decoding)
+        return [Prediction(output, note=self.note(text)) for text, output in zip(inputs, outputs, strict=True)]
+
+    def note(self, text: str) -> str:
+        """What a person should know of how a text is read; mostly nothing."""
+        strange = self.pack.vocabulary.is_strange(text)
+        return "its characters were hardly ever in the training data" if strange else ""
 
     def answers(self, model: nn.Module, rows: Sequence[Sequence[int]], decoding: Decoding) -> list[str]:
         """What the model writes to every row; nothing to one that is but an end."""
@@ -183,9 +189,10 @@ class PairRecipe(Recipe):
         """The tokens of texts as sources; those of blank ones are but an end."""
         encoded = self.pack.vocabulary.encode(texts)
         rows = [[*row, EOS] if text.strip() else [EOS] for text, row in zip(texts, encoded, strict=True)]
-        for text, row in zip(texts, rows, strict=True):
+        for number, (text, row) in enumerate(zip(texts, rows, strict=True), 1):
             if len(row) > _LONGEST_INPUT:
-                raise Mistake(f"a text has {len(row):,} pieces, more than {_LONGEST_INPUT:,}: {text[:40]!r}...")
+                which = f"text {number} of {len(texts):,}" if len(texts) > 1 else "a text"
+                raise Mistake(f"{which} has {len(row):,} pieces, more than {_LONGEST_INPUT:,}: {text[:40]!r}...")
         return rows
 
 

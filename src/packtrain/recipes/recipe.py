@@ -101,6 +101,8 @@ class Recipe(ABC):
     """Options of the model that name files; a run takes them along, and `pack.given_file` has them then."""
     decoding: ClassVar[Decoding] = Decoding()
     """How predictions are searched for where the person does not say."""
+    heeds: ClassVar[frozenset[str]] = frozenset({"beam", "nucleus", "temperature", "repetition", "seed"})
+    """What of a person's wishes for the search it goes by; others are refused."""
     converses: ClassVar[bool] = False
     """Whether it can answer in a conversation."""
 

@@ -19,7 +19,8 @@ _COUNTER = "step"
 
 def sgd(settings: Sgd, model: nn.Module) -> torch.optim.Optimizer:
     groups = _groups(model, settings.decay)
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov, fused=True)
+    fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # PyTorch has none for them
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
 
 
 def adam(settings: Adam, model: nn.Module) -> torch.optim.Optimizer:

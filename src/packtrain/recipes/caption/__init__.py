@@ -51,6 +51,7 @@ class Caption(Pictured[CaptionedBatches]):
     kind = "captions"
     measure_of_best = "cider"
     files = ("weights",)
+    heeds = frozenset({"beam"})
     decoding = Decoding(beam=5)
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},

@@ -16,12 +16,14 @@ Map = NDArray[np.float32]
 Pixels = NDArray[np.uint8]
 
 _PANEL = 192
+_NARROWEST = 120  # a panel, so that a word fits above it
+_CORNER = 6
 _GAP = 14
 _MARGIN = 22
 _TITLE = 28
 _HEADING = 24
 _COLUMNS = 5
-_PAPER, _INK, _PALE = (255, 255, 255), (30, 34, 42), (112, 118, 130)
+_PAPER, _INK, _PALE, _EDGE = (255, 255, 255), (30, 34, 42), (112, 118, 130), (218, 221, 227)
 # From what is not looked at to what is: dark violet, red, orange, light yellow.
 _HEAT = np.array([(24, 12, 60), (120, 28, 109), (212, 72, 66), (251, 155, 6), (252, 245, 160)], np.float64)
 _DIMMEST, _DENSEST = 0.35, 0.62  # how much of the heat lies over the picture where it is least and most
@@ -53,24 +55,27 @@ def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
     panels = 1 + len(gazes)
     columns = min(_COLUMNS, panels)
     rows = -(-panels // columns)
-    width = 2 * _MARGIN + columns * _PANEL + (columns - 1) * _GAP
+    picture = _fitted(pixels)
+    across, down = max(_NARROWEST, picture.width) + _GAP, _TITLE + picture.height + _GAP
+    width = 2 * _MARGIN + columns * across - _GAP
     heading = _font(_HEADING)
     lines = _wrapped(caption, heading, width - 2 * _MARGIN)
     top = _MARGIN + len(lines) * (_HEADING + 8) + 8
-    height = top + rows * (_TITLE + _PANEL + _GAP) - _GAP + _MARGIN
+    height = top + rows * down - _GAP + _MARGIN
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * (_HEADING + 8)), line, _INK, heading)
-    picture = _fitted(pixels)
     titles = [("the picture", _PALE), *((gaze.word, _INK) for gaze in gazes)]
     shown = [picture, *(heated(picture, gaze.map) for gaze in gazes)]
     for number, ((title, colour), panel) in enumerate(zip(titles, shown, strict=True)):
-        left = _MARGIN + number % columns * (_PANEL + _GAP)
-        upper = top + number // columns * (_TITLE + _PANEL + _GAP)
+        left, upper = _MARGIN + number % columns * across, top + number // columns * down
         font = _font(17)
-        draw.text((left, upper + 2), _shortened(title, font, _PANEL), colour, font)
+        draw.text((left, upper + 2), _shortened(title, font, across - _GAP), colour, font)
         sheet.paste(panel, (left, upper + _TITLE), _rounded(panel.size))
+        if number == 0:  # what is as white as the paper would have no edge
+            right, lower = left + panel.width - 1, upper + _TITLE + panel.height - 1
+            draw.rounded_rectangle((left, upper + _TITLE, right, lower), _CORNER, outline=_EDGE)
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()
@@ -105,7 +110,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def _rounded(size: tuple[int, int]) -> Image.Image:
     mask = Image.new("L", (size[0] * 4, size[1] * 4), 0)
-    ImageDraw.Draw(mask).rounded_rectangle((0, 0, mask.width - 1, mask.height - 1), 24, 255)
+    ImageDraw.Draw(mask).rounded_rectangle((0, 0, mask.width - 1, mask.height - 1), 4 * _CORNER, 255)
     return mask.resize(size, Image.Resampling.LANCZOS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
@@ -81,18 +80,16 @@ class Chat(PairRecipe):
     def _last(self, row: list[int]) -> list[int]:
         return row[-self.shape_of(self.job).prompt :]
 
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        unread = [len(row) - self.shape_of(self.job).prompt for row in super().encoded(inputs)]
-        made = super().predict(model, inputs, decoding)
-        return [
-            replace(one, note=f"its first {count:,} tokens were not read") if count > 0 else one
-            for one, count in zip(made, unread, strict=True)
-        ]
+    def note(self, text: str) -> str:
+        unread = len(super().encoded([text])[0]) - self.shape_of(self.job).prompt
+        cut = f"its first {unread:,} tokens were not read" if unread > 0 else ""
+        return "; ".join(filter(None, [cut, super().note(text)]))
 
     def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
         spoken = [turn for turn in turns if turn.strip()][-self.shape_of(self.job).turns :]
-        row = self._last(list(chain.from_iterable(super().encoded(spoken))))
-        return Prediction(self.answers(model, [row], decoding)[0] if row else "")
+        rows = [super(Chat, self).encoded([turn])[0] for turn in spoken]
+        row = self._last(list(chain.from_iterable(rows)))
+        return Prediction(self.answers(model, [row], decoding)[0] if row else "", note=self.note(turns[-1]))
 
 
 def distinct(texts: Sequence[str], size: int) -> float:

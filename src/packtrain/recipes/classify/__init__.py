@@ -38,6 +38,7 @@ class Classify(Pictured[ImageBatches]):
     kind = "labels"
     measure_of_best = "top1"
     files = ("weights", "words")
+    heeds = frozenset()
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},
         "model": "resnet50",

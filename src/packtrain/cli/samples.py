@@ -1,0 +1,215 @@
+"""Small made-up data sets for first runs: a model learns each of them on two CPU cores in about a minute.
+
+Each is a mapping from the names of files to their bytes, always the same ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import cos, pi, sin
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+Files = dict[str, bytes]
+Rows = list[tuple[str, str]]
+Point = tuple[float, float]
+Row = TypeVar("Row")
+
+_UP_TO = 1000
+_EVERY = 10  # one sample in so many is kept for validation
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_ENGLISH = _words(
+    "one two three four five six seven eight nine ten"
+    " eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+)
+_GERMAN = _words(
+    "eins zwei drei vier fünf sechs sieben acht neun zehn"
+    " elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn"
+)
+_ENGLISH_TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
+_GERMAN_TENS = _words("zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
+
+_DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_NAMES = _words("Anna Ben Clara David Emma Felix Grace Hugo Ida Jonas Karla Leo Mia Noah Olga Paul Rosa Sam Tara")
+_FRAMES = [
+    ("I see", ".", "Ich sehe", "."),
+    ("we need", ".", "Wir brauchen", "."),
+    ("there are", " here.", "Hier sind", "."),
+    ("who has", "?", "Wer hat", "?"),
+]
+_THINGS = [("apples", "Äpfel"), ("books", "Bücher"), ("cats", "Katzen"), ("chairs", "Stühle"), ("stars", "Sterne")]
+_COLOURS = {"red": (214, 40, 40), "green": (46, 160, 67), "blue": (38, 98, 214), "yellow": (240, 200, 30)}
+_PAPER = 250
+
+
+# Words.
+
+
+def english(number: int) -> str:
+    hundreds, rest = divmod(number, 100)
+    if hundreds:
+        return f"{_ENGLISH[hundreds - 1]} hundred" + (f" and {english(rest)}" if rest else "")
+    if rest < 20:
+        return _ENGLISH[rest - 1]
+    tens, ones = divmod(rest, 10)
+    return _ENGLISH_TENS[tens - 2] + (f"-{_ENGLISH[ones - 1]}" if ones else "")
+
+
+def german(number: int) -> str:
+    hundreds, rest = divmod(number, 100)
+    if hundreds:
+        head = "ein" if hundreds == 1 else _GERMAN[hundreds - 1]
+        return f"{head}hundert" + (german(rest) if rest else "")
+    if rest < 20:
+        return _GERMAN[rest - 1]
+    tens, ones = divmod(rest, 10)
+    head = "" if not ones else "einund" if ones == 1 else f"{_GERMAN[ones - 1]}und"
+    return head + _GERMAN_TENS[tens - 2]
+
+
+def counting() -> Files:
+    """Sentences with numbers, in English and German."""
+    luck = np.random.default_rng(4)
+    rows: Rows = []
+    for number in range(2, _UP_TO):
+        for frame, things in zip(luck.integers(len(_FRAMES), size=2), luck.integers(len(_THINGS), size=2), strict=True):
+            before, after, davor, danach = _FRAMES[frame]
+            thing, ding = _THINGS[things]
+            rows.append((f"{before} {english(number)} {thing}{after}", f"{davor} {german(number)} {ding}{danach}"))
+    files: Files = {}
+    for split, part in _splits(rows):
+        files[f"{split}.en"] = _lines(source for source, _ in part)
+        files[f"{split}.de"] = _lines(target for _, target in part)
+    return files
+
+
+def languages() -> Files:
+    """Number words with their language."""
+    files: Files = {}
+    for split, wanted in _splits(range(1, _UP_TO)):
+        rows = [(text, name) for number in wanted for text, name in _in_words(number)]
+        texts = [json.dumps({"source": text, "target": name}, ensure_ascii=False) for text, name in rows]
+        files[f"{split}.jsonl"] = _lines(texts)
+    return files
+
+
+def _in_words(number: int) -> Rows:
+    return [(english(number), "English"), (german(number), "German")]
+
+
+def small_talk() -> Files:
+    """Questions that have one answer, and greetings."""
+    rows: Rows = []
+    for first in range(1, 10):
+        for second in range(1, 10):
+            total = english(first + second)
+            rows.append((f"what is {english(first)} plus {english(second)}?", f"{total}."))
+            rows.append((f"how much is {english(first)} and {english(second)}?", f"it is {total}."))
+    for day, following in zip(_DAYS, _DAYS[1:] + _DAYS[:1], strict=True):
+        rows += [(f"what comes after {day}?", f"{following}."), (f"which day is before {following}?", f"{day}.")]
+        rows += [(f"today is {day}.", f"then tomorrow is {following}."), (f"is {day} a day?", f"yes, {day} is a day.")]
+    for name in _NAMES:
+        rows += [(f"my name is {name}.", f"nice to meet you, {name}."), (f"I am {name}.", f"hello, {name}!")]
+        rows += [(f"do you know {name}?", f"no, who is {name}?"), (f"this is {name}.", f"hello, {name}!")]
+    for greeting in ("hello", "hi", "good morning"):
+        rows += [(f"{greeting}{mark}", f"{greeting}!") for mark in ("", "!", ".")]
+    order = np.random.default_rng(1).permutation(len(rows))
+    return {
+        f"{split}.tsv": _lines("\t".join(row) for row in part)
+        for split, part in _splits([rows[place] for place in order])
+    }
+
+
+def _lines(rows: Iterable[str]) -> bytes:
+    return "".join(f"{row}\n" for row in rows).encode()
+
+
+def _splits(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """At random, so that neither has a pattern that the other lacks."""
+    chosen = set(np.random.default_rng(len(rows)).permutation(len(rows))[::_EVERY].tolist())
+    yield "train", [row for place, row in enumerate(rows) if place not in chosen]
+    yield "valid", [row for place, row in enumerate(rows) if place in chosen]
+
+
+# Pictures.
+
+
+def _star(points: int, depth: float) -> list[Point]:
+    """Corners around the middle, every second one nearer to it; a depth of 1 leaves a polygon."""
+    radii = [1.0, depth] * points if depth < 1 else [1.0] * points
+    turns = [2 * pi * number / len(radii) for number in range(len(radii))]
+    return [(radius * sin(turn), -radius * cos(turn)) for radius, turn in zip(radii, turns, strict=True)]
+
+
+_ARM = 0.35
+_SHAPES: Mapping[str, Sequence[Point]] = {
+    "circle": _star(40, 1.0),
+    "cross": [
+        (-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM), (_ARM, 1), (-_ARM, 1),
+        (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM),
+    ],
+    "diamond": _star(4, 1.0),
+    "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],
+    "star": _star(5, 0.4),
+    "triangle": _star(3, 1.0),
+}  # fmt: skip
+
+
+def _draw(picture: Image.Image, shape: str, colour: str, middle: Point, radius: float) -> None:
+    across, down = middle
+    corners = [(across + radius * x, down + radius * y) for x, y in _SHAPES[shape]]
+    ImageDraw.Draw(picture).polygon(corners, fill=_COLOURS[colour])
+
+
+def _png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def shapes() -> Files:
+    """Pictures of one shape, in a folder for each."""
+    luck = np.random.default_rng(2)
+    files: Files = {}
+    for shape in _SHAPES:
+        for split, count in (("train", 90), ("valid", 10)):
+            for number in range(count):
+                picture = Image.new("RGB", (40, 40), (_PAPER,) * 3)
+                colour = list(_COLOURS)[luck.integers(len(_COLOURS))]
+                radius = luck.uniform(9, 15)
+                across, down = luck.uniform(radius + 2, 38 - radius, 2)
+                _draw(picture, shape, colour, (across, down), radius)
+                files[f"{split}/{shape}/{number:02d}.png"] = _png(picture)
+    return files
+
+
+def scenes() -> Files:
+    """Pictures of two shapes, with two captions each that say which, and where."""
+    luck = np.random.default_rng(3)
+    files: Files = {}
+    for split, count in (("train", 900), ("valid", 100)):
+        images, annotations = [], []
+        for number in range(count):
+            first, second = (list(_SHAPES)[place] for place in luck.choice(len(_SHAPES), 2, replace=False))
+            one, other = (list(_COLOURS)[place] for place in luck.integers(len(_COLOURS), size=2))
+            upright = bool(luck.integers(2))
+            picture = Image.new("RGB", (48, 48), (_PAPER,) * 3)
+            for shape, colour, place in ((first, one, 12.0), (second, other, 36.0)):
+                aside = luck.uniform(20, 28)
+                _draw(picture, shape, colour, (aside, place) if upright else (place, aside), luck.uniform(8, 11))
+            files[f"{split}/{number:03d}.png"] = _png(picture)
+            a, b = f"a {one} {first}", f"a {other} {second}"
+            told = [f"{a} above {b}", f"{b} below {a}"] if upright else [f"{a} left of {b}", f"{b} right of {a}"]
+            images.append({"id": number, "file_name": f"{number:03d}.png"})
+            annotations += [{"image_id": number, "caption": text} for text in told]
+        files[f"{split}.json"] = json.dumps({"images": images, "annotations": annotations}).encode()
+    return files

@@ -1,0 +1,117 @@
+"""Zips are read where they lie; what could lead elsewhere or is not there is refused."""
+
+from __future__ import annotations
+
+import io
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pack.rawsets import picture, refusal, write, zipped
+from packtrain.pack.zips import is_zip, zip_members
+
+PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_members_are_read_as_they_are(tmp_path: Path, method: int) -> None:
+    path = write(tmp_path / "some.zip", zipped([*PICTURES, ("deep/", b"")], method))
+    assert is_zip(path)
+    assert [(one.name, one.where.read()) for one in zip_members(path)] == PICTURES
+
+
+def test_a_zip_behind_other_bytes_and_one_of_the_large_kind_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "self-extracting", b"#!/bin/sh\n" + zipped(PICTURES))
+    assert [one.where.read() for one in zip_members(path)] == [data for _, data in PICTURES]
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive, archive.open("a.jpg", "w", force_zip64=True) as member:
+        member.write(picture())
+    [found] = zip_members(write(tmp_path / "large.zip", file.getvalue()))
+    assert found.where.read() == picture()
+
+
+def test_an_empty_zip_has_no_members(tmp_path: Path) -> None:
+    path = write(tmp_path / "none.zip", zipped([]))
+    assert is_zip(path)
+    assert list(zip_members(path)) == []
+
+
+def linked(info: zipfile.ZipInfo) -> None:
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+
+
+def renamed(name: str) -> Callable[[zipfile.ZipInfo], None]:
+    def rename(info: zipfile.ZipInfo) -> None:
+        info.filename = name
+
+    return rename
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (linked, "member 'a.jpg' is a symbolic link"),
+        (renamed("../a.jpg"), "member '../a.jpg' has '..' in its name"),
+        (renamed("/etc/a.jpg"), "has an absolute name"),
+        (renamed("b.jpg"), "member 'b.jpg' is there twice"),
+    ],
+)
+def test_members_that_could_lead_elsewhere_are_refused(
+    tmp_path: Path, change: Callable[[zipfile.ZipInfo], None], fault: str
+) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("b.jpg", picture())
+        info = zipfile.ZipInfo("a.jpg")
+        change(info)
+        if info.filename == "b.jpg":
+            with pytest.warns(UserWarning, match="Duplicate name"):
+                archive.writestr(info, picture())
+        else:
+            archive.writestr(info, picture())
+    path = write(tmp_path / "some.zip", file.getvalue())
+    assert fault in refusal(lambda: list(zip_members(path)))
+
+
+def changed(data: bytes, mark: bytes, place: int, new: bytes) -> bytes:
+    start = data.index(mark) + place
+    return data[:start] + new + data[start + len(new) :]
+
+
+@pytest.mark.parametrize(
+    ("place", "new", "fault"),
+    [
+        (8, b"\x01\x00", "is encrypted; unpack it first"),
+        (10, b"\x0c\x00", "is compressed in a way that is not read here"),
+        (24, b"\xff\xff\xff\x7f", "comes to 2,147,483,647 bytes, more than any picture"),
+        (20, b"\xff\xff\xff\x0f", "is not where the zip says; fetch the file again"),
+        (42, b"\xff\xff\xff\x0f", "lies beyond the end of the file; fetch it again"),
+        (42, b"\x02\x00\x00\x00", "is not where the zip says; fetch the file again"),
+    ],
+)
+def test_members_that_cannot_be_read_are_refused(tmp_path: Path, place: int, new: bytes, fault: str) -> None:
+    data = changed(zipped([("a.jpg", picture())]), b"PK\x01\x02", place, new)
+    path = write(tmp_path / "some.zip", data)
+    assert fault in refusal(lambda: list(zip_members(path)))
+
+
+def test_a_member_with_two_sizes_is_refused(tmp_path: Path) -> None:
+    data = changed(zipped([("a.jpg", picture())], zipfile.ZIP_STORED), b"PK\x01\x02", 24, b"\x01\0\0\0")
+    path = write(tmp_path / "some.zip", data)
+    assert "has two sizes" in refusal(lambda: list(zip_members(path)))
+
+
+def test_what_is_cut_off_or_not_there_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "cut.zip", zipped(PICTURES)[:-30])
+    assert "not a whole zip" in refusal(lambda: list(zip_members(path)))
+    assert refusal(lambda: is_zip(str(tmp_path / "none"))) == f"{tmp_path / 'none'}: No such file or directory"
+
+
+def test_more_than_a_member_claims_is_never_made(tmp_path: Path) -> None:
+    bomb = changed(zipped([("a.jpg", bytes(10_000_000))]), b"PK\x01\x02", 24, b"\x64\0\0\0")
+    [member] = zip_members(write(tmp_path / "bomb.zip", bomb))
+    with pytest.raises(OSError, match="damaged in its archive"):
+        member.where.read()
