@@ -246,9 +246,7 @@ def test_where_none_holds_that_is_an_error_and_not_a_new_beginning(directory_sto
     for step in (1, 2):
         damage(run, save(run, tmp_path, step), "corrupt")
     newest = committed(run)[-1].name
-    with pytest.raises(
-        Mistake, match=f"none of the 2 checkpoints of job-1 can be used: checkpoint {newest}"
-    ):
+    with pytest.raises(Mistake, match=f"none of the 2 checkpoints of job-1 can be used: checkpoint {newest}"):
         restore(run, tmp_path / "back")
     assert read_files(tmp_path / "back") == {}
 

@@ -1,4 +1,4 @@
-"""From a job file to a run that goes: check, pack, take the code along, make the folder, start the fleet."""
+"""From a job file to a run that goes: check, also the machines, pack, take the code along, make the folder, start."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
         raise loaded.mistake(
             "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
         )
+    fleet_of(loaded.job.fleet.kind).check(loaded.job, store, progress.say)
     loaded = _with_given_files(loaded, store, progress.say)
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None and loaded.job.recipe is not None:

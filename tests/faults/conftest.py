@@ -26,6 +26,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = make_place(tmp_path, PACE="0.05")  # slow enough for whatever is to happen before its end
+    made = make_place(tmp_path)
     yield made
     made.close()

@@ -3,64 +3,109 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from packtrain.checkpoint import committed
 from parts import hosts
-from parts.fields import bucket_on, make_field, wrong_clock
+from parts.fields import Field, bucket_on, make_field, wrong_clock
 from parts.hosts import Network
 from parts.places import STEPS, Place, assert_same_samples, history, weights
 from parts.presence import need
 from parts.s3 import fresh_location
 
 
-@pytest.fixture
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Place) -> Iterator[dict[str, Future[None]]]:
+    """What happens on hosts happens at the same time, each on a network of its own: they mostly wait."""
     missing = hosts.missing()
     need(missing is None, str(missing))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as made:
-        yield made
+
+    def play(scene: Callable[[Network, Place], None]) -> None:
+        with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
+            scene(network, uninterrupted)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {scene.__name__: pool.submit(play, scene) for scene in (halves, cut_off)}
 
 
-def test_the_first_loses_its_power_beside_one_whose_clock_is_wrong(network: Network, uninterrupted: Place) -> None:
-    """Before that they cannot reach each other for a while, and stall. Nothing is lost but steps since the commit."""
-    field = make_field(network, str(network.shared / "store"), [], {"PACE": "0.02"})
+def test_two_halves_and_then_a_power_cut_beside_a_clock_that_is_wrong(scenes: dict[str, Future[None]]) -> None:
+    scenes["halves"].result()
+
+
+def test_the_first_is_cut_off_and_comes_back(scenes: dict[str, Future[None]]) -> None:
+    scenes["cut_off"].result()
+
+
+def halves(network: Network, uninterrupted: Place) -> None:
+    """Nothing is lost but steps since the commit, and there is one line of commits only."""
+    field = make_field(network, str(network.shared / "store"), ["train.patience=8 s"], {})
     first, second = network
+    field.pace(0.1)
     field.start(first)
     field.start(second, **wrong_clock(1, network.shared))
     field.wait_for_commit(20)
     assert field.members() == ["host1", "host2"]
-    first.cut(second)
-    time.sleep(5)
-    assert field.causes() == ["start"], "both still renew their leases"
-    second.restore()
-    field.wait_for_commit(40)
-    assert field.causes() == ["start"]
+    split_for_less_than_their_patience(field)
+    split_for_more_than_their_patience(field)
 
     first.kill()
     field.wait_for(lambda: field.told("lost"), "the other to notice")
     first.start()
     field.start(first)
+    field.pace(0)
     assert field.wait_for_result() == "finished"
-    assert field.causes() == ["start", "machine"]
+    assert field.causes() == ["start", "hang", "machine"]
     assert history(field.run) == history(uninterrupted.run())
     assert weights(field.run) == weights(uninterrupted.run())
+    assert_one_line(field)
     field.assert_agents_ended_well()
     field.assert_nothing_left()
     times = {event.time > time.time() + 1800 for event in field.run.events().read()}
     assert times == {True, False}, "the clocks were an hour apart"
 
 
-def test_the_first_is_cut_off_and_comes_back(
-    network: Network, uninterrupted: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def split_for_less_than_their_patience(field: Field) -> None:
+    """They stall and go on."""
+    first, second = field.network
+    first.cut(second)
+    time.sleep(2)
+    second.restore()
+    field.wait_for_commit(40)
+    assert field.causes() == ["start"], "both still renewed their leases"
+
+
+def split_for_more_than_their_patience(field: Field) -> None:
+    """Both reach the store, so both are taken for alive: they begin together again, and wait for each other."""
+    first, second = field.network
+    first.cut(second)
+    field.wait_for(lambda: field.causes() == ["start", "hang"], "the workers to be taken for hanging")
+    made = committed(field.run)
+    time.sleep(5)
+    assert committed(field.run) == made, "neither goes on alone"
+    second.restore()
+    field.wait_for_commit(60, generation=2)
+    assert field.causes() == ["start", "hang"]
+
+
+def assert_one_line(field: Field) -> None:
+    """Whatever was seen to be committed is what later generations went on from."""
+    starts = {point.generation: point.step for point in field.run.points().read() if point.kind == "start"}
+    for name, generation in field.seen.items():
+        later = [step for number, step in starts.items() if number > generation]
+        assert all(int(name.partition("-")[0]) <= step for step in later), f"{name} is of no line that survived"
+
+
+def cut_off(network: Network, uninterrupted: Place) -> None:
     """The other goes on alone, one line of commits survives, and the first is taken in again as a new machine is."""
     first, second = network
-    with bucket_on(network) as server:
+    with bucket_on(network) as server, pytest.MonkeyPatch.context() as monkeypatch:
         server.enter(monkeypatch)
         settings = ["fleet={local: {machines: 1..2}, workers: 1}"]
-        field = make_field(network, fresh_location(), settings, {"PACE": "0.4", **server.environment()})
+        field = make_field(network, fresh_location(), settings, server.environment())
+        field.pace(0.1)
         field.start(first)
         field.start(second)
         field.wait_for_commit(20)
@@ -68,15 +113,14 @@ def test_the_first_is_cut_off_and_comes_back(
         first.cut()
         field.wait_for(lambda: field.members() == ["host2"], "the other to go on alone")
         field.wait_for_commit(40, generation=2)
+        field.pace(1)
         first.restore()
         field.wait_for(lambda: len(field.members()) == 2, "the first to be taken in again")
+        field.pace(0)
         assert field.wait_for_result() == "finished"
         assert field.causes() == ["start", "machine", "joined"]
         assert [step for step, _ in history(field.run)] == list(range(1, STEPS + 1))
         assert_same_samples(uninterrupted, field.run)
-        starts = {point.generation: point.step for point in field.run.points().read() if point.kind == "start"}
-        for name, generation in field.seen.items():
-            later = [step for number, step in starts.items() if number > generation]
-            assert all(int(name.partition("-")[0]) <= step for step in later), f"{name} is of no line that survived"
+        assert_one_line(field)
         field.assert_agents_ended_well()
         field.assert_nothing_left()

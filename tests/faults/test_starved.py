@@ -1,4 +1,4 @@
-"""A worker that hangs, a full disk, a client that is gone; each compared with a run that nothing happened to."""
+"""A client that is gone, a full disk, a worker that hangs; compared with a run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -16,27 +16,12 @@ from parts.places import Place, assert_nothing_left, assert_same_as, make_place,
 from parts.presence import need
 
 
+def causes(place: Place) -> list[str]:
+    return [generation.cause for generation in place.run().generations()]
+
+
 def told(place: Place, kind: str) -> list[Event]:
     return [event for event in place.run().events().read() if event.kind == kind]
-
-
-def test_a_worker_that_hangs_after_the_client_is_gone(tmp_path: Path, uninterrupted: Place) -> None:
-    place = make_place(tmp_path, HANG="30")
-    command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
-    client = subprocess.Popen(command, cwd=tmp_path, env=place.environment, stdout=subprocess.DEVNULL)
-    wait_until(lambda: run_names(open_store(place.store)), "the run")
-    wait_until(lambda: place.run().nodes(), "the first machine")
-    client.kill()
-    client.wait()
-    assert place.wait_for_result() == "finished"
-    run = place.run()
-    assert {generation.cause for generation in run.generations()} == {"start", "hang"}
-    stacks = [entry.key for entry in run.store.list(run.key("stacks/"))]
-    assert run.key("stacks/000001-1.txt") in stacks
-    assert "in hang" in run.store.get(run.key("stacks/000001-1.txt")).decode(), "the line that it hung in"
-    assert any("stacks/000001-1.txt" in event.text for event in told(place, "stacks"))
-    assert_same_as(uninterrupted, place)
-    assert_nothing_left(place)
 
 
 @pytest.fixture
@@ -65,19 +50,49 @@ def fill(disk: Path) -> Path:
     return filler
 
 
-def test_a_full_disk(tmp_path: Path, small_disk: Path, uninterrupted: Place) -> None:
-    """Training goes on and says what it cannot save; the last good checkpoint stays, until there is room again."""
-    place = make_place(tmp_path, TMPDIR=str(small_disk / "tmp"), PACE="0.15")
-    place.detach()
+@pytest.fixture
+def place(tmp_path: Path, small_disk: Path) -> Iterator[Place]:
+    made = make_place(tmp_path, TMPDIR=str(small_disk / "tmp"), HANG="100")
+    yield made
+    made.close()
+
+
+def test_the_client_goes_the_disk_is_full_and_a_worker_hangs(
+    place: Place, small_disk: Path, uninterrupted: Place
+) -> None:
+    """All of it happens to one run, and nobody does anything about it but make room."""
+    place.pace(0.15)
+    start_and_lose_the_client(place)
     place.wait_for_commit()
+    fill_the_disk_for_a_while(place, small_disk)
+    place.wait_for_commit(80)
+    place.pace(0)
+    assert place.wait_for_result() == "finished"
+    assert causes(place) == ["start", "hang"]
+    run = place.run()
+    stacks = [entry.key for entry in run.store.list(run.key("stacks/"))]
+    assert run.key("stacks/000001-1.txt") in stacks
+    assert "in hang" in run.store.get(run.key("stacks/000001-1.txt")).decode(), "the line that it hung in"
+    assert any("stacks/000001-1.txt" in event.text for event in told(place, "stacks"))
+    assert_same_as(uninterrupted, place)
+    assert_nothing_left(place)
+
+
+def start_and_lose_the_client(place: Place) -> None:
+    command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
+    client = subprocess.Popen(command, cwd=place.directory, env=place.environment, stdout=subprocess.DEVNULL)
+    wait_until(lambda: run_names(open_store(place.store)), "the run")
+    wait_until(lambda: place.run().nodes(), "the first machine")
+    client.kill()
+    client.wait()
+
+
+def fill_the_disk_for_a_while(place: Place, disk: Path) -> None:
+    """Training goes on and says what it cannot save; the last good checkpoint stays, until there is room again."""
     kept = place.committed_step()
-    filler = fill(small_disk)
+    filler = fill(disk)
     wait_until(lambda: len(told(place, "warning")) >= 2, "two saves to fail")
     assert all("No space left on device" in event.text for event in told(place, "warning"))
     assert kept <= place.committed_step() <= kept + 20, "one save may have been on its way"
     filler.unlink()
-    assert place.wait_for_result() == "finished"
-    assert [generation.cause for generation in place.run().generations()] == ["start"], "nothing had to start again"
-    assert_same_as(uninterrupted, place)
-    assert_nothing_left(place)
-    place.close()
+    assert causes(place) == ["start"], "nothing had to start again"

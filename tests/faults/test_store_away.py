@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from packtrain.node.endings import POWER_OFF
 from parts.places import Place, assert_nothing_left, make_place, wait_until
 from parts.places import history as history_of
-from parts.proxy import HANG, REFUSE, SOUND, Proxy
+from parts.proxy import HANG, REFUSE, SOUND, Proxy, always_sound
 from parts.s3 import fresh_location
 
 Make = Callable[..., Place]
@@ -33,30 +34,20 @@ def make(tmp_path: Path, s3_environment: object, s3_proxy: Proxy) -> Iterator[Ma
         place.close()
 
 
-def test_every_fifth_request_fails_and_every_fifth_is_slow(make: Make, s3_proxy: Proxy, uninterrupted: Place) -> None:
-    numbers = itertools.count()
-    place = make("place")
-    place.detach()
-    s3_proxy.hang_seconds = 0.5
-    s3_proxy.trouble = lambda *_: {0: REFUSE, 1: HANG}.get(next(numbers) % 5, SOUND)
-    assert place.wait_for_result() == "finished"
-    s3_proxy.trouble = lambda *_: SOUND
-    assert history_of(place.run()) == history_of(uninterrupted.run())
-    assert_nothing_left(place)
-
-
-def test_it_is_gone_for_a_minute(make: Make, s3_proxy: Proxy, uninterrupted: Place, tmp_path: Path) -> None:
+def test_it_often_fails_and_is_gone_for_a_minute(
+    make: Make, s3_proxy: Proxy, uninterrupted: Place, tmp_path: Path
+) -> None:
     """Training goes on meanwhile, nobody is taken for dead, and all is caught up afterwards. Only a run whose budget is
-    used up then ends without the store: by itself, and its machines are switched off."""
-    programs, switched_off = tmp_path / "bin", tmp_path / "switched-off"
-    programs.mkdir()
-    assert POWER_OFF == ("systemctl", "poweroff")
-    (programs / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {switched_off}\n')
-    (programs / "systemctl").chmod(0o755)
-    place = make("place", PACE="0.6")
+    used up while it is gone ends without the store: by itself, and its machines are switched off."""
+    switched_off = tmp_path / "switched-off"
+    path = f"{without_power_off(tmp_path / 'bin', switched_off)}:{os.environ['PATH']}"
+    place, short = make("place"), make("short", PATH=path)
+    short.pace(1)
     place.detach()
+    every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
     place.wait_for_commit()
-    short = make("short", PATH=f"{programs}:{place.environment['PATH']}", PACE="0.6")
+    place.pace(0.8)
+    s3_proxy.trouble = always_sound
     short.detach("--set", f"budget={{hours: {15 / 3600}}}", "--set", "fleet.local.power_off=true")
     wait_until(lambda: short.run().latest_generation(), "its machines to find together")
 
@@ -65,13 +56,30 @@ def test_it_is_gone_for_a_minute(make: Make, s3_proxy: Proxy, uninterrupted: Pla
     wait_until(lambda: not short.processes(), "the machines without time to end", 60)
     assert switched_off.read_text() == "poweroff\n" * 2
     time.sleep(max(0.0, gone + 60 - time.time()))
-    s3_proxy.trouble = lambda *_: SOUND
+    every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
     back = time.time()
+    place.pace(0)
 
-    assert short.run().result() is None, "it has not reached its goal, and could not tell"
     assert place.wait_for_result() == "finished"
+    s3_proxy.trouble = always_sound
+    assert short.run().result() is None, "it has not reached its goal, and could not tell"
     made_meanwhile = [point for point in place.run().points().read() if gone + 5 < point.time < back]
     assert len(made_meanwhile) > 20
     assert [generation.cause for generation in place.run().generations()] == ["start"]
     assert history_of(place.run()) == history_of(uninterrupted.run())
     assert_nothing_left(place)
+
+
+def every_fifth_request_fails_and_every_fifth_is_slow(proxy: Proxy) -> None:
+    numbers = itertools.count()
+    proxy.hang_seconds = 0.5
+    proxy.trouble = lambda *_: {0: REFUSE, 1: HANG}.get(next(numbers) % 5, SOUND)
+
+
+def without_power_off(directory: Path, switched_off: Path) -> Path:
+    """For the front of PATH: what would switch the machine off writes a line instead."""
+    directory.mkdir()
+    assert POWER_OFF == ("systemctl", "poweroff")
+    (directory / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {switched_off}\n')
+    (directory / "systemctl").chmod(0o755)
+    return directory

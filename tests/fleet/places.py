@@ -105,7 +105,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
 
 def left_on(network: Network | Sequence[Host]) -> list[str]:
     """What still runs, a moment after the end."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (found := _commands(network)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.places import left_on, newest, packtrain_on, wait_until, wait_until_all_left, write_program
+from fleet.places import COUNTING, left_on, newest, packtrain_on, wait_until, wait_until_all_left, write_program
+from packtrain.checkpoint import committed
 from packtrain.fleet.mpi import MpiFleet
 from packtrain.places import Mpi
 from packtrain.store import Store
@@ -68,6 +69,36 @@ def test_two_hosts_reach_the_goal(network: Network) -> None:
     ]
     [generation] = run.generations()
     assert {member.address for member in generation.members} == {host.address for host in network[1:]}
+    assert left_on(network) == []
+
+
+def test_a_host_that_loses_its_power_is_done_without_or_waited_for(network: Network) -> None:
+    """mpirun would wait for it as if it were there: the run goes on with the other, and then nothing is left."""
+    alone, both = network.shared / "alone", network.shared / "both"
+    for store, machines in ((alone, "1..2"), (both, "2")):
+        fleet = f"{{mpi: {{hosts: [host2, host3], machines: {machines}}}, workers: 1}}"
+        script = COUNTING.replace("LAST", "100000")
+        job = write_program(network.shared / f"{store.name}-job", store, fleet, script, "checkpoint: {every: 1 s}")
+        assert packtrain_on(network[0], "run", job, "--detach").returncode == 0
+    for store in (alone, both):
+        wait_until(lambda store=store: committed(newest(store)), "a commit")
+    network[2].kill()
+    wait_until(newest(alone).result, "the run that can do without it")
+    assert [one.cause for one in newest(alone).generations()] == ["start", "machine"]
+    assert left_on(network) == [], "the other run cannot go on, and waits for nobody here"
+    assert newest(both).result() is None
+
+    refused = packtrain_on(network[0], "resume", "--store", both)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "host3: it does not answer" in refused.stderr
+    network[2].start()
+    done = packtrain_on(network[0], "resume", "--store", both)
+    assert done.returncode == 0, done.stderr + done.stdout
+    wait_until_all_left(newest(both))
+    assert [one.cause for one in newest(both).generations()] == ["start", "resumed"]
+    later = [line.text for line in newest(both).log_lines().read() if line.generation == 2 and line.rank is not None]
+    assert later
+    assert not [text for text in later if "from 0" in text]
     assert left_on(network) == []
 
 

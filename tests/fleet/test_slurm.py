@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from fleet.places import COUNTING, left_on, newest, packtrain_on, wait_until, wait_until_all_left, write_program
+from fleet.places import (
+    COUNTING,
+    left_on,
+    newest,
+    packtrain_on,
+    wait_until,
+    wait_until_all_left,
+    write_job,
+    write_program,
+)
 from packtrain.fleet.fleet import Machine
 from packtrain.fleet.slurm import SlurmFleet, script, slurm_time, summed_up
 from packtrain.places import Slurm
@@ -117,6 +126,40 @@ def test_two_nodes_reach_the_goal_and_ls_shows_the_queue(cluster: Cluster) -> No
     assert "srun" in kept
     assert "canary" not in kept
     wait_until(lambda: settled(cluster), "an empty queue")
+
+
+def test_one_of_an_array_is_queued_again_alone(cluster: Cluster) -> None:
+    """It is the one whose job has the number of the whole array. The other goes on without it."""
+    run = submitted(cluster, "array", "{slurm: {machines: 1..2}, workers: 1}", COUNTING.replace("LAST", "100000"))
+    wait_until(lambda: len(said(run)) == 2, "both workers")
+    [array] = json.loads(run.store.get(run.key("slurm.json")))
+    listed = [line.split() for line in cluster.command("squeue", "-h", "-r", "-j", array, "-o", "%i %A").splitlines()]
+    [noticed] = [place for place, job in listed if job == array]
+    [other] = [place for place, job in listed if job != array]
+    cluster.command("scancel", "--batch", "--signal=USR1", noticed)
+    wait_until(lambda: "Restarts=1" in shown(cluster, noticed), "the requeue")
+    wait_until_all_left(run)
+    assert "Restarts=0" in shown(cluster, other)
+    assert [generation.cause for generation in run.generations()] == ["start", "notice"]
+    assert "rank 0 of 1" in said(run)[-1]
+    assert "from 0" not in said(run)[-1]
+    # It comes too late, and leaves at once.
+    cluster.command("scontrol", "update", f"JobId={noticed}", "StartTime=now+3")
+    wait_until(lambda: settled(cluster), "an empty queue")
+    assert left_on(cluster.nodes) == []
+
+
+def shown(cluster: Cluster, job: str) -> str:
+    return cluster.command("scontrol", "show", "job", job)
+
+
+def test_what_slurm_would_refuse_is_refused_before_the_data_is_packed(cluster: Cluster) -> None:
+    place = cluster.login.place.parent / "shared"
+    job = write_job(place, place / "refused", "{slurm: {machines: 2, partition: gpu}, workers: 1}")
+    done = packtrain_on(cluster.login, "run", job, "--detach")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "sbatch: invalid partition specified: gpu" in done.stderr
+    assert list((place / "refused").rglob("*.json")) == []
 
 
 def settled(cluster: Cluster) -> bool:

@@ -18,9 +18,13 @@ from packtrain.fleet.ssh import SshFleet
 from packtrain.places import Ssh
 from packtrain.store import Store, open_store
 from parts import hosts
+from parts.fields import bucket_on
 from parts.hosts import Network
 from parts.presence import need
 from parts.runs import new_run, program_job
+from parts.s3 import fresh_location
+
+CANARY = "canary-of-the-test"
 
 
 @pytest.fixture(scope="module")
@@ -119,29 +123,44 @@ def test_three_hosts_reach_the_goal_as_one_machine_does(
 
 
 def test_two_hosts_start_without_the_third_and_secrets_reach_them_unseen(
-    network: Network, tmp_path: Path, environment: dict[str, str]
+    network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that prints a variable: it came over standard input, and no command line ever had it."""
-    store = network.shared / "two"
+    """They share a bucket, and no directory. Its keys, and a variable that the job names, come over standard input:
+    they are in the environment of those who need them, and in no command line and no file."""
     script = (
         "import os, psutil\n"
-        "seen = [p.cmdline() for p in psutil.process_iter() if 'canary' in ' '.join(p.cmdline())]\n"
-        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['SECRET'], seen, flush=True)\n"
+        "secrets = [os.environ['AWS_SECRET_ACCESS_KEY'], os.environ['SECRET']]\n"
+        "lines = [' '.join(process.cmdline()) for process in psutil.process_iter()]\n"
+        "seen = [line for line in lines if any(secret in line for secret in secrets)]\n"
+        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], [*map(len, secrets)], seen, flush=True)\n"
     )
-    fleet = "{ssh: {hosts: [host1, host9, host2], machines: 2..3}, workers: 1}"
-    job = write_program(tmp_path / "program", store, fleet, script, "environment: [SECRET]")
-    done = packtrain("run", job, directory=tmp_path, environment={**environment, "SECRET": "canary"})
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "goes on without host9: its name is not known" in done.stdout
-    run = newest(store)
-    wait_until_all_left(run)
-    words = sorted(line.text for line in run.log_lines().read() if line.rank is not None)
-    assert words == ["0 of 2 canary []", "1 of 2 canary []"]
-    for entry in run.store.list(f"{run.folder}/"):
-        assert "canary" not in entry.key
-        if "/logs/" not in entry.key:
-            assert b"canary" not in run.store.get(entry.key), entry.key
+    with bucket_on(network) as server:
+        server.enter(monkeypatch)
+        store = fresh_location()
+        fleet = "{ssh: {hosts: [host1, host9, host2], machines: 2..3}, workers: 1}"
+        job = write_program(tmp_path / "program", store, fleet, script, "environment: [SECRET]")
+        done = packtrain("run", job, directory=tmp_path, environment={**environment, "SECRET": CANARY})
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert "could do without host9: its name is not known" in done.stdout, "said before anything takes long"
+        assert "goes on without host9: its name is not known" in done.stdout
+        run = newest(store)
+        wait_until_all_left(run)
+        secrets = (server.secret_key, CANARY)
+        words = sorted(line.text for line in run.log_lines().read() if line.rank is not None)
+        assert words == [f"{rank} of 2 {[*map(len, secrets)]} []" for rank in range(2)]
+        objects = {one.key: run.store.get(one.key) for one in run.store.list("")}
     assert left_on(network) == []
+    for secret in secrets:
+        assert not [key for key, data in objects.items() if secret in key or secret.encode() in data]
+        for place in (tmp_path, network.shared, *(host.home for host in network)):
+            assert files_with(place, secret) == []
+        for host in network[:2]:
+            new = ["find", "/tmp", "/var", "/run", "-xdev", "-type", "f", "-mmin", "-5"]
+            assert host.run([*new, "-exec", "grep", "-lF", secret, "{}", "+"]).stdout == "", host.name
+
+
+def files_with(directory: Path, text: str) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
 # Refusals: one line, and nothing runs.
@@ -154,11 +173,12 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr
 
 
-def test_too_few_hosts_are_refused(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
-    job = write_program(tmp_path / "few", network.shared / "few", "{ssh: {hosts: [host1, host9]}}", "")
+def test_hosts_are_looked_at_before_the_data(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Nobody waits for a pack to learn that a host is away."""
+    job = write_job(tmp_path, network.shared / "early", "{ssh: {hosts: [host1, host9]}, workers: 1}")
     done = packtrain("run", job, directory=tmp_path, environment=environment)
     assert_refused(done, "1 of the 2 hosts", "host9: its name is not known")
-    assert newest(network.shared / "few").nodes() == []
+    assert list((network.shared / "early").rglob("*.json")) == [], "neither a pack nor a run was made"
 
 
 def test_a_store_that_hosts_do_not_see_is_refused(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from packtrain.errors import Mistake
 from packtrain.node import address as address_module
-from packtrain.node.address import check_private, choose_address, is_private
+from packtrain.node.address import check_private, choose_address, is_inner_bridge, is_private
 
 
 @pytest.fixture
@@ -48,14 +50,64 @@ def test_among_others_it_takes_the_first_private_one() -> None:
     assert choose_address(None, None, False, None) == "10.0.0.5"
 
 
+@pytest.fixture
+def ways(interfaces: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Which of this machine's addresses leads where; docker0 is a bridge that leads to containers alone."""
+    interfaces.clear()
+    interfaces.update({"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.9.0.5"]})
+    known = {"172.17.0.2": "172.17.0.1", "10.9.0.7": "10.9.0.5", address_module._ELSEWHERE: "10.0.0.5"}
+    monkeypatch.setattr(address_module, "_routed_to", known.get)
+    monkeypatch.setattr(address_module, "is_inner_bridge", lambda name: name == "docker0")
+    return known
+
+
+@pytest.mark.usefixtures("ways")
+@pytest.mark.parametrize(
+    ("others", "endpoint", "chosen"),
+    [
+        ((), None, "10.0.0.5"),  # the way to the rest of the world
+        (("10.9.0.7",), None, "10.9.0.5"),  # the way to the others
+        ((), "http://10.9.0.7:9000", "10.9.0.5"),  # the way to the store
+        ((), "http://172.17.0.2:9000", "10.0.0.5"),  # a store in a container of this machine
+        ((), "http://127.0.0.1:9000", "10.0.0.5"),  # one at the end of a tunnel
+        (("127.0.0.1",), None, "127.0.0.1"),  # all on this machine
+        (("127.0.0.1", "10.9.0.7"), None, "10.9.0.5"),
+    ],
+)
+def test_it_takes_the_interface_that_leads_to_others(
+    others: tuple[str, ...], endpoint: str | None, chosen: str
+) -> None:
+    assert choose_address(None, None, False, endpoint, others) == chosen
+
+
+def test_a_bridge_is_taken_when_it_is_named_and_never_by_itself(
+    interfaces: dict[str, list[str]], ways: dict[str, str]
+) -> None:
+    assert choose_address(None, "docker0", False, None) == "172.17.0.1"
+    ways.clear()
+    assert choose_address(None, None, False, None) == "10.0.0.5"
+    del interfaces["eth0"], interfaces["ib0"]
+    assert choose_address(None, None, False, None) == "127.0.0.1"
+
+
+def test_a_bridge_with_a_network_card_is_a_way_out(tmp_path: Path) -> None:
+    for bridge, port, card in (("br0", "eno1", True), ("docker0", "veth1", False)):
+        (tmp_path / bridge / "bridge").mkdir(parents=True)
+        (tmp_path / bridge / "brif" / port).mkdir(parents=True)
+        (tmp_path / port / ("device" if card else "queues")).mkdir(parents=True)
+    (tmp_path / "virbr0" / "bridge").mkdir(parents=True)
+    (tmp_path / "virbr0" / "brif").mkdir()
+    inner = {name: is_inner_bridge(name, tmp_path) for name in ("br0", "docker0", "virbr0", "eno1", "veth1")}
+    assert inner == {"br0": False, "docker0": True, "virbr0": True, "eno1": False, "veth1": False}
+
+
 def test_without_a_private_one_the_public_one_is_named_so_that_it_is_refused(interfaces: dict[str, list[str]]) -> None:
     del interfaces["eth0"]
     assert choose_address(None, None, False, None) == "93.184.216.34"
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_the_way_to_the_store_shows_the_interface() -> None:
-    assert choose_address(None, None, False, "http://127.0.0.1:9000") == "127.0.0.1"
+def test_a_store_whose_name_is_not_known_shows_nothing() -> None:
     assert choose_address(None, None, False, "http://no-such-host.invalid:9000") == "10.0.0.5"
 
 

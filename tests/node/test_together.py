@@ -231,6 +231,47 @@ def test_a_notice_to_the_first_machine_is_no_failure_either(make: Make) -> None:
     assert company.causes() == ["start", "notice"]
 
 
+def test_the_first_commits_in_peace_when_the_one_with_the_notice_is_gone_already(make: Make) -> None:
+    company = make("1..2", 2)
+    first, other = company.agents
+    company.wait(10)
+    company.give_notice(other)
+    company.wait(4)
+    company.end_workers(0, other)
+    company.wait(30)
+    assert other.name in company.gone
+    assert first._attempt is not None
+    assert first._attempt.launch is not None
+    assert first._attempt.launch.poll() is None, "a large checkpoint takes its time"
+    company.end_workers(0, first)
+    company.wait(8)
+    assert company.causes() == ["start", "notice"]
+
+
+def test_a_launcher_that_waits_for_one_who_left_is_not_waited_for(make: Make) -> None:
+    company = make("1..2", 2)
+    first, other = company.agents
+    company.wait(10)
+    company.give_notice(other)
+    company.wait(4)
+    company.end_workers(0, other)
+    assert first._attempt is not None
+    first._attempt.launch.workers = False  # type: ignore[union-attr]
+    company.wait(16)
+    assert company.causes() == ["start", "notice"]
+
+
+def test_those_who_end_after_the_first_has_left_with_a_notice_count_no_failure(make: Make) -> None:
+    company = make("1..2", 2)
+    company.wait(10)
+    company.give_notice(company.agents[0])
+    company.wait(4)
+    company.end_workers(0, company.agents[0])
+    company.wait(12)
+    assert company.members() == [1]
+    assert company.causes() == ["start", "notice"]
+
+
 def test_a_notice_with_a_deadline_leaves_in_time(make: Make) -> None:
     company = make("1..2", 2)
     company.wait(10)

@@ -26,9 +26,13 @@ class StandIn:
     def __init__(self, *_: object) -> None:
         self.code: int | None = None
         self.asked = 0
+        self.workers = True
 
     def poll(self) -> int | None:
         return self.code
+
+    def has_workers(self) -> bool:
+        return self.workers and self.code is None
 
     def terminate(self) -> None:
         self.asked += 1

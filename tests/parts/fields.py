@@ -18,7 +18,7 @@ from packtrain.pack.progress import Plain
 from packtrain.runs import Run
 from packtrain.start import create, load
 from parts.hosts import Host, Network
-from parts.places import make_place, wait_until
+from parts.places import PACE, make_place, set_pace, wait_until
 from parts.presence import need
 from parts.s3 import S3Server
 
@@ -36,6 +36,10 @@ class Field:
     agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
     """Every checkpoint that was seen to be committed while the test waited, and its generation."""
+
+    def pace(self, seconds: float) -> None:
+        """How much longer each step takes from now on."""
+        set_pace(self.network.shared / PACE, seconds)
 
     def start(self, host: Host, **extra: str) -> None:
         command = [sys.executable, "-m", "packtrain", "node", self.run.name, "--store", self.run.store.url]
@@ -96,7 +100,10 @@ def make_field(network: Network, store: str, settings: list[str], environment: M
     directory.mkdir(exist_ok=True)
     make_place(directory, store)
     run = create(load(directory / "job.yaml", settings), Plain(lambda _: None))
-    return Field(network, run, {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", **environment})
+    own = {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", "PACE": str(network.shared / PACE)}
+    field = Field(network, run, {**own, **environment})
+    field.pace(0)
+    return field
 
 
 @contextmanager

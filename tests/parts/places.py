@@ -38,17 +38,22 @@ checkpoint: {{every: 20 steps, keep_last: 2, keep_best: 0}}
 fleet: {{local: {{machines: 2}}, workers: 1}}
 """
 
-# The example's recipe at a pace that the test sets, so that what happens in seconds happens within a run. A worker can
-# be told to hang, once.
+# The example's recipe at a pace that the test sets, so that what happens in seconds happens within a run: a number, or
+# a file with one, which may change on the way. A worker can be told to hang, once.
 RECIPE = """
 import os, time
+from pathlib import Path
 from packtrain.recipes.translate import Translate
+
+def pace():
+    given = os.environ.get("PACE", "0")
+    return float(Path(given).read_text() if "/" in given else given)
 
 class Paced(Translate):
     steps = 0
 
     def loss(self, model, batch):
-        time.sleep(float(os.environ.get("PACE", "0")))
+        time.sleep(pace())
         self.steps += 1
         at = [os.environ[name] for name in ("PACKTRAIN_GENERATION", "RANK")]
         if at == ["1", "1"] and str(self.steps) == os.environ.get("HANG"):
@@ -58,6 +63,14 @@ class Paced(Translate):
     def hang(self):
         time.sleep(3600)
 """
+
+
+PACE = "pace.txt"
+
+
+def set_pace(path: Path, seconds: float) -> None:
+    path.with_suffix(".part").write_text(str(seconds))
+    path.with_suffix(".part").rename(path)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
@@ -80,6 +93,10 @@ class Place:
     def environment(self) -> dict[str, str]:
         own = {"PACKTRAIN_CACHE": str(self.directory / "cache"), "PACKTRAIN_STORE": self.store, "OMP_NUM_THREADS": "1"}
         return {**os.environ, **own, **self.extra}
+
+    def pace(self, seconds: float) -> None:
+        """How much longer each step takes from now on."""
+        set_pace(self.directory / PACE, seconds)
 
     def packtrain(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "packtrain", *arguments]
@@ -158,7 +175,8 @@ def _mark(process: psutil.Process) -> str | None:
 
 def make_place(directory: Path, store: str | None = None, **extra: str) -> Place:
     """`extra` are variables that its commands and machines find in their environment."""
-    place = Place(directory, store or str(directory / "store"), extra)
+    place = Place(directory, store or str(directory / "store"), {"PACE": str(directory / PACE), **extra})
+    place.pace(0)
     (directory / "code").mkdir()
     (directory / "code" / "paced.py").write_text(RECIPE)
     (directory / "job.yaml").write_text(JOB.replace("STORE", place.store))

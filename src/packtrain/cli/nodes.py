@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from packtrain.cli.common import StoreOption, find_store
+
+if TYPE_CHECKING:
+    from packtrain.runs import Run
+
+_FEW = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +44,7 @@ def node(
     run = Run(find_store(store), name)
     fleet = run.job.fleet
     endpoint = None if run.store.is_directory else server_from(os.environ).endpoint
-    own = choose_address(address, interface, fleet.kind.machines.most == 1, endpoint)
+    own = choose_address(address, interface, fleet.kind.machines.most == 1, endpoint, _some_addresses(run))
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
     Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices()).work()
@@ -49,3 +54,12 @@ def node(
     write_report(run)
     switch_off(fleet.kind.power_off)
     sys.exit(EXIT_CODES[result.status])
+
+
+def _some_addresses(run: Run) -> list[str]:
+    """Of a few machines that are there: the way to them shows the interface. All would be too many to ask for."""
+    latest = run.latest_generation()
+    if latest is not None:
+        return [member.address for member in latest.members[:_FEW]]
+    names = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.store.list(run.key("nodes/"))]
+    return [node.address for node in map(run.node, names[:_FEW]) if node is not None]

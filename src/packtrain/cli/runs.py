@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from packtrain.cli.common import (
 if TYPE_CHECKING:
     from packtrain.runs import Run
 
+_READERS = 16  # the answer to a request takes long, not the request
 _STATE_STYLES = {
     "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
     "failed": "red",
@@ -40,14 +42,18 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the runs in a store, the newest first."""
     from rich.table import Table
 
+    from packtrain.node.signs import states_now
     from packtrain.report.summary import summarise
-    from packtrain.runs import Run, run_names, states
+    from packtrain.runs import Run, run_names
     from packtrain.units import show_seconds
 
     found = find_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
-    summaries = [summarise(run, state) for run, state in zip(runs, states(runs), strict=True)]
-    queues = [_queue_of(run, summary.state) for run, summary in zip(runs, summaries, strict=True)]
+    known = states_now(runs)
+    with ThreadPoolExecutor(_READERS) as readers:
+        queued_as = [readers.submit(_queue_of, run, state) for run, state in zip(runs, known, strict=True)]
+        summaries = list(readers.map(summarise, runs, known))
+        queues = [queue.result() for queue in queued_as]
     if as_json:
         print_json([{**asdict(one), "queue": queue} for one, queue in zip(summaries, queues, strict=True)])
         return

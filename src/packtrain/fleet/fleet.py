@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.job import Job
 from packtrain.node.notices import Notices
 from packtrain.runs import Run
+from packtrain.store import Store
 
 Tell = Callable[[str], None]
 
@@ -57,6 +59,9 @@ class Started(ABC):
 class Fleet(ABC):
     trains_here = False  # whether this machine is one of them, and so needs torch
 
+    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:  # noqa: B027
+        """Refuses what could not be started. Comes before all that takes long; `start` looks again."""
+
     @abstractmethod
     def plan(self, run: Run) -> builtins.list[Start]:
         """What `start` would do for this run. Nobody is asked anything."""
@@ -95,10 +100,10 @@ def node_arguments(run: Run, python: str, interface: str | None = None) -> tuple
     return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where)
 
 
-def passed_on(run: Run) -> tuple[str, ...]:
+def passed_on(job: Job) -> tuple[str, ...]:
     """The names of the variables that nodes elsewhere need: the job's, and those that open the store."""
     store = [name for name in os.environ if name.startswith("AWS_")]
-    return tuple(sorted({*store, *(name for name in run.job.environment if name in os.environ)}))
+    return tuple(sorted({*store, *(name for name in job.environment if name in os.environ)}))
 
 
 def values_of(variables: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from psutil import Process
 
@@ -20,9 +21,13 @@ from packtrain.fleet import agents
 from packtrain.fleet.agents import END_SECONDS
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
 from packtrain.fleet.local import start_here
-from packtrain.places import Mpi
+from packtrain.fleet.ssh import SshFleet
+from packtrain.job import Job
+from packtrain.places import Mpi, Ssh
 from packtrain.runs import Run
+from packtrain.store import Store
 
+_HOSTS = "-H"
 # Not "-o StrictHostKeyChecking=no", which is what most advice on mpirun begins with.
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 
@@ -32,12 +37,12 @@ class MpiFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
-        settings, names = self._settings, passed_on(run)
+        settings, names = self._settings, passed_on(run.job)
         hosts = settings.hosts[: settings.machines.most]
         command = (
             "mpirun",
             *(("--allow-run-as-root",) if os.geteuid() == 0 else ()),
-            "-H", ",".join(f"{host}:1" for host in hosts),
+            _HOSTS, _slots(hosts),
             "--map-by", "ppr:1:node",
             "--bind-to", "none",  # or all of a machine's workers would share one core
             "--mca", "plm", "rsh", "--mca", "plm_rsh_agent", _SSH,
@@ -49,10 +54,30 @@ class MpiFleet(Fleet):
         )  # fmt: skip
         return [Start(", ".join(hosts), command, names, run.store.url)]
 
-    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:  # noqa: ARG002
-        if shutil.which("mpirun") is None:
-            raise Mistake("mpirun is not there: install Open MPI (openmpi-bin), or use fleet: {ssh: {hosts: [...]}}")
-        return [start_here(start, tied) for start in starts]
+    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:
+        _need_mpirun()
+        self._over_ssh().check(job, store, tell)
+
+    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
+        """mpirun starts nothing at all where one of its hosts does not answer, so such hosts are left out here."""
+        _need_mpirun()
+        return [start_here(self._kept(self._with_those_who_answer(start, tell)), tied) for start in starts]
+
+    def _kept(self, start: Start) -> Start:
+        words = list(start.arguments)
+        run, store = words[words.index("node") + 1], start.store
+        own = ("--run", run, "--store", store, "--least", str(self._settings.machines.least))
+        return replace(start, arguments=(sys.executable, "-m", "packtrain.fleet.keeper", *own, "--", *words))
+
+    def _with_those_who_answer(self, start: Start, tell: Tell) -> Start:
+        asked = [Start(host, (), start.variables, start.store) for host in self._settings.hosts]
+        ready, faults = self._over_ssh().prepare(asked, tell)
+        for fault in faults:
+            tell(f"goes on without {fault}")
+        hosts = [host.start.machine for host in ready][: self._settings.machines.most]
+        place = start.arguments.index(_HOSTS) + 1
+        arguments = (*start.arguments[:place], _slots(hosts), *start.arguments[place + 1 :])
+        return replace(start, machine=", ".join(hosts), arguments=arguments)
 
     def list(self, run: Run) -> builtins.list[Machine]:
         """mpirun is here or it is not; what the machines do, the store knows."""
@@ -64,10 +89,21 @@ class MpiFleet(Fleet):
         agents.end_all(_starters(run), END_SECONDS, signal.SIGUSR1)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        from packtrain.fleet.ssh import SshFleet
-        from packtrain.places import Ssh
+        return self._over_ssh().shell(run, machine)
 
-        return SshFleet(Ssh(hosts=self._settings.hosts, machines=self._settings.machines)).shell(run, machine)
+    def _over_ssh(self) -> SshFleet:
+        """The same hosts, as ssh sees them: that is how mpirun reaches them too."""
+        settings = self._settings
+        return SshFleet(Ssh(hosts=settings.hosts, machines=settings.machines, python=settings.python or sys.executable))
+
+
+def _need_mpirun() -> None:
+    if shutil.which("mpirun") is None:
+        raise Mistake("mpirun is not there: install Open MPI (openmpi-bin), or use fleet: {ssh: {hosts: [...]}}")
+
+
+def _slots(hosts: Sequence[str]) -> str:
+    return ",".join(f"{host}:1" for host in hosts)
 
 
 def _starters(run: Run) -> builtins.list[Process]:

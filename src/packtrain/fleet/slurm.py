@@ -22,12 +22,14 @@ from typing import Any
 
 from packtrain.errors import EXIT_UNFINISHED, Mistake
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
+from packtrain.job import Job
 from packtrain.places import Slurm
 from packtrain.runs import Run
-from packtrain.store import open_store
+from packtrain.store import Store, open_store
 
 NOTICE_SECONDS = 120
 _ASK_SECONDS = 30.0
+_FOR_NOW = "node configuration is not available"  # also where nodes are only drained or down
 
 _SCRIPT = """#!/bin/bash
 # {run}: one agent on each machine; they settle the rest through the store.
@@ -46,7 +48,8 @@ code={unfinished}
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done
 
 if [ "$noticed" = yes ] && [ "$code" = {unfinished} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # By its place in the array: one of the jobs has the number of the whole array, which would be queued again with it.
+  scontrol requeue "${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
 fi
 exit "$code"
 """
@@ -67,9 +70,19 @@ class SlurmFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
-        names = passed_on(run)
+        names = passed_on(run.job)
         arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN, *names])}")
         return [Start("slurm", arguments, names, run.store.url, script(run, self._settings))]
+
+    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:  # noqa: ARG002
+        """Lets Slurm try the options without submitting anything. What the nodes see is known only when they run."""
+        text = "#!/bin/bash\n" + header(job.name, job, self._settings, "/dev/null")
+        try:
+            ask(("sbatch", "--test-only"), text)
+        except Mistake as mistake:
+            if _FOR_NOW not in str(mistake):
+                raise
+            tell(f"{mistake}; it may have to wait for nodes that are away")
 
     def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
         if tied:
@@ -117,19 +130,32 @@ _PLAIN = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
 
 def script(run: Run, settings: Slurm) -> str:
     """What sbatch gets. It has names of variables in it, never their values."""
-    hours = run.job.budget.hours
+    command = node_arguments(run, settings.python or sys.executable, settings.interface)
+    return _SCRIPT.format(
+        run=run.name,
+        keep="slurm.sh",
+        header=header(run.name, run.job, settings, _output(run)),
+        command=shlex.join(command),
+        notice=NOTICE_SECONDS,
+        unfinished=EXIT_UNFINISHED,
+    )
+
+
+def header(name: str, job: Job, settings: Slurm, output: str) -> str:
+    """The lines that sbatch reads."""
+    hours = job.budget.hours
     seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
     machines = settings.machines
     size = (
         [f"--nodes={machines.least}", "--no-kill"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
     )
     options = [
-        f"--job-name=packtrain-{run.name}",
+        f"--job-name=packtrain-{name}",
         *size,
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",
-        f"--output={_output(run)}",
+        f"--output={output}",
         f"--signal=B:USR1@{NOTICE_SECONDS}",
         *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
         *([f"--partition={settings.partition}"] if settings.partition else []),
@@ -138,15 +164,7 @@ def script(run: Run, settings: Slurm) -> str:
         *(["--exclusive"] if _whole(settings) else []),
         *settings.options,
     ]
-    command = node_arguments(run, settings.python or sys.executable, settings.interface)
-    return _SCRIPT.format(
-        run=run.name,
-        keep="slurm.sh",
-        header="\n".join(f"#SBATCH {option}" for option in options),
-        command=shlex.join(command),
-        notice=NOTICE_SECONDS,
-        unfinished=EXIT_UNFINISHED,
-    )
+    return "\n".join(f"#SBATCH {option}" for option in options)
 
 
 def _whole(settings: Slurm) -> bool:
@@ -199,7 +217,8 @@ def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS)
     except subprocess.TimeoutExpired:
         raise Mistake(f"{arguments[0]} did not answer within {seconds:g} s: is slurmctld up?") from None
     if done.returncode != 0:
-        raise Mistake(f"{arguments[0]}: {done.stderr.strip()}")
+        said = [line.removeprefix(f"{arguments[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+        raise Mistake(f"{arguments[0]}: {'; '.join(line.strip() for line in said if line.strip())}")
     return done.stdout
 
 

@@ -2,7 +2,8 @@
 
 reach every host at once, find its Python, let it look at the store
 make the environment where there is none
-too few hosts: refuse, before anything runs
+too few hosts: refuse, before the data is packed and anything runs
+look again, for packing may take hours
 start the agents; if that leaves too few, end those that run
 """
 
@@ -25,6 +26,7 @@ from packtrain.fleet.agents import END_SECONDS, session_name
 from packtrain.fleet.facts import PROBE, Facts
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent, values_of
 from packtrain.fleet.remote import Remote, Unreachable, agents_command, secrets_line, split_destination
+from packtrain.job import Job
 from packtrain.places import Ssh
 from packtrain.runs import Run
 from packtrain.store import Store, open_store
@@ -61,15 +63,24 @@ class SshFleet(Fleet):
 
     def plan(self, run: Run) -> builtins.list[Start]:
         command = node_arguments(run, self._settings.python or "python", self._settings.interface)
-        names = passed_on(run)
+        names = passed_on(run.job)
         return [
             Start(host, (*Remote(host).arguments(), shlex.join(command)), names, run.store.url)
             for host in self._settings.hosts
         ]
 
+    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:
+        names = passed_on(job)
+        _, faults = self.prepare([Start(host, (), names, store.url) for host in self._settings.hosts], tell)
+        for fault in faults:
+            tell(f"could do without {fault}")
+
     def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
         machines = self._settings.machines
-        ready = self.prepare(starts, tell)[: machines.most]
+        able, missing = self.prepare(starts, tell)
+        for fault in missing:
+            tell(f"goes on without {fault}")
+        ready = able[: machines.most]
         # A tied connection ends with the thread that made it, so that has to be this one.
         started, faults = _sorted(_at_once(lambda host: self._start(host, tied), ready, 1 if tied else _CONNECTIONS))
         if len(started) < machines.least:
@@ -79,8 +90,10 @@ class SshFleet(Fleet):
             tell(f"goes on without {fault}")
         return [node for node in started if node is not None]
 
-    def prepare(self, starts: Sequence[Start], tell: Tell = silent) -> builtins.list[Ready]:
-        """The hosts that can take part, in the job's order. Too few: refused, with the first reason."""
+    def prepare(
+        self, starts: Sequence[Start], tell: Tell = silent
+    ) -> tuple[builtins.list[Ready], builtins.list[PacktrainError]]:
+        """The hosts that can take part, in the job's order, and what is wrong with the others. Too few: refused."""
         if self._settings.bundle is not None:
             environment.check_bundle(Path(self._settings.bundle))
         store = open_store(starts[0].store)
@@ -90,9 +103,7 @@ class SshFleet(Fleet):
         if len(ready) < least:
             count = f"{len(ready)} of the {least} hosts that the run needs can take part"
             raise faults[0] if len(starts) == 1 else Mistake(f"{count}: {together(faults)}")
-        for fault in faults:
-            tell(f"goes on without {fault}")
-        return ready
+        return ready, faults
 
     def _ready(self, start: Start, key: str, tell: Tell) -> Ready:
         remote = Remote(start.machine)

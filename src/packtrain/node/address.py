@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -13,13 +14,18 @@ import psutil
 from packtrain.errors import Mistake
 
 LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "198.51.100.1"  # an address for documentation, of no network: the way to it is the default route
 _OPEN = "set `fleet.public_address: true` if the line between the machines is safe, or tunnel it (docs/reliability.md)"
 
 
-def choose_address(given: str | None, interface: str | None, alone: bool, store_endpoint: str | None) -> str:
-    """The address to register: as asked for, or that of the interface that leads to the store, or a private one.
+def choose_address(
+    given: str | None, interface: str | None, alone: bool, store_endpoint: str | None, others: Sequence[str] = ()
+) -> str:
+    """The address to register: as asked for, or a private one of an interface that leads to other machines.
 
-    A machine that is alone in its run needs no other, and so no network.
+    That is the one that leads to `others` of the run, to the store, or to the rest of the world; then any. Bridges
+    that only join what runs on this machine, such as docker0, lead to nobody. A machine that is alone in its run needs
+    no other, and so no network.
     """
     if given is not None and interface is not None:
         raise Mistake("--address and --interface: give one of the two")
@@ -29,13 +35,19 @@ def choose_address(given: str | None, interface: str | None, alone: bool, store_
         return _address_on(interface)
     if alone:
         return LOOPBACK
-    found = [address for addresses in interface_addresses().values() for address in addresses]
-    routed = _routed_to(store_endpoint) if store_endpoint else None
-    if routed is not None and is_private(routed):
-        return routed
-    outward = [address for address in found if not ipaddress.ip_address(address).is_loopback]
-    private = [address for address in outward if is_private(address)]
-    return next(iter([*private, *outward]), LOOPBACK)
+    outward = [
+        address
+        for name, addresses in interface_addresses().items()
+        if not is_inner_bridge(name)
+        for address in addresses
+        if not ipaddress.ip_address(address).is_loopback
+    ]
+    if others and all(ipaddress.ip_address(other).is_loopback for other in others):
+        return LOOPBACK  # all of the run is on this machine
+    routed = [_routed_to(host) for host in (*others, urlsplit(store_endpoint or "").hostname, _ELSEWHERE) if host]
+    leading = [address for address in routed if address in outward]
+    private = [address for address in (*leading, *outward) if is_private(address)]
+    return next(iter([*private, *leading, *outward]), LOOPBACK)
 
 
 def check_private(address: str, public_address: bool) -> None:
@@ -49,6 +61,14 @@ def is_private(address: str) -> bool:
 
 
 _SHARED = ipaddress.ip_network("100.64.0.0/10")  # between carriers and their customers; overlay networks use it too
+
+
+def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> bool:
+    """A bridge without a network card among its ports: for containers and virtual machines of this computer."""
+    ports = devices / interface / "brif"
+    if not (devices / interface / "bridge").exists():
+        return False
+    return not any((devices / port.name / "device").exists() for port in ports.iterdir())
 
 
 def interface_addresses() -> Mapping[str, list[str]]:
@@ -82,10 +102,9 @@ def _number_of(given: str) -> str:
         raise Mistake(f"--address {given}: it is neither an address nor a name that is known here") from None
 
 
-def _routed_to(endpoint: str) -> str | None:
-    """This machine's address on the way to the endpoint. Nothing is sent: connecting a datagram socket only routes."""
-    host = urlsplit(endpoint).hostname
-    for family, address in _resolved(host or ""):
+def _routed_to(host: str) -> str | None:
+    """This machine's address on the way there. Nothing is sent: connecting a datagram socket only routes."""
+    for family, address in _resolved(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((address, 9))

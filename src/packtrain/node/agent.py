@@ -38,7 +38,6 @@ from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.task import Task
 from packtrain.runs import Event, Result, Run, Status
 from packtrain.store import StoreError
-from packtrain.units import show_seconds
 
 LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...
 IDLE_SECONDS = 1.0  # ... and while there are none
@@ -232,7 +231,9 @@ class Agent:
             self._commit_if_due(attempt)
         several = len(attempt.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
         if attempt.asked is not None:
-            self._hold_to_grace(attempt, attempt.asked)
+            warning = attempt.hold_to_grace(self._clock())
+            if warning is not None:
+                self._tell("warning", warning)
         elif (leaving := self._leaving(stop_too=attempt.is_first)) is not None:
             cause = "notice" if leaving.kind == "notice" else "ended"
             left = self._board.seconds_left() if leaving.kind == "notice" else None
@@ -240,12 +241,6 @@ class Agent:
             self._ask_to_stop(attempt, Asked(cause, leaving.reason, self._clock(), grace))  # type: ignore[arg-type]
         if several and self._attempt is attempt:
             self._watch_members(attempt)
-
-    def _hold_to_grace(self, attempt: Attempt, asked: Asked) -> None:
-        assert attempt.launch is not None
-        if self._clock() - asked.at > asked.grace_seconds:
-            self._tell("warning", f"the workers did not stop within {show_seconds(asked.grace_seconds)}: killed")
-            attempt.launch.kill()
 
     def _ask_to_stop(self, attempt: Attempt, asked: Asked) -> None:
         if attempt.ask_to_stop(asked):
@@ -275,13 +270,13 @@ class Agent:
         for member in generation.members[1:]:
             node = assembly.watch.nodes.get(member.node)
             report = node.report if node is not None else None
-            if assembly.is_lost(member.node):
+            if assembly.is_lost(member.node) and not (node is not None and node.leaving):
                 self._lose(attempt, member.node)
                 return
             if report is not None and report.generation == generation.number and report.cause not in _QUIET:
                 self._give_up(Report(generation.number, "ended", "workers of another machine failed"))
                 return
-            if node is not None and node.leaving:
+            if node is not None and node.leaving:  # it may be gone before the workers here have committed
                 self._ask_to_stop(attempt, Asked("notice", f"machine {member.node} has to leave", self._clock()))
         newcomer = assembly.joiner(generation, attempt.began)
         if newcomer is not None:
@@ -291,8 +286,12 @@ class Agent:
         if self._run.result() is not None:
             self._over = True
             return
-        self._tell("lost", f"{node} does not renew its lease")
-        self._give_up(Report(attempt.generation.number, "machine", f"machine {node} is lost"))
+        number, lease = attempt.generation.number, self._assembly.watch.nodes.get(node)
+        if lease is not None and lease.leaving:
+            self._give_up(Report(number, "notice", f"machine {node} had to leave"))
+        else:
+            self._tell("lost", f"{node} does not renew its lease")
+            self._give_up(Report(number, "machine", f"machine {node} is lost"))
 
     def _give_up(self, report: Report) -> None:
         """Ends the workers of this machine because of another one."""
@@ -379,8 +378,7 @@ class Agent:
             self._deadline.hold(seconds)
 
     def _near_deadline(self) -> None:
-        attempt = self._attempt
-        if attempt is not None:
+        if (attempt := self._attempt) is not None:
             attempt.ask_to_stop(Asked("ended", in_words(self._job.budget), self._clock()))
 
     def _out_of_time(self) -> None:

@@ -15,8 +15,10 @@ from packtrain.node.launch import Directories, Launch, last_words
 from packtrain.node.logs import LogShipper
 from packtrain.node.task import Task
 from packtrain.runs import LogLine, Run
+from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
+LAUNCHER_SECONDS = 5.0  # for the launcher to end after its workers; it would wait for those of others for minutes
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Attempt:
     committing: Task | None = None
     closing: Task | None = None
     asked: Asked | None = None
+    _alone_since: float | None = None
     _oom_kills: int = field(default_factory=oom_kills)
     _asking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -72,6 +75,22 @@ class Attempt:
         if self.is_program and self.launch is not None:
             self.launch.terminate()
         return True
+
+    def hold_to_grace(self, now: float) -> str | None:
+        """Ends what was asked to and does not; what there is to say about it where work was lost by that."""
+        assert self.asked is not None
+        assert self.launch is not None
+        if self.launch.has_workers():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > LAUNCHER_SECONDS:
+            self.launch.kill()
+            return None
+        if now - self.asked.at <= self.asked.grace_seconds:
+            return None
+        self.launch.kill()
+        return f"the workers did not stop within {show_seconds(self.asked.grace_seconds)}: killed"
 
     def kill(self) -> None:
         if self.launch is not None:

@@ -123,6 +123,12 @@ class Launch:
     def poll(self) -> int | None:
         return self._process.poll()
 
+    def has_workers(self) -> bool:
+        try:
+            return bool(psutil.Process(self._process.pid).children())
+        except psutil.NoSuchProcess:
+            return False
+
     def terminate(self) -> None:
         """Asks politely: the launcher passes it on to the workers and gives them half a minute."""
         self._process.terminate()
