@@ -115,6 +115,9 @@ class NoWorkers:
     def poll(self) -> int | None:
         return None
 
+    def has_workers(self) -> bool:
+        return False
+
     def terminate(self) -> None: ...
 
     def kill(self) -> None: ...

@@ -11,7 +11,7 @@ from packtrain.export.predict import Wishes, load_predictor
 from packtrain.pack.progress import Plain
 from packtrain.report import write_report
 from packtrain.runs import LogLine, Point, Result, Run, State, open_run
-from packtrain.start import create, load, require_torch, start
+from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 
 
@@ -59,8 +59,7 @@ class RunHandle:
     def resume(self) -> None:
         if self.state() in ("running", "finished"):
             raise Mistake(f"{self.name} is {self.state()}: there is nothing to resume")
-        require_torch(self._run.job)
-        self._run.reopen()
+        reopen(self._run)
         start(self._run, tied=False)
 
     def report(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from packtrain.code import archive, snapshot
 from packtrain.control import cache_directory
+from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.digest import sha256_of
 from packtrain.errors import FieldMistake, Mistake
@@ -76,7 +77,7 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
     if loaded.job.recipe is None and loaded.job.program is None:
         raise loaded.mistake("recipe", "is needed to run; without one the data can only be packed")
     _check_files(loaded)
-    require_torch(loaded.job)
+    _require_torch(loaded.job)
     store = open_store(loaded.job.store)
     code = _code(loaded, store)
     machines = loaded.job.fleet.kind.machines
@@ -91,6 +92,9 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
         wanted = recipe_class(loaded.job.recipe, loaded.code).kind
         if packed.kind != wanted:
             raise loaded.mistake("data.train", f"has {packed.kind}, where {loaded.job.recipe} learns from {wanted}")
+        weights = [source.weight for source in loaded.job.data.train]
+        if not any(map(draws, packed.splits["train"].sources, weights)):
+            raise loaded.mistake("data.train", NO_SAMPLES)
     return create_run(store, _with_score_of_best(loaded), code, packed.name if packed else None)
 
 
@@ -148,7 +152,14 @@ def start(run: Run, tied: bool, tell: Tell = print) -> list[Started]:
         raise Mistake(f"{mistake} (then `packtrain resume {run.name}`)") from None
 
 
-def require_torch(job: Job) -> None:
+def reopen(run: Run, tell: Tell = print) -> None:
+    """Makes a run that has ended ready to be started again. Whatever can be refused is refused before."""
+    _require_torch(run.job)
+    fleet_of(run.job.fleet.kind).check(run.job, run.store, tell)
+    run.reopen()
+
+
+def _require_torch(job: Job) -> None:
     """Nodes on this machine train here; the base install has nothing to do it with."""
     if fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
         raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")

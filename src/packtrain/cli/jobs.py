@@ -104,7 +104,7 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint."""
     from packtrain.cli.follow import conclude, follow
-    from packtrain.start import require_torch
+    from packtrain.start import reopen
 
     found = find_run(store, name)
     state = found.state()
@@ -114,18 +114,21 @@ def resume(
     if state == "running":
         console().print(f"{found.name} is running; following it")
         sys.exit(follow(found, [], foreground=False))
-    require_torch(found.job)
-    found.reopen()
+    reopen(found, _tell)
     _start_and_follow(found, foreground, detach)
 
 
-def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
+def _tell(text: str) -> None:
     from rich.markup import escape
 
+    console().print(f"  {escape(text)}")
+
+
+def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
     from packtrain.cli.follow import follow, how_to_go_on
     from packtrain.start import start
 
-    nodes = start(found, foreground, lambda text: console().print(f"  {escape(text)}"))
+    nodes = start(found, foreground, _tell)
     if detach:
         console().print(f"started [bold]{found.name}[/bold]\n{how_to_go_on(found)}")
         return
