@@ -33,10 +33,11 @@ TWO_MACHINES = Generation(3, (Member("a", "10.0.0.1", 2), Member("b", "10.0.0.2"
 def test_a_recipe_is_started_as_a_module_of_ours() -> None:
     assert launcher_arguments(a_generation(1, "a", workers=2), 0, None, LOGS) == [
         "--nnodes", "1",
-        "--node-rank", "0",
         "--nproc-per-node", "2",
-        "--master-addr", "127.0.0.1",
-        "--master-port", "29500",
+        "--rdzv-backend", "packtrain",
+        "--rdzv-endpoint", "127.0.0.1:29500",
+        "--rdzv-id", "generation-1",
+        "--rdzv-conf", "rank=0",
         "--max-restarts", "0",
         "--monitor-interval", "0.2",
         "--redirects", "3",
@@ -47,11 +48,11 @@ def test_a_recipe_is_started_as_a_module_of_ours() -> None:
 
 def test_machines_differ_in_rank_and_workers_and_meet_at_the_first() -> None:
     first, second = (dict(options(launcher_arguments(TWO_MACHINES, rank, None, LOGS))) for rank in (0, 1))
-    assert (first["--node-rank"], first["--nproc-per-node"]) == ("0", "2")
-    assert (second["--node-rank"], second["--nproc-per-node"]) == ("1", "4")
+    assert (first["--rdzv-conf"], first["--nproc-per-node"]) == ("rank=0", "2")
+    assert (second["--rdzv-conf"], second["--nproc-per-node"]) == ("rank=1", "4")
     for arguments in (first, second):
         assert arguments["--nnodes"] == "2"
-        assert (arguments["--master-addr"], arguments["--master-port"]) == ("10.0.0.1", "29501")
+        assert (arguments["--rdzv-endpoint"], arguments["--rdzv-id"]) == ("10.0.0.1:29501", "generation-3")
 
 
 def options(arguments: list[str]) -> Iterator[tuple[str, str]]:

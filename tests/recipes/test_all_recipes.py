@@ -120,6 +120,15 @@ def test_scores_do_not_depend_on_the_number_of_workers(any_recipe: Recipe) -> No
         assert scores == pytest.approx(found[0], rel=1e-4)
 
 
+def test_it_is_measured_in_half_precision_too(any_recipe: Recipe) -> None:
+    model, ids = model_of(any_recipe), everything(any_recipe, "valid")
+    plain = any_recipe.score("valid", ids, [any_recipe.measure(model, "valid", ids, ids, 2, 0)])
+    with torch.autocast("cpu", torch.float16):
+        half = any_recipe.score("valid", ids, [any_recipe.measure(model, "valid", ids, ids, 2, 0)])
+    assert half.values["loss"] == pytest.approx(plain.values["loss"], rel=0.02)
+    assert half.values.keys() == plain.values.keys()
+
+
 def test_an_evaluation_can_be_left_between_its_batches(any_recipe: Recipe) -> None:
     def leave() -> None:
         raise KeyboardInterrupt

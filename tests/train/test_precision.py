@@ -29,12 +29,12 @@ def test_auto_is_fp32_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(("can_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
 def test_auto_is_what_the_gpu_can_do(monkeypatch: pytest.MonkeyPatch, can_bf16: bool, chosen: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: can_bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or can_bf16)
     assert resolve(settings("auto"), GPU) == chosen
 
 
 def test_auto_is_never_fp16_where_every_worker_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     assert resolve(settings("auto", exchange={"local": {"every": "2 steps"}}), GPU) == "fp32"
 
 

@@ -44,14 +44,15 @@ class Directories:
 
 
 def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ...] | None, logs: Path) -> list[str]:
-    """The launcher's command line: static rendezvous at the first member, no restarts of its own."""
+    """The launcher's command line: it meets the others at the first member, and does not start workers again."""
     member = generation.members[rank]
     arguments = [
         "--nnodes", str(len(generation.members)),
-        "--node-rank", str(rank),
         "--nproc-per-node", str(member.workers),
-        "--master-addr", generation.members[0].address,
-        "--master-port", str(generation.port),
+        "--rdzv-backend", "packtrain",
+        "--rdzv-endpoint", f"{generation.members[0].address}:{generation.port}",
+        "--rdzv-id", f"generation-{generation.number}",
+        "--rdzv-conf", f"rank={rank}",
         "--max-restarts", "0",
         "--monitor-interval", "0.2",
         "--redirects", "3",

@@ -45,7 +45,8 @@ def evaluate(
     mine_decoded = decoded[list(block(len(decoded), world.rank, world.num_ranks))]
     recipe.pulse = pulse
     try:
-        part = json.dumps(asdict(recipe.measure(model, split, mine, mine_decoded, beam, epoch))).encode()
+        with engine.precision.compute():
+            part = json.dumps(asdict(recipe.measure(model, split, mine, mine_decoded, beam, epoch))).encode()
     except LeftEarly:
         part = _LEFT
     finally:

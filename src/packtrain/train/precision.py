@@ -19,7 +19,7 @@ def resolve(settings: Train, device: torch.device) -> str:
         return settings.precision
     if device.type == "cpu":
         return "fp32"
-    if torch.cuda.is_bf16_supported():
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
     return "fp32" if isinstance(settings.exchange, LocalSteps) else "fp16"
 

@@ -1,0 +1,54 @@
+"""Where launchers meet: one of them listens, at the address that was agreed on."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+
+import psutil
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from packtrain.train.meeting import create, handler
+from parts.loopback import free_port
+
+
+def at(address: str, port: int, rank: int, ranks: int = 1) -> RendezvousHandler:
+    return get_rendezvous_handler(
+        RendezvousParameters("packtrain", f"{address}:{port}", "generation-1", ranks, ranks, rank=str(rank))
+    )
+
+
+def test_torchs_launcher_finds_it() -> None:
+    [found] = entry_points(group="torchrun.handlers", name="packtrain")
+    assert found.load() is handler
+    assert handler() is create
+
+
+def test_it_listens_on_the_address_and_on_no_other() -> None:
+    port = free_port()
+    met = at("127.0.0.1", port, 0).next_rendezvous()
+    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert [(place.ip, place.port) for place in listening if place.port == port] == [("127.0.0.1", port)]
+    assert (met.rank, met.world_size) == (0, 1)
+
+
+def test_launchers_meet_and_share_what_they_say() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda rank: at("127.0.0.1", port, rank, 2).next_rendezvous(), range(2))
+    first.store.set("said", "here")
+    assert second.store.get("said") == b"here"
+    assert (second.rank, second.world_size) == (1, 2)
+    meeting_place = second.bootstrap_store_info
+    assert meeting_place is not None
+    assert (meeting_place.master_addr, meeting_place.master_port) == ("127.0.0.1", port)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use") as raised:
+        at("127.0.0.1", taken.getsockname()[1], 0).next_rendezvous()
+    assert raised.value.errno == errno.EADDRINUSE
