@@ -34,6 +34,7 @@ from packtrain.pack.workers import HereAlone
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.runs import create_run
 from packtrain.store import Store, open_store
+from packtrain.train.clock import Clock
 from packtrain.train.copier import Copier
 from packtrain.train.exchange import Alone
 from packtrain.train.optimizer import optimizer_tensors
@@ -72,7 +73,7 @@ def compute(model: nn.Module) -> None:
 
 def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
     model, optimizer = model_of(megabytes)
-    exchange, copier = Alone(model, World()), Copier()
+    exchange, copier = Alone(model, World(), Clock()), Copier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
     run = create_run(open_store(str(directory / "store")), job, archive({}), None)
