@@ -99,12 +99,12 @@ class Languages(Recipe):
         import torch
         from torch.nn.functional import cross_entropy
 
+        device = next(model.parameters()).device
         sums = {"samples": float(len(ids)), "loss": 0.0, "right": 0.0}
         for start in range(0, len(ids), 256):
             self.pulse()
-            batch = {
-                name: torch.from_numpy(rows) for name, rows in self._batch(split, ids[start : start + 256]).items()
-            }
+            arrays = self._batch(split, ids[start : start + 256])
+            batch = {name: torch.from_numpy(rows).to(device) for name, rows in arrays.items()}
             with torch.inference_mode():
                 logits = model(batch["text"])
             sums["loss"] += float(cross_entropy(logits, batch["language"], reduction="sum"))
@@ -120,10 +120,11 @@ class Languages(Recipe):
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
         import torch
 
+        device = next(model.parameters()).device
         found = []
         for row in self.pack.vocabulary.encode(inputs):
             with torch.inference_mode():
-                chances = model(torch.tensor([row or [PAD]])).softmax(1)[0]
+                chances = model(torch.tensor([row or [PAD]], device=device)).softmax(1)[0]
             best = int(chances.argmax())
             found.append(Prediction(f"{self._languages[best]} {100 * float(chances[best]):.0f} %"))
         return found

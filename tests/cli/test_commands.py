@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from packtrain.checkpoint import commit
 from packtrain.start import load
+from packtrain.store import Store
+from parts.runs import a_generation, a_node, new_run, recipe_job, write_files
 from parts.s3 import S3Server, fresh_location
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -73,6 +77,26 @@ def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
 def test_a_run_that_is_not_there_is_not_found(verb: str, tmp_path: Path) -> None:
     assert_refused(packtrain(verb, "nobody", cwd=tmp_path), 102, "no runs in")
+
+
+def test_stopping_a_run_that_nobody_works_on_keeps_its_step(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store, recipe_job())
+    run.propose(a_generation(1, "a"))
+    run.renew(replace(a_node("a", 3), left=True, used_seconds=90.0))
+    commit(run, 5000, 1, None, write_files(tmp_path, {"weights": b"w"}))
+    done = packtrain("stop", run.name, "--store", directory_store.url, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stopped at step 5,000" in done.stdout
+    result = run.result()
+    assert result is not None
+    assert (result.step, result.seconds) == (5000, 90.0)
+
+
+def test_a_slurm_job_in_the_foreground_is_refused_before_anything_else(tmp_path: Path) -> None:
+    change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
+    done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)
+    assert_refused(done, 2, "leave --foreground out")
+    assert not (tmp_path / "store").exists()
 
 
 def test_listing_an_empty_store_says_how_to_begin(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pack.corpus import GREETINGS, job_of, write_pairs
 from packtrain.errors import Mistake, NotFinished, PacktrainError
@@ -61,6 +62,34 @@ def test_draws_are_repeated_by_their_seed(run: Run, tmp_path: Path) -> None:
     drawn = [predicted(predictor, "hello", nucleus=0.99, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "fault"),
+    [
+        ({"beam": 8, "nucleus": 0.9}, "^--beam: an output is drawn"),
+        ({"beam": 8, "temperature": 0.9}, "^--beam: an output is drawn"),
+        ({"seed": 3}, "^--seed: nothing is drawn; add --nucleus or --temperature"),
+        ({"seed": 3, "beam": 2}, "^--seed: nothing is drawn"),
+    ],
+)
+def test_wishes_that_would_do_nothing_are_refused_in_one_line(
+    tmp_path: Path, wishes: dict[str, Any], fault: str
+) -> None:
+    run = packed_run(tmp_path, chat_job(tmp_path))
+    commit_model(run, tmp_path, 10)
+    predictor = load_predictor(run, best=False)
+    with pytest.raises(Mistake, match=fault) as refused:
+        predicted(predictor, "hello", **wishes)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(Mistake, match=fault):
+        predictor.check_conversation(Wishes(**wishes))
+
+
+def test_the_model_is_on_a_gpu_where_there_is_one(run: Run, tmp_path: Path) -> None:
+    commit_model(run, tmp_path, 10)
+    devices = {weights.device.type for weights in load_predictor(run, best=False).model.parameters()}
+    assert devices == {"cuda" if torch.cuda.is_available() else "cpu"}
 
 
 def test_an_input_that_is_not_utf8_is_refused_with_its_number(run: Run, tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from fleet.places import left_on, packtrain, write_program
-from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, Seen, _seen, judged
+from packtrain.errors import Mistake
+from packtrain.fleet import exchange
+from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, Seen, Site, _look, _seen, judged
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.identity import identity
+from packtrain.fleet.remote import Unreachable
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
@@ -54,6 +57,44 @@ def test_what_is_wrong_is_told_with_what_to_do(facts: Facts, offset: float, step
 @pytest.mark.parametrize(("asked", "answered", "offset"), [(990, 1010, 0), (1600, 1700, -600), (400, 500, 500)])
 def test_a_clock_is_off_by_what_the_question_cannot_explain(asked: float, answered: float, offset: float) -> None:
     assert _seen(RIGHT, asked, answered).offset_seconds == offset
+
+
+@dataclass
+class Elsewhere(Site):
+    """A site whose Python is as the test says."""
+
+    found: str | None
+    fault: Unreachable | None = None
+    name: str = "gpu-a"
+
+    def python(self) -> str | None:
+        if self.fault is not None:
+            raise self.fault
+        return self.found
+
+    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
+        raise AssertionError((command, secrets, seconds))
+
+
+def test_what_a_fresh_host_cannot_try_is_said() -> None:
+    checks, able = _look(Elsewhere(None), "/store", "key", {})
+    assert able == []
+    assert [(check.step, check.ok, check.tried) for check in checks] == [
+        ("reach", True, True), ("python", False, False), ("disk, clock, store", False, False),
+    ]  # fmt: skip
+    assert "after the first run" in checks[-1].advice
+
+
+@pytest.mark.parametrize(("answers", "step"), [(True, "python"), (False, "reach")])
+def test_a_wrong_python_is_told_from_a_host_that_is_away(answers: bool, step: str) -> None:
+    checks, _ = _look(Elsewhere(None, Unreachable("gpu-a", "/opt/python: not found", answers)), "/store", "key", {})
+    assert [check.step for check in checks if not check.ok] == [step]
+
+
+def test_an_exchange_refuses_a_public_address_as_agents_do(tmp_path: Path) -> None:
+    options = ["--store", str(tmp_path), "--key", "k", "--world", "2", "--address", "8.8.8.8"]
+    with pytest.raises(Mistake, match="is a public address"):
+        exchange.main(options)
 
 
 def test_two_hosts_pass_and_exchange(network: Network, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,62 @@ def test_the_same_python_under_the_same_path_is_found(remote: Remote) -> None:
 def test_a_python_without_packtrain_is_refused(remote: Remote) -> None:
     with pytest.raises(Unreachable, match="host1: "):
         environment.find(remote, "/usr/bin/python3")
+
+
+# A host that greets everybody, as many do in .bashrc: an ssh of the test's own, with no host behind it.
+
+
+SSH = """#!/bin/bash
+echo "Welcome to gpu-a"
+echo
+exec sh -c "${@: -1}"
+"""
+
+# Answers as an environment with our Packtrain does; `venv` makes another such, which takes a moment.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *identity*) echo IDENTITY ;;
+  "-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *"pip install"*) sleep 0.2; touch "$(dirname "$0")/../installed" ;;
+esac
+"""
+
+
+@pytest.fixture
+def greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"ssh": SSH, "python3.13": PYTHON.replace("IDENTITY", identity())}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    return Remote("gpu-a")
+
+
+def test_a_host_that_greets_is_understood(greeting: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.find(greeting, None) == sys.executable
+    assert environment.find(greeting, sys.executable) == sys.executable
+    assert environment.find_any(greeting, sys.executable) == sys.executable
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert environment.find(greeting, None) is None
+    with pytest.raises(Unreachable, match="not found") as refused:
+        environment.find(greeting, "/nowhere/python")
+    assert refused.value.answers
+
+
+def test_two_who_make_the_same_environment_at_once_both_have_it(greeting: Remote, tmp_path: Path) -> None:
+    made = tmp_path / "cache/environments" / identity()
+    (made / "bin").mkdir(parents=True)  # what somebody left who was interrupted
+    (made / "bin/leftover").touch()
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda _: environment.make(greeting, None), range(3)))
+    assert set(paths) == {str(made / "bin/python")}
+    assert sorted(path.name for path in made.iterdir()) == ["bin", "installed"]
+    assert [path.name for path in made.parent.iterdir()] == [identity()], "no parts are left"
+    before = (made / "installed").stat().st_ino
+    environment.make(greeting, None)
+    assert (made / "installed").stat().st_ino == before, "one that fits is kept"
 
 
 def stub_wheel(directory: Path, name: str, version: str) -> None:

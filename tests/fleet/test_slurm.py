@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +22,14 @@ from fleet.places import (
     write_job,
     write_program,
 )
+from packtrain.errors import Mistake
+from packtrain.fleet.agents import is_agent
 from packtrain.fleet.fleet import Machine
-from packtrain.fleet.slurm import SlurmFleet, script, slurm_time, summed_up
+from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, script, slurm_time, summed_up
 from packtrain.places import Slurm
 from packtrain.runs import Run
-from packtrain.store import Store
+from packtrain.start import start
+from packtrain.store import Store, open_store
 from parts import hosts, slurm
 from parts.presence import need
 from parts.runs import new_run, program_job
@@ -93,6 +99,110 @@ def test_a_queue_is_summed_up() -> None:
     machines = [Machine("a", "RUNNING"), Machine("b", "RUNNING"), Machine("c", "PENDING", "Resources")]
     assert summed_up(machines) == "2 RUNNING, 1 PENDING (Resources)"
     assert summed_up([]) == ""
+
+
+# The script, with stand-ins for the programs of Slurm.
+
+
+SRUN = """#!/bin/bash
+echo "$PACKTRAIN_NOTICE_SECONDS" > "$PLACE/seconds"
+trap 'kill %1; exit '"$CODE" USR1
+sleep 60 & touch "$PLACE/up"; wait
+"""
+
+
+def stand_in(directory: Path, name: str, text: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(text)
+    (directory / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("code", "again"), [(101, True), (137, True), (2, True), (0, False), (100, False), (103, False)]
+)
+def test_after_a_notice_the_job_is_queued_again_unless_the_run_is_over(
+    code: int, again: bool, directory_store: Store, tmp_path: Path
+) -> None:
+    """srun has the highest code of all agents: 137 is one that was killed among others that left."""
+    stand_in(tmp_path / "bin", "srun", SRUN)
+    stand_in(tmp_path / "bin", "scontrol", '#!/bin/bash\necho "$*" >> "$PLACE/requeued"\n')
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PLACE": str(tmp_path), "CODE": str(code), "SLURM_JOB_ID": "7"}
+    (tmp_path / "job.sh").write_text(script(new_run(directory_store), Slurm()))
+    job = subprocess.Popen(["bash", str(tmp_path / "job.sh")], env=path)
+    wait_until((tmp_path / "up").exists, "srun")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == code
+    assert (tmp_path / "requeued").exists() == again
+    assert (tmp_path / "seconds").read_text().strip() == str(NOTICE_SECONDS)
+
+
+def test_a_store_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "my store's #1 50%"))
+    lines = header(script(new_run(store), Slurm()))
+    assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node is to be queued again"
+    [output] = [words for line in lines if "--output" in line for words in [shlex.split(line)]]
+    assert output == [f"--output={store.url.replace('%', '%%')}/runs/job-1/slurm-%j.out"]
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What squeue shows; sbatch and scancel write down what they were given."""
+    place = tmp_path / "slurm"
+    stand_in(place, "squeue", f'#!/bin/sh\ncat "{place}/queue.json"\n')
+    stand_in(place, "sbatch", f'#!/bin/sh\necho "$*" >> "{place}/submitted"; cat > "{place}/script"; echo 7\n')
+    stand_in(place, "scancel", f'#!/bin/sh\necho "$*" >> "{place}/cancelled"\n')
+    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+    show_queue(place)
+    return place
+
+
+def show_queue(place: Path, *jobs: dict[str, Any]) -> None:
+    (place / "queue.json").write_text(json.dumps({"jobs": jobs}))
+
+
+def job_of(run: Run, state: str, **fields: Any) -> dict[str, Any]:
+    return {"job_id": 7, "job_state": [state], "name": f"packtrain-{run.name}", "comment": run.store.url, **fields}
+
+
+def submissions(place: Path) -> int:
+    file = place / "submitted"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_a_run_that_waits_in_the_queue_is_not_submitted_again(directory_store: Store, queue: Path) -> None:
+    run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
+    told: list[str] = []
+    start(run, False, told.append)
+    run.store.delete(run.key("slurm.json"))  # as if it could not be put: the job names the run
+    show_queue(queue, job_of(run, "PENDING"))
+    assert start(run, False, told.append) == []
+    assert submissions(queue) == 1
+    assert "waits in the queue for it already" in told[-1]
+    for state in ("RUNNING", "COMPLETING"):  # the latter may yet be queued again
+        show_queue(queue, job_of(run, state))
+        with pytest.raises(Mistake, match="Slurm job 7 still runs"):
+            start(run, False, told.append)
+    show_queue(queue, job_of(run, "COMPLETED"), job_of(run, "PENDING", comment="/another/store"))
+    start(run, False, told.append)
+    assert submissions(queue) == 2
+
+
+def test_a_stop_takes_back_what_waits_in_the_queue(directory_store: Store, queue: Path) -> None:
+    run = new_run(directory_store, program_job(fleet={"slurm": {"machines": "1..2"}}))
+    fleet = SlurmFleet(Slurm())
+    fleet.withdraw(run)
+    assert not (queue / "cancelled").exists()
+    show_queue(queue, job_of(run, "RUNNING", array_job_id=5), job_of(run, "PENDING", array_job_id=5))
+    fleet.withdraw(run)
+    fleet.end(run)
+    assert (queue / "cancelled").read_text().splitlines() == ["--quiet --state=PENDING 5", "--quiet 5"]
+
+
+def test_slurm_is_asked_about_the_script_that_it_would_get(directory_store: Store, queue: Path) -> None:
+    job = program_job(fleet={"slurm": {"machines": 2}})
+    SlurmFleet(Slurm()).check(job, directory_store)
+    assert "--test-only" in (queue / "submitted").read_text()
+    assert (queue / "script").read_text() == script(new_run(directory_store, job), Slurm())
 
 
 # On a cluster.
@@ -170,6 +280,13 @@ def test_a_notice_before_the_time_limit_queues_the_run_again_where_it_was(cluste
     run = submitted(cluster, "again", "{slurm: {machines: 2}, workers: 1}", COUNTING.replace("LAST", "100000"))
     wait_until(lambda: len(said(run)) == 2, "both workers")
     [job] = json.loads(run.store.get(run.key("slurm.json")))
+    agents = [
+        process
+        for host in cluster.nodes
+        for process in host.processes()
+        if is_agent(process.cmdline(), run.name, run.store.url)
+    ]
+    assert {process.environ()["PACKTRAIN_NOTICE_SECONDS"] for process in agents} == {str(NOTICE_SECONDS)}
     # What Slurm does two minutes before the limit: to the script, and to nothing else.
     cluster.command("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: cluster.command("squeue", "-h", "-j", job, "-o", "%T").strip() == "PENDING", "the requeue")

@@ -14,7 +14,7 @@ import pytest
 from fleet.places import left_on, losses, newest, packtrain, wait_until, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
 from packtrain.fleet.remote import Remote, advice, split_destination
-from packtrain.fleet.ssh import SshFleet
+from packtrain.fleet.ssh import Ready, SshFleet
 from packtrain.places import Ssh
 from packtrain.store import Store, open_store
 from parts import hosts
@@ -92,6 +92,22 @@ def test_destinations_are_taken_apart(name: str, parts: tuple[str, str | None]) 
 )
 def test_what_ssh_says_becomes_advice(said: str, word: str) -> None:
     assert word in advice("x", said)
+
+
+def test_the_last_words_of_a_tied_agent_are_kept(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho one; echo 'packtrain: no such interface' >&2; exit 2\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    fleet = SshFleet(Ssh(hosts=("gpu-a",)))
+    [planned] = fleet.plan(new_run(directory_store))
+    node = fleet._start(Ready(planned, "python", None), tied=True)  # type: ignore[arg-type]
+    assert node is not None
+    assert node.log is not None
+    wait_until(lambda: node.exit_code() is not None, "the agent's end")
+    assert (node.exit_code(), node.log.read_text()) == (2, "one\npacktrain: no such interface\n")
 
 
 # Runs.

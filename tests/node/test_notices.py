@@ -30,6 +30,17 @@ def test_signals_are_notices(number: signal.Signals) -> None:
     assert board.seconds_left() is None
 
 
+@pytest.mark.parametrize(("said", "left"), [("120", 120.0), ("", None), ("soon", None), ("-1", None)])
+def test_a_signal_leaves_as_long_as_whoever_sends_it_waits(
+    said: str, left: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(notices.SECONDS_VARIABLE, said)
+    board = NoticeBoard(clock=lambda: 50.0)
+    board.listen()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert board.seconds_left() == left
+
+
 def test_a_fleet_is_asked_until_it_says_so_and_trouble_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     answers = iter([None, OSError("no route"), Notice("spot interruption", 120.0)])
     asked = threading.Event()

@@ -15,6 +15,7 @@ from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Decoding, Measured, Scores
 from packtrain.recipes.caption import Caption
+from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.model import Captioner
 from recipes.captioned import THINGS, TRAIN, MakeRecipe, captions_of, make_caption, model_of, tensors, write_set
 
@@ -177,7 +178,7 @@ def test_scores_do_not_depend_on_how_many_measured(recipe: Caption, model: Capti
 
 def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe: Caption) -> None:
     decoded = np.arange(5)
-    right = [captions[0] for captions in recipe._references("valid")]
+    right = [captions[0] for captions in recipe._truth("valid").references]
     wrong = [*right[:3], "no idea", "none at all"]
     scores = recipe.score("valid", decoded, [Measured({"loss": 10.0, "tokens": 5.0}, wrong)])
     assert scores.values["loss"] == 2.0
@@ -193,6 +194,17 @@ def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe:
     assert perfect.samples[1].wanted == "a green square / a square that is green, on white paper"
 
 
+def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -> None:
+    outputs = ["a red square", "a red square", "a circle that is blue", "a red circle", "a green one"]
+    values = recipe.score("valid", np.arange(5), [Measured({"loss": 0.0, "tokens": 1.0}, outputs)]).values
+    references = recipe._truth("valid").references
+    for name, part in (("coco", slice(0, 3)), ("vizwiz", slice(3, 5))):
+        alone = Cider(references[part]).score(outputs[part], references[part])
+        assert values[f"cider_{name}"] == pytest.approx(alone)
+        assert alone != pytest.approx(Cider(references).score(outputs[part], references[part]))
+    assert values["cider"] == pytest.approx(Cider(references).score(outputs, references))
+
+
 def test_a_score_of_nothing_decoded_has_a_loss_alone(recipe: Caption, model: Captioner) -> None:
     ids, nothing = np.arange(2), np.arange(0)
     scores = recipe.score("valid", nothing, [recipe.measure(model, "valid", ids, nothing, 1, 0)])
@@ -201,7 +213,7 @@ def test_a_score_of_nothing_decoded_has_a_loss_alone(recipe: Caption, model: Cap
 
 def test_the_measured_loss_is_the_mean_over_the_tokens_of_all_captions(recipe: Caption, model: Captioner) -> None:
     found = recipe.measure(model, "valid", np.arange(5), np.arange(0), 1, 0).sums
-    rows = recipe.pack.vocabulary.encode([text for texts in recipe._references("valid") for text in texts])
+    rows = recipe.pack.vocabulary.encode([text for texts in recipe._truth("valid").references for text in texts])
     assert found["tokens"] == sum(len(row) + 1 for row in rows)
     assert found["loss"] > 0
 

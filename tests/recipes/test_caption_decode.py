@@ -7,7 +7,7 @@ import torch
 
 from packtrain.pack.vocabulary import BOS, EOS
 from packtrain.recipes.caption.decode import captions, places
-from packtrain.recipes.caption.model import Captioner
+from packtrain.recipes.caption.model import Captioner, longest_first
 from packtrain.recipes.caption.shape import Shape
 from recipes.captioned import outspoken, pictures
 
@@ -81,6 +81,6 @@ def test_every_token_has_a_map_of_where_was_looked() -> None:
     maps = places(model, seen, tokens)
     assert maps.shape == (3, 16)
     assert maps.sum(1).tolist() == pytest.approx([1.0] * 3)
-    told = model.tell(seen, torch.tensor([[BOS, *tokens]]))
+    told = model.tell(seen, longest_first(torch.tensor([[BOS, *tokens]])))
     assert torch.allclose(told.places[0], maps.sum(0), atol=1e-5)
     assert places(model, seen, []).shape == (0, 16)

@@ -20,7 +20,7 @@ STEPS = 120  # twice through the pictures
 
 def commonest(recipe: Caption) -> list[str]:
     """The captions that training has most often."""
-    counts = Counter(text for texts in recipe._references("train") for text in texts)
+    counts = Counter(text for texts in recipe._truth("train").references for text in texts)
     return [text for text, count in counts.items() if count == max(counts.values())]
 
 
@@ -49,7 +49,7 @@ def test_emoji_are_described_better_than_by_always_saying_the_commonest_caption(
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
     scores = recipe.score("valid", ids, [recipe.measure(model, "valid", ids, ids, 5, 0)]).values
-    wanted, cider = recipe._references("valid"), recipe._cider("valid")
+    wanted, cider = recipe._truth("valid").references, recipe._truth("valid").cider
     always = [[text] * len(ids) for text in commonest(recipe)]
     assert scores["bleu4"] > max(bleu(said, wanted)[3] for said in always) > 5
     assert scores["cider"] > 1.5 * max(cider.score(said, wanted) for said in always) > 15

@@ -21,9 +21,16 @@ OUTPUTS = ["a dog is running on the grass", "two men on a red motorcycle", "a bo
 
 def test_words_are_lower_case_and_without_punctuation() -> None:
     said = words("A cat\u2019s “red” medium-dark coat isn't, (No. 7)!")
-    assert said == ["a", "cat\u2019s", "red", "medium-dark", "coat", "isn't", "no", "7"]
+    assert said == ["a", "cat", "'s", "red", "medium-dark", "coat", "is", "n't", "no", "7"]
     assert words("Ein Mädchen, 猫") == ["ein", "mädchen", "猫"]
     assert words(" .,- ") == []
+
+
+def test_clitics_are_words_of_their_own_and_numbers_stay_whole() -> None:
+    assert words("I can't, they'll; we shouldn't've") == ["i", "ca", "n't", "they", "'ll", "we", "should", "n't", "'ve"]
+    assert words("you cannot read the dogs' 'sign'") == ["you", "can", "not", "read", "the", "dogs", "sign"]
+    assert words("At 7 o'clock, mother-in-law's tea") == ["at", "7", "o'clock", "mother-in-law", "'s", "tea"]
+    assert words("7:30pm, 3.5 or 1,000. 1/2 12.5-inch") == ["7:30", "pm", "3.5", "or", "1,000", "1/2", "12.5-inch"]
 
 
 def test_n_grams_are_counted() -> None:
@@ -92,6 +99,11 @@ def test_cider_clips_what_is_repeated_and_minds_the_length() -> None:
     weight = math.log(2)
     likeness = weight * weight / (3 * weight * weight) * math.exp(-(2**2) / (2 * 6**2))
     assert cider.score_of("dog dog dog", ["dog"]) == pytest.approx(1000 * likeness / 4)
+
+
+def test_cider_of_parts_knows_what_all_of_them_know() -> None:
+    joined, whole = Cider.joined([Cider(REFERENCES[:1]), Cider(REFERENCES[1:])]), Cider(REFERENCES)
+    assert joined.score(OUTPUTS, REFERENCES) == whole.score(OUTPUTS, REFERENCES) > 0.0
 
 
 def test_what_every_image_has_says_nothing() -> None:

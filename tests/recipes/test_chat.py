@@ -90,9 +90,10 @@ def test_prompts_lose_their_beginning_and_replies_their_end(make_chat: Callable[
 
 def test_how_many_were_cut_is_told(make_chat: Callable[..., Chat], chat: Chat) -> None:
     assert chat.notes == []
-    prompts = sum(len(spelled(chat, one)) + 1 > 5 for one, _ in PAIRS)
+    prompts = sum(len(row_of(chat, "source", sample)) > 5 for sample in range(len(PAIRS)))  # with their three turns
+    assert prompts > sum(len(spelled(chat, one)) + 1 > 5 for one, _ in PAIRS)
     replies = sum(len(spelled(chat, other)) + 1 > 4 for _, other in PAIRS)
-    [trained, _] = make_chat(prompt=5, reply=4).notes
+    [trained, _] = make_chat(prompt=5, reply=4, turns=3).notes
     assert trained.startswith(
         f"train: of {len(PAIRS)} pairs, {prompts} prompts are cut at their beginning and {replies} replies"
     )

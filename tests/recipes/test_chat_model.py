@@ -17,7 +17,7 @@ def model_of(**options: int) -> DialogueTransformer:
 def logits(model: nn.Module, source: list[int], target: list[int]) -> Tensor:
     row = torch.tensor([target])
     with torch.inference_mode():
-        found: Tensor = model(torch.tensor([source]), row, row != PAD)
+        found: Tensor = model(torch.tensor([source]), row, (row[0] != PAD).nonzero()[:, 0])
     return found
 
 
@@ -47,7 +47,7 @@ def test_positions_are_learned() -> None:
     shapes = {name: tuple(weights.shape) for name, weights in model.named_parameters() if "positions" in name}
     assert shapes == {"prompt_positions.weight": (6, 32), "reply_positions.weight": (5, 32)}
     target = torch.tensor([[BOS, 7]])
-    model(torch.tensor([[5, 6, EOS]]), target, target != PAD).sum().backward()
+    model(torch.tensor([[5, 6, EOS]]), target, torch.arange(target.numel())).sum().backward()
     for positions, used in ((model.prompt_positions, 3), (model.reply_positions, 2)):
         assert positions.weight.grad is not None
         moved = positions.weight.grad.abs().sum(1).gt(0).tolist()

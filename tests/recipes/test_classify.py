@@ -262,6 +262,12 @@ def test_a_picture_s_classes_are_named_with_their_probabilities(make: MakeClassi
         assert prediction.text.startswith(f"{best[0]['class']} {100 * best[0]['probability']:.0f} %")
 
 
+def test_five_classes_are_shown_however_unlikely_they_are(make: MakeClassify) -> None:
+    text = make()._prediction([0.994, 0.0099, 0.003, 0.0, 0.0], [4, 2, 0, 1, 3]).text
+    names = make()._names
+    assert text == f"{names[4]} 99 %, " + ", ".join(f"{names[one]} < 1 %" for one in (2, 0, 1, 3))
+
+
 def test_classes_can_have_names_in_words(make: MakeClassify, raw: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("".join(f"{name} great {name}, {name} proper\n" for name in CLASSES[:6]))
     recipe = make(model={"size": "tiny", "width": 8, "words": str(tmp_path / "words.txt")})

@@ -38,7 +38,7 @@ def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor
     """The logits after `tokens`, computed anew from the first of them."""
     target = torch.tensor([[BOS, *tokens]])
     with torch.inference_mode():
-        logits: Tensor = model(source[None, source != PAD], target, target >= 0)[-1]
+        logits: Tensor = model(source[None, source != PAD], target, torch.arange(target.numel()))[-1]
     return logits
 
 

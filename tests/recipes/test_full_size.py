@@ -17,10 +17,11 @@ from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job import Job
+from packtrain.learning import Ddp
 from packtrain.pack.packing import pack
 from packtrain.pack.progress import Plain
 from packtrain.pack.workers import HereAlone
-from packtrain.recipes import Recipe, recipe_class
+from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.resnet import ResNet
 from packtrain.recipes.resnet_shape import RESNETS
 from packtrain.start import load
@@ -64,6 +65,15 @@ def test_captions_have_the_published_resnet_101_and_a_decoder_of_width_500() -> 
     cell = 3 * width * (width + channels) + 3 * width * width + 6 * width
     first_state = channels * width + width
     assert numbers_of(model) == RESNET101 - LAST_LAYER + words + look + cell + first_state
+
+
+def test_captions_are_tuned_as_the_recipe_does_by_itself() -> None:
+    train = load(EXAMPLES / "caption-coco-vizwiz.yaml").job.train
+    assert train.schedule == type(train).model_validate(recipe_defaults("caption")["train"]).schedule
+
+
+def test_gradients_of_wmt14_go_over_the_network_in_16_bits() -> None:
+    assert load(EXAMPLES / "translate-wmt14.yaml").job.train.exchange == Ddp(compress="fp16")
 
 
 def layers_of(width: int, inner: int) -> int:

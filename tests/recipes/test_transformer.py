@@ -23,11 +23,16 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
 
 
+def places(mask: Tensor) -> Tensor:
+    """Where it is true, counted through all rows."""
+    return mask.flatten().nonzero()[:, 0]
+
+
 def logits(model: Transformer, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
     """For each sentence, the logits after every token of its target."""
     target = padded(targets)
     with torch.inference_mode():
-        flat = model(padded(sources), target, target != PAD)
+        flat = model(padded(sources), target, places(target != PAD))
     return list(flat.split([len(row) for row in targets]))
 
 
@@ -38,9 +43,9 @@ def close(one: Tensor, other: Tensor) -> bool:
 def test_there_is_one_row_of_logits_for_every_position_that_is_wanted(make_model: MakeModel) -> None:
     model = make_model(vocabulary=21)
     target = padded(TARGETS)
-    assert model(padded(SOURCES), target, target != PAD).shape == (10, 24)
-    assert model(padded(SOURCES), target, target == 7).shape == (1, 24)
-    assert model(padded(SOURCES), target, target == 99).shape == (0, 24)
+    assert model(padded(SOURCES), target, places(target != PAD)).shape == (10, 24)
+    assert model(padded(SOURCES), target, places(target == 7)).shape == (1, 24)
+    assert model(padded(SOURCES), target, places(target == 99)).shape == (0, 24)
 
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(24, 24), (25, 32), (4000, 4000)])

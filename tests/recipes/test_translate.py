@@ -51,14 +51,16 @@ def gradients(recipe: Recipe, model: nn.Module, shares: list[Ids]) -> tuple[floa
 
 def test_a_batch_has_sources_and_targets_side_by_side(recipe: Recipe) -> None:
     batch = recipe.batch(np.array([4, 0]), 0)
-    assert batch.keys() == {"source", "target"}
-    for rows in batch.values():
-        assert rows.shape[0] == 2
-        assert rows.dtype == np.int64
+    assert batch.keys() == {"source", "target", "wanted"}
+    for side in ("source", "target"):
+        assert batch[side].shape[0] == 2
+        assert batch[side].dtype == np.int64
     vocabulary = recipe.pack.vocabulary
     assert vocabulary.decode(batch["source"].tolist()) == ["hello", "good morning"]
     assert vocabulary.decode(batch["target"].tolist()) == ["hallo", "guten Morgen"]
     assert set(batch["target"][:, 0].tolist()) == {BOS}
+    answers = batch["target"][:, 1:]
+    assert answers.flatten()[batch["wanted"]].tolist() == answers[answers != PAD].tolist()
 
 
 def test_a_sample_costs_the_target_tokens_that_are_predicted(recipe: Recipe) -> None:
@@ -120,7 +122,7 @@ def test_smoothed_labels_give_part_of_the_weight_to_every_piece(make_recipe: Mak
     batch = tensors(plain, EVERYTHING)
     target = batch["target"]
     wanted = target[:, 1:] != PAD
-    surprise = -model(batch["source"], target[:, :-1], wanted).log_softmax(-1)
+    surprise = -model(batch["source"], target[:, :-1], wanted.flatten().nonzero()[:, 0]).log_softmax(-1)
     right = surprise.gather(1, target[:, 1:][wanted][:, None]).sum()
     assert plain.loss(model, batch).item() == pytest.approx(right.item(), rel=1e-5)
     expected = 0.8 * right + 0.2 * surprise.mean(1).sum()

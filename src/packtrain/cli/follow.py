@@ -13,13 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.cli.common import console
-from packtrain.errors import EXIT_UNFINISHED, RunFailed
+from packtrain.cli.presence import Presence, Word
+from packtrain.errors import EXIT_UNFINISHED, NotFinished, RunFailed
 from packtrain.fleet import Started
 from packtrain.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
 from packtrain.runs import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
+from packtrain.store import StoreError
 from packtrain.units import show_count, show_seconds
 
 _POLL_SECONDS = 0.5
@@ -40,6 +42,17 @@ def how_to_go_on(run: Run) -> str:
 
 def follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
     """Shows the run until it ends; the exit code that says how. Ctrl-C leaves it, or stops it in the foreground."""
+    try:
+        return _follow(run, nodes, foreground)
+    except StoreError as error:
+        if not error.temporary:
+            raise
+        raise NotFinished(
+            f"{error}; the run may go on: `packtrain show {run.name}` tells when the store is back"
+        ) from None
+
+
+def _follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
     screen = console()
     screen.print(f"[bold]{run.name}[/bold] in {escape(run.store.url)}")
     follower = Follower(run, nodes, screen)
@@ -71,7 +84,9 @@ class Follower:
         self._steps: list[Point] = []
         self._budget_left: float | None = None
         self._began = 0.0
-        self._status = "starting"
+        self._presence = Presence(run)
+        self._word: Word | None = None
+        self._working_since: float | None = None
         self._plain_at = time.monotonic()
 
     def until_ended(self) -> None:
@@ -80,6 +95,8 @@ class Follower:
             while True:
                 result = self._run.result()
                 self._read()
+                if result is None:
+                    self._look_for_machines()
                 self._show(live)
                 if result is not None:
                     # The last machine writes the report; wait for it a little.
@@ -96,16 +113,26 @@ class Follower:
             return all(node.exit_code() is not None for node in self._nodes)
         return self._run.store.exists(self._run.key("report.html"))
 
+    def _look_for_machines(self) -> None:
+        word = self._presence.look()
+        if self._presence.in_vain and word is not None and self._run.result() is None:
+            raise NotFinished(f"{self._run.name}: {word.text}")
+        if word != self._word:
+            self._word = word
+            if word is not None:
+                self._screen.print(f"[yellow]{'machines':>10}[/yellow]  {escape(word.text)}")
+
     def _refuse_silence(self) -> None:
         """If every node that was started here is gone without a result, something is to be said."""
         if self._nodes and self._all_gone() and self._run.result() is None:
-            log = next((node.log for node in self._nodes if node.log is not None), None)
-            raise RunFailed(
-                f"the node ended without a result: {_last_line(log)}; `packtrain resume {self._run.name}` tries again"
-            )
+            said = [words for node in self._nodes if (words := _last_line(node.log))]
+            last = said[0] if said else "it wrote nothing"
+            raise RunFailed(f"the node ended without a result: {last}; `packtrain resume {self._run.name}` tries again")
 
     def _read(self) -> None:
         for event in sorted(self._events.read(), key=lambda event: event.time):
+            if event.kind == "generation":
+                self._working_since = event.time
             if event.kind in _TOLD_EVENTS:
                 self._say(event)
         for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
@@ -131,11 +158,20 @@ class Follower:
         self._screen.print(f"[{style}]{event.kind:>10}[/{style}]  {escape(event.text)}")
 
     def _show(self, live: Live) -> None:
-        line = progress_line(self._job, self._steps, self._left()) if self._steps else "  starting"
+        line = self._line()
         live.update(Text(line, style="cyan"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
             self._screen.print(line)
+
+    def _line(self) -> str:
+        if self._word is not None:
+            return f"  {self._word.text}"
+        if self._steps:
+            return progress_line(self._job, self._steps, self._left())
+        if self._job.program is not None and self._working_since is not None:
+            return f"  running for {show_seconds(max(0.0, time.time() - self._working_since))}"
+        return "  starting"
 
 
 def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = None) -> str:
@@ -172,7 +208,7 @@ def _scores(point: Point) -> dict[str, float]:
 
 def _last_line(log: Path | None) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() if log is not None and log.exists() else []
-    return lines[-1] if lines else "it wrote nothing"
+    return lines[-1] if lines else ""
 
 
 def _where_time_went(times: Goodput) -> str:

@@ -11,6 +11,7 @@ import typer
 from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run
 
 if TYPE_CHECKING:
+    from packtrain.places import FleetKind
     from packtrain.runs import Run
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]
@@ -93,6 +94,7 @@ def run(
     from packtrain.start import create, load
 
     loaded = load(job, overrides or ())
+    _refuse_tied(loaded.job.fleet.kind, foreground)
     _start_and_follow(create(loaded, Bars(console())), foreground, detach)
 
 
@@ -114,8 +116,19 @@ def resume(
     if state == "running":
         console().print(f"{found.name} is running; following it")
         sys.exit(follow(found, [], foreground=False))
+    _refuse_tied(found.job.fleet.kind, foreground)
     reopen(found, _tell)
     _start_and_follow(found, foreground, detach)
+
+
+def _refuse_tied(kind: FleetKind, foreground: bool) -> None:
+    """Before anything that takes long."""
+    from packtrain.errors import Mistake
+    from packtrain.fleet import fleet_of
+
+    fault = fleet_of(kind).not_tied
+    if foreground and fault is not None:
+        raise Mistake(fault)
 
 
 def _tell(text: str) -> None:

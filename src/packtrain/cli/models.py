@@ -90,7 +90,7 @@ def _lines() -> Iterator[str]:
 
 def _converse(predictor: Predictor, wishes: Wishes) -> None:
     """One reply for each line, until there are no more; a line that cannot be answered is told and forgotten."""
-    predictor.check_conversation()
+    predictor.check_conversation(wishes)
     turns: list[str] = []
     for line in _asked() if sys.stdin.isatty() else _lines():
         if not line.strip():

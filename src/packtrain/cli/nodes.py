@@ -47,13 +47,16 @@ def node(
     own = choose_address(address, interface, fleet.kind.machines.most == 1, endpoint, _some_addresses(run))
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
-    Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices()).work()
-    result = run.result()
-    if result is None:
-        sys.exit(EXIT_CODES["interrupted"])
-    write_report(run)
-    switch_off(fleet.kind.power_off)
-    sys.exit(EXIT_CODES[result.status])
+    agent = Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices())
+    result = None
+    try:
+        agent.work()
+        result = run.result()
+        if result is not None:
+            write_report(run)
+    finally:
+        switch_off(fleet.kind.power_off and (result is not None or agent.has_done_its_part))
+    sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
 
 
 def _some_addresses(run: Run) -> list[str]:

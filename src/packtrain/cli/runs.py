@@ -23,6 +23,7 @@ from packtrain.cli.common import (
 if TYPE_CHECKING:
     from packtrain.runs import Run
 
+_STOP_POLL_SECONDS = 1.0
 _READERS = 16  # the answer to a request takes long, not the request
 _STATE_STYLES = {
     "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
@@ -133,7 +134,9 @@ def logs(
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run: its workers commit a checkpoint and end. `resume` goes on from there."""
-    from packtrain.runs import Result
+    from packtrain.errors import PacktrainError
+    from packtrain.fleet import fleet_of
+    from packtrain.node.signs import states_now
 
     run = find_run(store, name)
     result = run.result()
@@ -142,11 +145,27 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         return
     run.request_stop("stopped by hand")
     screen = console()
+    try:
+        fleet_of(run.job.fleet.kind).withdraw(run)
+    except PacktrainError as error:  # what begins later finds that the run has ended, and leaves
+        screen.print(f"what waits in the queue stays there: {error}", markup=False)
     with screen.status(f"{run.name} commits a checkpoint and ends (Ctrl-C: it does so without this command)"):
         while (result := run.result()) is None:
-            if run.state() in ("interrupted", "waiting"):
-                run.finish(Result("stopped", "stopped by hand, when no machine was working on it", 0, 0.0))
+            if states_now([run])[0] in ("interrupted", "waiting"):
+                _finish_alone(run)
+            else:
+                time.sleep(_STOP_POLL_SECONDS)
     screen.print(f"{run.name}: {result.status} at step {result.step:,}; `packtrain resume {run.name}` goes on")
+
+
+def _finish_alone(run: Run) -> None:
+    """Ends a run that no machine works on where it is."""
+    from packtrain.checkpoint import committed
+    from packtrain.runs import Result
+
+    step = max((checkpoint.step for checkpoint in committed(run)), default=0)
+    seconds = max((node.used_seconds for node in run.nodes()), default=0.0)
+    run.finish(Result("stopped", "stopped by hand, when no machine was working on it", step, seconds))
 
 
 def report(name: RunArgument = None, store: StoreOption = None) -> None:

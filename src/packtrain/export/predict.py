@@ -60,19 +60,28 @@ class Predictor:
 
     def converse(self, turns: Sequence[str], wishes: Wishes) -> Prediction:
         """What the model says after these turns; every turn has its own luck where replies are drawn."""
-        self.check_conversation()
+        decoding = self.check_conversation(wishes)
         _check_text(turns[-1], "that")
-        decoding = self._decoding(wishes)
         return self.recipe.converse(self.model, turns, replace(decoding, seed=decoding.seed + len(turns)))
 
-    def check_conversation(self) -> None:
+    def check_conversation(self, wishes: Wishes) -> Decoding:
+        """How replies are found; refuses what does not converse, and wishes that say nothing."""
         if not self.recipe.converses:
             raise Mistake(f"{self.recipe.job.recipe} does not converse; give it its inputs without --chat")
+        return self._decoding(wishes)
 
     def _decoding(self, wishes: Wishes) -> Decoding:
         for name in wishes.given.keys() - self.recipe.heeds:
             raise Mistake(f"--{name}: {self.recipe.job.recipe} has no use for it")
-        return wishes.on(self.recipe.decoding)
+        decoding = wishes.on(self.recipe.decoding)
+        is_drawn = decoding.nucleus is not None
+        if is_drawn and wishes.beam not in (None, 1):
+            raise Mistake(
+                "--beam: an output is drawn (--nucleus, --temperature) or searched for; leave one of them out"
+            )
+        if not is_drawn and wishes.seed is not None:
+            raise Mistake("--seed: nothing is drawn; add --nucleus or --temperature, or leave it out")
+        return decoding
 
 
 def _check_text(text: str, what: str) -> None:
@@ -115,13 +124,16 @@ def load_predictor(run: Run, best: bool, complain: Callable[[str], None] = _tell
 
 
 def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
+    """On the first GPU, where there is one."""
+    import torch
+
     from packtrain.train.state import AVERAGE_FILE, MODEL_FILE, load_weights
 
     _refuse_others(run, checkpoint, directory)
     model = recipe.build_model().eval()
     names = {file.name for file in checkpoint.files}
     load_weights(model, directory / (AVERAGE_FILE if AVERAGE_FILE in names else MODEL_FILE))
-    return model
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _refuse_others(run: Run, checkpoint: Checkpoint, directory: Path) -> None:

@@ -29,6 +29,7 @@ from psutil import Process
 
 from packtrain.control import cache_directory
 from packtrain.errors import PacktrainError
+from packtrain.node.notices import SECONDS_VARIABLE
 
 END_SECONDS = 60.0  # how long an agent that is asked to end may take to commit
 _JOIN_SECONDS = 10.0
@@ -95,9 +96,14 @@ def log_directory() -> Path:
     return directory
 
 
+def new_log(run: str) -> Path:
+    return log_directory() / f"{run}-{uuid.uuid4().hex[:12]}.log"
+
+
 def start(run: str, arguments: list[str], tied: bool) -> None:
     """Becomes the agent of a run. Returns never in the agent; the caller's process says where it is and ends."""
-    log = log_directory() / f"{run}-{uuid.uuid4().hex[:12]}.log"
+    log = new_log(run)
+    os.environ.setdefault(SECONDS_VARIABLE, f"{END_SECONDS:.0f}")
     if tied:
         threading.Thread(target=_leave_with_input, daemon=True).start()
         _become_agent(arguments, log)

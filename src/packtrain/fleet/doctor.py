@@ -21,7 +21,7 @@ from packtrain.fleet import environment
 from packtrain.fleet.exchange import MEET_SECONDS, SECONDS, Measured
 from packtrain.fleet.facts import PROBE, Facts
 from packtrain.fleet.identity import identity
-from packtrain.fleet.remote import Remote, agents_command, last_line, secrets_line
+from packtrain.fleet.remote import Remote, Unreachable, agents_command, last_line, secrets_line
 from packtrain.fleet.slurm import ask
 from packtrain.fleet.ssh import store_advice
 from packtrain.places import FleetKind, Local, Mpi, Slurm, Ssh
@@ -35,13 +35,14 @@ _EXCHANGE_SECONDS = 2 * MEET_SECONDS + SECONDS
 
 @dataclass(frozen=True)
 class Check:
-    """One step on one machine. `advice` says what to do where it is not `ok`."""
+    """One step on one machine. `advice` says what to do where it is not `ok`; nothing is ok that was not `tried`."""
 
     machine: str
     step: str
     ok: bool
     what: str
     advice: str = ""
+    tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ def sites_of(kind: FleetKind) -> list[Site]:
     return [Here(f"process {number}") for number in range(1, kind.machines.most + 1)]
 
 
-def examine(kind: FleetKind, location: str, environment_names: Sequence[str] = ()) -> Iterator[Check]:
+def examine(
+    kind: FleetKind, location: str, environment_names: Sequence[str] = (), public_address: bool = False
+) -> Iterator[Check]:
     """Every step in order, as soon as it is known; those that depend on a failed one are left out."""
     yield from _programs(kind)
     store = open_store(location)
@@ -144,7 +147,10 @@ def examine(kind: FleetKind, location: str, environment_names: Sequence[str] = (
                 reached += found
         seen = [one for _, _, several in reached for one in several]
         if len(seen) > 1:
-            yield _exchange(kind, reached, store.url, f"{key}-meet", secrets)
+            yield _exchange(kind, reached, store.url, f"{key}-meet", secrets, public_address)
+        elif kind.machines.most > 1:
+            what = f"{len(seen)} of {kind.machines} machines could take part"
+            yield Check("all machines", "exchange", False, what, "see above, then ask again", tried=False)
     finally:
         for entry in store.list("scratch/"):
             if entry.key.startswith(key):
@@ -169,11 +175,16 @@ def _look(
         python = site.python()
         took = time.monotonic() - began
     except PacktrainError as error:
+        if isinstance(error, Unreachable) and error.answers:
+            text = "mend `python` in the job, or leave it out to have an environment made"
+            return [
+                Check(site.name, "reach", True, "answers"),
+                Check(site.name, "python", False, error.fault, text),
+            ], []
         return [Check(site.name, "reach", False, str(error), "the run can do without it if `machines` allows")], []
     checks = [Check(site.name, "reach", True, f"answers in {show_seconds(took)}")]
     if python is None:
-        text = f"no packtrain {identity()} there"
-        return [*checks, Check(site.name, "python", True, text, "the first run makes an environment")], []
+        return [*checks, *_fresh(site.name)], []
     try:
         command = agents_command(python, "check", ["--store", store, "--key", key])
         asked = time.time()
@@ -189,6 +200,16 @@ def _look(
         checks += judged(name, one, store)
     able = [one for one in seen if not one.facts.store and one.facts.torch]
     return checks, [(site, python, able)] if able else []
+
+
+def _fresh(name: str) -> list[Check]:
+    """There is nothing there yet that could try the other steps."""
+    made = "the first run makes an environment there"
+    install = f"ask again after the first run, or install 'packtrain[train]' {identity()} there"
+    return [
+        Check(name, "python", False, f"no packtrain {identity()} there", made, tried=False),
+        Check(name, "disk, clock, store", False, "need packtrain there", install, tried=False),
+    ]
 
 
 def _seen(facts: Facts, asked: float, answered: float) -> Seen:
@@ -233,13 +254,19 @@ def _put_if_absent(name: str, facts: Facts) -> list[Check]:
 
 
 def _exchange(
-    kind: FleetKind, reached: Sequence[tuple[Site, str, list[Seen]]], store: str, key: str, secrets: dict[str, str]
+    kind: FleetKind,
+    reached: Sequence[tuple[Site, str, list[Seen]]],
+    store: str,
+    key: str,
+    secrets: dict[str, str],
+    public_address: bool = False,
 ) -> Check:
     """An all-reduce between all machines that can take part."""
     facts = [one.facts for _, _, several in reached for one in several]
     world = len(facts)
     backend = "nccl" if all(one.gpus for one in facts) else "gloo"
     options = ["--store", store, "--key", key, "--world", str(world), "--backend", backend]
+    options += ["--public-address"] if public_address else []
     interface = getattr(kind, "interface", None)
 
     def join(rank: int) -> str:
@@ -257,6 +284,8 @@ def _exchange(
             answers = list(pool.map(join, range(len(reached))))
         measured = Measured(**_documents(answers[0])[0])
     except (PacktrainError, OSError, subprocess.SubprocessError, IndexError) as error:
+        if "is a public address" in str(error):
+            return Check(names, "exchange", False, str(error), "name `interface` in the fleet, such as wg0 of a VPN")
         text = "they must reach each other on any port of that interface: open the firewall, or name `interface`"
         return Check(names, "exchange", False, str(error), text)
     rate, delay = measured.bytes_per_second, measured.latency_seconds

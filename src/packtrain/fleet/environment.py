@@ -26,14 +26,19 @@ _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environm
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 
+# Whether a Python is the one that is wanted, and can train.
+_FITS = """
+torch='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
+fits() { [ "$("$1" -m packtrain.fleet.identity 2>/dev/null)" = "$wanted" ] && "$1" -c "$torch"; }
+"""
+
 # $1: what it must be. $2...: where to look. Prints the path of the first that fits.
 _FIND = f"""
 wanted=$1; shift
-torch='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
+{_FITS}
 path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")"
 for python in "$@" "{_CACHE}/$wanted/bin/python"; do
-  found=$("$python" -m packtrain.fleet.identity 2>/dev/null) || continue
-  [ "$found" = "$wanted" ] && "$python" -c "$torch" && {{ echo "$python"; exit 0; }}
+  fits "$python" && {{ echo "$python"; exit 0; }}
 done
 echo none
 """
@@ -55,8 +60,12 @@ echo 'no packtrain there to ask: is its environment gone?' >&2; exit 1
 """
 
 # $1: what it will be. $2: -, or "offline". Standard input: a tar of wheels and constraints.txt.
+# Another run may make the same one meanwhile, here or on a machine with the same home: whoever is first has made it,
+# and what fits stays where it is.
 _MAKE = f"""
 set -eu
+wanted=$1
+{_FITS}
 home="{_CACHE}"; mkdir -p "$home"
 part=$(mktemp -d "$home/part-XXXXXX"); trap 'rm -rf "$part"' EXIT
 tar -x -C "$part"
@@ -68,17 +77,20 @@ done
 offline=; [ "$2" = offline ] && offline=--no-index
 "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
   --find-links "$part/wheels" --constraint "$part/constraints.txt" 'packtrain[train]' >&2
-rm -rf "$home/$1"; mv "$part/made" "$home/$1"
-echo "$home/$1/bin/python"
+made="$home/$wanted"
+if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
+  mv -T "$made" "$part/old" && mv -T "$part/made" "$made"
+fi
+echo "$made/bin/python"
 """
 
 
 def find(remote: Remote, python: str | None) -> str | None:
     """The Python of the same Packtrain there; None where one has to be made."""
     if python is None:
-        found = remote.run(["sh", "-c", _FIND, "find", identity(), sys.executable]).strip()
+        [found] = remote.script(_FIND, [identity(), sys.executable])
         return None if found == "none" else found
-    path, there = remote.run(["sh", "-c", _NAME, "name", python]).split()
+    path, there = remote.script(_NAME, [python], lines=2)
     if there != identity():
         raise Unreachable(remote.name, f"{python} has packtrain {there}, and here it is {identity()}: install the same")
     return path
@@ -86,14 +98,13 @@ def find(remote: Remote, python: str | None) -> str | None:
 
 def find_any(remote: Remote, python: str | None) -> str:
     """A Python there that knows about agents, of whatever version."""
-    return remote.run(["sh", "-c", _FIND_ANY, "find", python or sys.executable]).strip()
+    return remote.script(_FIND_ANY, [python or sys.executable])[0]
 
 
 def make(remote: Remote, bundle: Path | None) -> str:
     """Installs this very Packtrain there, and all else in the versions of the bundle, or of this machine."""
     mode = "-" if bundle is None else "offline"
-    packed = _tar(bundle)
-    return remote.run(["sh", "-c", _MAKE, "make", identity(), mode], packed, MAKE_SECONDS).strip().splitlines()[-1]
+    return remote.script(_MAKE, [identity(), mode], _tar(bundle), MAKE_SECONDS)[0]
 
 
 def check_bundle(bundle: Path) -> None:

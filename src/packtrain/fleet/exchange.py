@@ -86,13 +86,15 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rank", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
     parser.add_argument("--address", default=None)
     parser.add_argument("--interface", default=None)
+    parser.add_argument("--public-address", action="store_true")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     options = parser.parse_args(given)
-    from packtrain.node.address import choose_address
+    from packtrain.node.address import check_private, choose_address
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     address = choose_address(options.address, options.interface, False, None)
+    check_private(address, options.public_address)
     interface = interface_of(address)
     if interface is not None:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)

@@ -72,12 +72,12 @@ def answer_key(key: str) -> str:
 
 
 def _address() -> str:
-    """As ssh reached it, or as the agent would choose it."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    if len(parts) == 4:
-        return parts[2]
-    from packtrain.node.address import choose_address
+    """As ssh reached it, if that is private, or as the agent would choose it."""
+    from packtrain.node.address import choose_address, is_private
 
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    if len(parts) == 4 and is_private(parts[2]):
+        return parts[2]
     try:
         return choose_address(None, None, False, None)
     except PacktrainError:

@@ -58,6 +58,7 @@ class Started(ABC):
 
 class Fleet(ABC):
     trains_here = False  # whether this machine is one of them, and so needs torch
+    not_tied: str | None = None  # why its nodes cannot be tied to a command, if they cannot
 
     def check(self, job: Job, store: Store, tell: Tell = silent) -> None:  # noqa: B027
         """Refuses what could not be started. Comes before all that takes long; `start` looks again."""
@@ -80,6 +81,9 @@ class Fleet(ABC):
     @abstractmethod
     def end(self, run: Run) -> None:
         """Ends what is left of the run on all machines; workers may commit before. Harmless when nothing is left."""
+
+    def withdraw(self, run: Run) -> None:  # noqa: B027
+        """Takes back what waits in a queue for a run that has been stopped, for fleets that have one."""
 
     def queue(self, run: Run) -> str | None:  # noqa: ARG002
         """Where the run stands in a queue, for fleets that have one and can be asked from here."""

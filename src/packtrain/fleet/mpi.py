@@ -23,6 +23,7 @@ from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arg
 from packtrain.fleet.local import start_here
 from packtrain.fleet.ssh import SshFleet
 from packtrain.job import Job
+from packtrain.node.notices import SECONDS_VARIABLE
 from packtrain.places import Mpi, Ssh
 from packtrain.runs import Run
 from packtrain.store import Store
@@ -49,6 +50,7 @@ class MpiFleet(Fleet):
             "--mca", "orte_abort_on_non_zero_status", "0",  # one agent that leaves does not end the others
             "--mca", "odls_base_sigkill_timeout", f"{END_SECONDS:.0f}",  # time for the last checkpoint
             *(word for name in names for word in ("-x", name)),
+            "-x", f"{SECONDS_VARIABLE}={END_SECONDS:.0f}",
             *settings.options,
             *node_arguments(run, settings.python or sys.executable, settings.interface),
         )  # fmt: skip

@@ -11,7 +11,9 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packtrain.control import end_with_parent
@@ -25,6 +27,8 @@ _OPTIONS = (
     "-o", "ServerAliveInterval=5",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
+# $0: the length of the script. Byte by byte: what follows it is the script's own input.
+_READ_SCRIPT = 'eval "$(dd bs=1 count="$0" 2>/dev/null)"'
 _FAILED = 255  # ssh's own errors; everything else is the command's
 
 # What ssh says, and what a person can do about it; {host} is as in the job.
@@ -40,11 +44,11 @@ _ADVICE: Sequence[tuple[str, str]] = (
 
 
 class Unreachable(Mistake):
-    """One host that cannot be used, and why; `host` alone says which."""
+    """One host that cannot be used, and why; `host` alone says which. `answers`: ssh reached it all the same."""
 
-    def __init__(self, host: str, fault: str) -> None:
+    def __init__(self, host: str, fault: str, answers: bool = True) -> None:
         super().__init__(f"{host}: {fault}")
-        self.host, self.fault = host, fault
+        self.host, self.fault, self.answers = host, fault, answers
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,27 @@ class Remote:
         except FileNotFoundError:
             raise Mistake("the ssh command is not there: install openssh-client") from None
         except subprocess.TimeoutExpired:
-            raise Unreachable(self.name, f"`{command[0]}` did not end within {seconds:g} s") from None
+            raise Unreachable(self.name, f"`{command[0]}` did not end within {seconds:g} s", False) from None
         errors = done.stderr.decode(errors="replace")
         if done.returncode == _FAILED:
-            raise Unreachable(self.name, advice(self.name, errors))
+            raise Unreachable(self.name, advice(self.name, errors), False)
         if done.returncode != 0:
             raise Unreachable(self.name, last_line(errors) or f"`{command[0]}` ended with exit code {done.returncode}")
         return done.stdout.decode(errors="replace")
+
+    def script(
+        self, script: str, arguments: Sequence[str], text: bytes = b"", seconds: float = 120.0, lines: int = 1
+    ) -> list[str]:
+        """The last lines that a shell script wrote; before them may be what the host says to everybody.
+
+        It goes over standard input, with `text` behind it: the login shell may be one that reads nothing of sh.
+        """
+        data = script.encode()
+        said = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], data + text, seconds).splitlines()
+        written = [line.strip() for line in said if line.strip()]
+        if len(written) < lines:
+            raise Unreachable(self.name, f"its answer cannot be read: {' '.join(written)!r}")
+        return written[-lines:]
 
     def ask(self, python: str, verb: str, options: Sequence[str], secrets: Mapping[str, str], **given: Any) -> Any:
         """The answer of `packtrain.fleet.agents` there."""
@@ -83,19 +101,21 @@ class Remote:
         except (ValueError, IndexError):
             raise Unreachable(self.name, f"its answer to `{verb}` cannot be read: {answer[-200:]!r}") from None
 
-    def hold(self, command: Sequence[str], text: bytes) -> subprocess.Popen[bytes]:
-        """Starts a command that ends with this process: the connection is what holds it."""
-        process = subprocess.Popen(
-            [*self.arguments(), shlex.join(command)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the client, which asks the run to stop
-            preexec_fn=end_with_client,  # noqa: PLW1509 - prctl alone
-        )
+    def hold(self, command: Sequence[str], text: bytes, log: Path) -> subprocess.Popen[bytes]:
+        """Starts a command that ends with this process: the connection is what holds it. Its words go to the log."""
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*self.arguments(), shlex.join(command)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the client, which asks the run to stop
+                preexec_fn=end_with_client,  # noqa: PLW1509 - prctl alone
+            )
         assert process.stdin is not None
-        process.stdin.write(text)
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already, and its log says why
+            process.stdin.write(text)
+            process.stdin.flush()
         return process
 
 

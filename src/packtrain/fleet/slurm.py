@@ -3,7 +3,7 @@
 A fixed number of machines is one job of so many nodes: they begin together, reach the time limit together and are
 queued again together, and none waits for another on an idle node. A range is an array of jobs of one node each: the run
 begins with the least number, takes in the others as the queue lets them, and each that is preempted is queued again
-alone.
+alone. A node that fails ends its job, and Slurm queues the job again: the others of a fixed number could only wait.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import EXIT_UNFINISHED, Mistake
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Mistake
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
 from packtrain.job import Job
+from packtrain.node.notices import SECONDS_VARIABLE
 from packtrain.places import Slurm
 from packtrain.runs import Run
 from packtrain.store import Store, open_store
 
 NOTICE_SECONDS = 120
 _ASK_SECONDS = 30.0
+_OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
+_BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _FOR_NOW = "node configuration is not available"  # also where nodes are only drained or down
 
 _SCRIPT = """#!/bin/bash
@@ -37,20 +40,25 @@ _SCRIPT = """#!/bin/bash
 {header}
 
 # {notice} s before the time limit Slurm sends SIGUSR1: agents commit and leave, and the job is queued again.
+export {variable}={notice}
 noticed=no
 trap 'noticed=yes; kill -USR1 "$agents" 2>/dev/null' USR1
 trap 'kill -TERM "$agents" 2>/dev/null' TERM
 
-srun --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
+srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
   {command} &
 agents=$!
-code={unfinished}
-while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done # a signal ends the waiting, and not the agents
+wait "$agents"
+code=$?
 
-if [ "$noticed" = yes ] && [ "$code" = {unfinished} ]; then
-  # By its place in the array: one of the jobs has the number of the whole array, which would be queued again with it.
-  scontrol requeue "${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
-fi
+# srun has the highest code of all agents, so one that was killed may hide that the others only left.
+case "$noticed $code" in
+  {over}) ;; # the run is over
+  "yes "*)
+    # By its place in the array: one of the jobs has the number of the whole array, which would be queued again with it.
+    scontrol requeue "${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}" ;;
+esac
 exit "$code"
 """
 
@@ -63,9 +71,23 @@ class Queued:
     state: str
     reason: str
     nodes: str
+    name: str = ""
+    comment: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return "PENDING" in self.state.split()
+
+    @property
+    def runs(self) -> bool:
+        """Also one that is completing and says no more: it may be about to be queued again."""
+        states = set(self.state.split())
+        return bool(states & _BUSY) or states == {"COMPLETING"}
 
 
 class SlurmFleet(Fleet):
+    not_tied = "a Slurm job cannot be tied to this command: leave --foreground out, `packtrain stop` ends it"
+
     def __init__(self, settings: Slurm) -> None:
         self._settings = settings
 
@@ -74,24 +96,28 @@ class SlurmFleet(Fleet):
         arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN, *names])}")
         return [Start("slurm", arguments, names, run.store.url, script(run, self._settings))]
 
-    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:  # noqa: ARG002
-        """Lets Slurm try the options without submitting anything. What the nodes see is known only when they run."""
-        text = "#!/bin/bash\n" + header(job.name, job, self._settings, "/dev/null")
+    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:
+        """Lets Slurm try the script without submitting it. What the nodes see is known only when they run."""
         try:
-            ask(("sbatch", "--test-only"), text)
+            ask(("sbatch", "--test-only"), script_of(Run(store, _FIRST_RUN.format(job.name[:56])), job, self._settings))
         except Mistake as mistake:
             if _FOR_NOW not in str(mistake):
                 raise
             tell(f"{mistake}; it may have to wait for nodes that are away")
 
     def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
+        """What waits in the queue already is not submitted again."""
         if tied:
-            raise Mistake(
-                "a Slurm job cannot be tied to this command: leave --foreground out, `packtrain stop` ends it"
-            )
+            raise Mistake(self.not_tied)
         for start in starts:
             assert start.script is not None
             run = _run_of(start)
+            queue = _queued_for(run)
+            if waiting := [queued.job for queued in queue if queued.waits]:
+                tell(f"Slurm job {waiting[0]} waits in the queue for it already; nothing is submitted")
+                continue
+            if running := [queued.job for queued in queue if queued.runs]:
+                raise Mistake(f"Slurm job {running[0]} still runs for it: wait for its end, or `scancel {running[0]}`")
             run.store.put(run.key("slurm.sh"), start.script.encode())
             job = ask(start.arguments, start.script).strip().partition(";")[0]
             run.store.put(run.key("slurm.json"), json.dumps([*_jobs(run), job]).encode())
@@ -99,14 +125,18 @@ class SlurmFleet(Fleet):
         return []  # they may wait for days
 
     def list(self, run: Run) -> builtins.list[Machine]:
-        queue = [queued for queued in squeue() if queued.job in _jobs(run)]
-        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in queue]
+        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in _queued_for(run)]
 
     def end(self, run: Run) -> None:
         """Slurm sends SIGTERM, and agents commit; KillWait of the cluster says how long they may take."""
-        jobs = _jobs(run)
+        jobs = {queued.job: None for queued in _queued_for(run) if queued.waits or queued.runs}
         if jobs:
             ask(("scancel", "--quiet", *jobs))
+
+    def withdraw(self, run: Run) -> None:
+        jobs = {queued.job: None for queued in _queued_for(run) if queued.waits}
+        if jobs:
+            ask(("scancel", "--quiet", "--state=PENDING", *jobs))
 
     def queue(self, run: Run) -> str | None:
         if shutil.which("squeue") is None:
@@ -117,7 +147,7 @@ class SlurmFleet(Fleet):
             return None  # the cluster does not answer; the store still does
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        jobs = [queued for queued in squeue() if queued.job in _jobs(run) and queued.state == "RUNNING"]
+        jobs = [queued for queued in _queued_for(run) if queued.runs]
         if not jobs:
             raise Mistake(f"{run.name} has no running Slurm job to open a shell in")
         where = () if machine is None else ("--nodelist", machine)
@@ -126,36 +156,42 @@ class SlurmFleet(Fleet):
 
 # What every program needs; the rest of this machine's environment stays here.
 _PLAIN = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
+_FIRST_RUN = "{}-1"
 
 
 def script(run: Run, settings: Slurm) -> str:
     """What sbatch gets. It has names of variables in it, never their values."""
+    return script_of(run, run.job, settings)
+
+
+def script_of(run: Run, job: Job, settings: Slurm) -> str:
+    """The same for a run that is yet to be made."""
     command = node_arguments(run, settings.python or sys.executable, settings.interface)
     return _SCRIPT.format(
         run=run.name,
         keep="slurm.sh",
-        header=header(run.name, run.job, settings, _output(run)),
+        header=header(run, job, settings),
         command=shlex.join(command),
         notice=NOTICE_SECONDS,
-        unfinished=EXIT_UNFINISHED,
+        variable=SECONDS_VARIABLE,
+        over=" | ".join(f'"yes {code}"' for code in _OVER),
     )
 
 
-def header(name: str, job: Job, settings: Slurm, output: str) -> str:
+def header(run: Run, job: Job, settings: Slurm) -> str:
     """The lines that sbatch reads."""
     hours = job.budget.hours
     seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
     machines = settings.machines
-    size = (
-        [f"--nodes={machines.least}", "--no-kill"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
-    )
+    size = [f"--nodes={machines.least}"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
     options = [
-        f"--job-name=packtrain-{name}",
+        f"--job-name={_job_name(run)}",
+        shlex.quote(f"--comment={run.store.url}"),  # with the name it says which run this is
         *size,
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",
-        f"--output={output}",
+        shlex.quote(f"--output={_output(run)}"),
         f"--signal=B:USR1@{NOTICE_SECONDS}",
         *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
         *([f"--partition={settings.partition}"] if settings.partition else []),
@@ -202,6 +238,8 @@ def _queued(job: Mapping[str, Any]) -> Queued:
         " ".join(state) if isinstance(state, list) else str(state),
         str(job.get("state_reason") or ""),
         str(job.get("nodes") or ""),
+        str(job.get("name") or ""),
+        str(job.get("comment") or ""),
     )
 
 
@@ -228,6 +266,20 @@ def _jobs(run: Run) -> builtins.list[str]:
     return [] if data is None else [str(job) for job in json.loads(data)]
 
 
+def _queued_for(run: Run) -> builtins.list[Queued]:
+    """The jobs of a run: those that its folder names, and those that name it, if nobody could write them down."""
+    known = _jobs(run)
+
+    def is_of_run(queued: Queued) -> bool:
+        return queued.job in known or (queued.name, queued.comment) == (_job_name(run), run.store.url)
+
+    return [queued for queued in squeue() if is_of_run(queued)]
+
+
+def _job_name(run: Run) -> str:
+    return f"packtrain-{run.name}"
+
+
 def _run_of(start: Start) -> Run:
     assert start.script is not None
     name = next(line for line in start.script.splitlines() if "--job-name=" in line).partition("packtrain-")[2]
@@ -237,5 +289,6 @@ def _run_of(start: Start) -> Run:
 def _output(run: Run) -> str:
     """Beside the run where every machine can write; on the machine's own disk where the store is a bucket."""
     if run.store.is_directory:
-        return str(Path(run.store.url) / run.key("slurm-%j.out"))
+        folder = str(Path(run.store.url) / run.folder).replace("%", "%%")
+        return f"{folder}/slurm-%j.out"
     return f"/tmp/packtrain-{run.name}-%j.out"  # noqa: S108 - Slurm ends a job whose output has no directory

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
-from packtrain.fleet.agents import END_SECONDS, session_name
+from packtrain.fleet.agents import END_SECONDS, new_log, session_name
 from packtrain.fleet.facts import PROBE, Facts
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent, values_of
 from packtrain.fleet.remote import Remote, Unreachable, agents_command, secrets_line, split_destination
@@ -39,10 +39,8 @@ Answer = TypeVar("Answer")
 class SshNode(Started):
     """One that a connection holds. A free one is followed through the store."""
 
-    log = None
-
-    def __init__(self, connection: subprocess.Popen[bytes]) -> None:
-        self._connection = connection
+    def __init__(self, connection: subprocess.Popen[bytes], log: Path) -> None:
+        self._connection, self.log = connection, log
 
     def exit_code(self) -> int | None:
         return self._connection.poll()
@@ -125,7 +123,8 @@ class SshFleet(Fleet):
         secrets = values_of(start.variables)
         if tied:
             command = agents_command(host.python, "start", options)
-            return SshNode(remote.hold(command, secrets_line(secrets)))
+            log = new_log(node[1])
+            return SshNode(remote.hold(command, secrets_line(secrets), log), log)
         remote.ask(host.python, "start", options, secrets)
         return None
 

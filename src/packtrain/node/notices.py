@@ -5,16 +5,18 @@ A handler only sets a flag; everything else happens at the agent's next look at 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 from packtrain.control import say
 
 POLL_SECONDS = 3.0
+SECONDS_VARIABLE = "PACKTRAIN_NOTICE_SECONDS"  # how long whoever sends a signal waits before it kills
 _SIGNALS = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "SIGINT",
@@ -34,6 +36,15 @@ Notices = Callable[[], Notice | None]
 """Asks whoever knows whether this machine is to go; called every few seconds. What it raises counts as no answer."""
 
 
+def seconds_from(environment: Mapping[str, str]) -> float | None:
+    """How long a signal leaves this machine, where whoever started the agent has said so."""
+    try:
+        seconds = float(environment.get(SECONDS_VARIABLE, ""))
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < float("inf") else None
+
+
 class NoticeBoard:
     """The first notice that came, from any side."""
 
@@ -41,10 +52,12 @@ class NoticeBoard:
         self._sources, self._clock = sources, clock
         self._notice: Notice | None = None
         self._at = 0.0
+        self._signal_seconds: float | None = None
         self._over = threading.Event()
 
     def listen(self) -> None:
         """From now on signals are notices, and the sources are asked."""
+        self._signal_seconds = seconds_from(os.environ)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         if self._sources:
@@ -68,7 +81,8 @@ class NoticeBoard:
             self._at, self._notice = self._clock(), notice
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.post(Notice(f"this machine is to leave ({_SIGNALS[signal.Signals(number)]})"))
+        reason = f"this machine is to leave ({_SIGNALS[signal.Signals(number)]})"
+        self.post(Notice(reason, self._signal_seconds))
 
     def _ask(self) -> None:
         while not self._over.wait(POLL_SECONDS):

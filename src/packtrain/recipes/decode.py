@@ -1,5 +1,7 @@
 """Search for what a model writes, with the keys and values of earlier positions kept.
 
+The host asks a GPU one thing a step, what goes on: each question waits until the GPU has done all that it was given.
+
 Shapes: R rows that are being written, V vocabulary, T tokens written so far with the mark of the beginning,
 B sources, K hypotheses of each.
 """
@@ -70,13 +72,14 @@ def _one_by_one(
         tokens = choose(logits_RV, rows, position)
         written_RT = torch.cat([written_RT, tokens[:, None]], dim=1)
         going = (tokens != EOS) & (position + 1 < limits_B[rows])
-        if going.all():
+        staying, leaving = told_apart(going)
+        if not leaving:
             continue
-        for row, text in zip(rows[~going].tolist(), written_RT[~going, 1:].tolist(), strict=True):
+        for row, text in zip(rows[leaving].tolist(), written_RT[leaving, 1:].tolist(), strict=True):
             found[row] = text[:-1] if text[-1] == EOS else text
-        keep = going.nonzero()[:, 0]
-        if not len(keep):
+        if not staying:
             break
+        keep = torch.tensor(staying, device=rows.device)
         # Finished rows leave, so that the last long one does not pay for all.
         rows, written_RT, mask = rows[keep], written_RT[keep], mask[keep]
         for cache in caches:
@@ -114,9 +117,9 @@ def restrain(logits_RV: Tensor, written_RT: Tensor, decoding: Decoding) -> Tenso
     if size and written_RT.shape[1] >= size:
         windows = written_RT.unfold(1, size, 1)
         beginning = written_RT[:, None, written_RT.shape[1] - (size - 1) :]
-        rows, places = (windows[..., :-1] == beginning).all(-1).nonzero(as_tuple=True)
-        logits_RV = logits_RV.clone()
-        logits_RV[rows, windows[rows, places, -1]] = -torch.inf
+        again = (windows[..., :-1] == beginning).all(-1)
+        ceiling = logits_RV.new_full(again.shape, torch.inf).masked_fill(again, -torch.inf)
+        logits_RV = logits_RV.scatter_reduce(1, windows[..., -1], ceiling, "amin")
     return logits_RV
 
 
@@ -132,46 +135,63 @@ def _beam_search(model: Transformer, source_BS: Tensor, limits_B: Tensor, decodi
     memory_BSD, mask = model.encode(source_BS)
     sources, limits = torch.arange(len(source_BS), device=device), limits_B
     reachable = ((5 + limits) / 6) ** _LENGTH_PENALTY
-    rows = sources.repeat_interleave(beam)
+    firsts, rows = sources * beam, sources.repeat_interleave(beam)
     caches, mask = model.start(memory_BSD[rows]), mask[rows]
     scores_BK = torch.full((len(sources), beam), -torch.inf, device=device)
     scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
     written_RT = torch.full((len(rows), 1), BOS, device=device)
     best_scores = torch.full((len(sources),), -torch.inf, device=device)
-    best: list[list[int]] = [[] for _ in range(len(source_BS))]
+    best_BT = torch.full((len(sources), int(limits.max())), EOS, device=device)
 
-    for position in range(int(limits.max())):
+    for position in range(best_BT.shape[1]):
         logits_RV = restrain(model.step(written_RT[:, -1], position, caches, mask), written_RT, decoding)
-        totals = scores_BK[:, :, None] + logits_RV.log_softmax(-1).view(len(sources), beam, -1)
+        totals = scores_BK[:, :, None] + logits_RV.float().log_softmax(-1).view(len(sources), beam, -1)
         # Twice the beam, so that K hypotheses go on even when K of the candidates end here.
         candidate_scores, candidates = totals.flatten(1).topk(2 * beam, dim=1)
         origins, tokens = candidates // logits_RV.shape[-1], candidates % logits_RV.shape[-1]
         ended = tokens == EOS
-
         ended_scores, ended_at = candidate_scores.masked_fill(~ended, -torch.inf).max(dim=1)
         ended_scores = ended_scores / length_penalty(position + 1)
-        for b in (ended_scores > best_scores).nonzero()[:, 0].tolist():
-            best_scores[b] = ended_scores[b]
-            best[int(sources[b])] = written_RT[b * beam + int(origins[b, ended_at[b]]), 1:].tolist()
-
+        winners = firsts + origins.gather(1, ended_at[:, None])[:, 0]
+        note_best(best_BT, sources, ended_scores > best_scores, written_RT[winners, 1:])
+        best_scores = torch.where(ended_scores > best_scores, ended_scores, best_scores)
         scores_BK, kept = candidate_scores.masked_fill(ended, -torch.inf).topk(beam, dim=1)
         origins, tokens = origins.gather(1, kept), tokens.gather(1, kept)
-        parents = (torch.arange(len(sources), device=device)[:, None] * beam + origins).flatten()
+        parents = (firsts[:, None] + origins).flatten()
         written_RT = torch.cat([written_RT[parents], tokens.flatten()[:, None]], dim=1)
         going = (position + 1 < limits) & (scores_BK[:, 0] / reachable > best_scores)
-        for b in (~going & best_scores.isneginf()).nonzero()[:, 0].tolist():
-            best[int(sources[b])] = written_RT[b * beam, 1:].tolist()  # nothing ended within the limit
-        if not going.any():
-            break
-        if going.all():
+        staying, leaving = told_apart(going)
+        if not leaving:
             for cache in caches:
                 cache.select(parents, same_sources=True)
             continue
-        staying = going.nonzero()[:, 0]
-        rows = (staying[:, None] * beam + torch.arange(beam, device=device)).flatten()
-        sources, limits, reachable = sources[staying], limits[staying], reachable[staying]
-        scores_BK, best_scores = scores_BK[staying], best_scores[staying]
-        written_RT, mask = written_RT[rows], mask[rows]
+        note_best(best_BT, sources, ~going & best_scores.isneginf(), written_RT[firsts, 1:])  # none ended in time
+        if not staying:
+            break
+        keep = torch.tensor(staying, device=device)
+        rows = (keep[:, None] * beam + torch.arange(beam, device=device)).flatten()
+        sources, limits, reachable, firsts = sources[keep], limits[keep], reachable[keep], firsts[: len(keep)]
+        scores_BK, best_scores, written_RT, mask = scores_BK[keep], best_scores[keep], written_RT[rows], mask[rows]
         for cache in caches:
             cache.select(parents[rows])
-    return best
+    return texts_of(best_BT)
+
+
+# Of all searches.
+
+
+def told_apart(flags: Tensor) -> tuple[list[int], list[int]]:
+    """Where flags are true, and where they are not."""
+    told = flags.tolist()
+    return [place for place, flag in enumerate(told) if flag], [place for place, flag in enumerate(told) if not flag]
+
+
+def note_best(best_BT: Tensor, sources: Tensor, is_best: Tensor, texts: Tensor) -> None:
+    """Puts those of the texts that are the best so far in the place of earlier ones, none of which is longer."""
+    length = texts.shape[1]
+    best_BT[sources, :length] = torch.where(is_best[:, None], texts, best_BT[sources, :length])
+
+
+def texts_of(best_BT: Tensor) -> list[list[int]]:
+    """Up to the mark of the end, where there is one."""
+    return [text[: text.index(EOS)] if EOS in text else text for text in best_BT.tolist()]

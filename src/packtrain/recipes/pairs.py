@@ -101,8 +101,10 @@ class PairRecipe(Recipe):
         return self._batch("train", ids)
 
     def _batch(self, split: str, ids: Ids) -> dict[str, NDArray[Any]]:
+        """`wanted` has the places that are predicted, row by row: to find them on a GPU, the host would wait for it."""
         sides = self.sides[split]
-        return {"source": pad(sides.source, ids, PAD), "target": pad(sides.target, ids, PAD)}
+        target = pad(sides.target, ids, PAD)
+        return {"source": pad(sides.source, ids, PAD), "target": target, "wanted": np.flatnonzero(target[:, 1:] != PAD)}
 
     def count(self, split: str) -> int:
         return len(self.sides[split].target) if split in self.sides else 0
@@ -116,10 +118,10 @@ class PairRecipe(Recipe):
     def _loss(model: nn.Module, batch: Batch, label_smoothing: float) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        target = batch["target"]
-        wanted = target[:, 1:] != PAD
+        target, wanted = batch["target"], batch["wanted"]
         logits = model(batch["source"], target[:, :-1], wanted)
-        return cross_entropy(logits.float(), target[:, 1:][wanted], label_smoothing=label_smoothing, reduction="sum")
+        answers = target[:, 1:].flatten()[wanted]
+        return cross_entropy(logits.float(), answers, label_smoothing=label_smoothing, reduction="sum")
 
     def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:  # noqa: ARG002
         import torch

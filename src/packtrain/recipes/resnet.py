@@ -8,6 +8,7 @@ logits = model(pixels)              [N, classes]
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -26,9 +27,14 @@ _DEVIATION = (0.229, 0.224, 0.225)
 
 def normalised(pixels: Tensor) -> Tensor:
     """Bytes [N, height, width, RGB] as numbers [N, RGB, height, width] around 0, channels last in memory."""
-    mean = torch.tensor(_MEAN, device=pixels.device) * 255
-    deviation = torch.tensor(_DEVIATION, device=pixels.device) * 255
+    mean, deviation = _statistics(pixels.device)
     return ((pixels.float() - mean) / deviation).permute(0, 3, 1, 2)
+
+
+@cache  # the host would wait for a GPU each time they are copied there
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # the first to ask may be an evaluation, and training asks for the same ones
+        return torch.tensor(_MEAN, device=device) * 255, torch.tensor(_DEVIATION, device=device) * 255
 
 
 class Norm(nn.BatchNorm2d):

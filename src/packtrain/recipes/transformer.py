@@ -1,6 +1,7 @@
 """The Transformer of "Attention Is All You Need", with the norms before the layers.
 
-Shapes: B sentences, S source and T target positions, D width, H heads, V vocabulary.
+Shapes: B sentences, S source and T target positions, D width, H heads, V vocabulary,
+N positions that are predicted.
 One embedding serves the source, the target and the softmax. A recipe's own model may embed, close or speak
 in its own way.
 """
@@ -169,13 +170,13 @@ class Transformer(nn.Module):
             x_BSD = layer(x_BSD, mask_B11S)
         return self.close(self.encoder_norm, x_BSD, embedded_BSD), mask_B11S
 
-    def forward(self, source_BS: Tensor, target_BT: Tensor, wanted_BT: Tensor) -> Tensor:
-        """Logits for the positions where `wanted_BT` is true, one row each."""
+    def forward(self, source_BS: Tensor, target_BT: Tensor, wanted_N: Tensor) -> Tensor:
+        """Logits for some positions, one row each; they are counted through all rows of the target."""
         memory_BSD, mask_B11S = self.encode(source_BS)
         x_BTD = embedded_BTD = self.embed_target(target_BT)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, memory_BSD, mask_B11S)
-        return self.logits(self.close(self.decoder_norm, x_BTD, embedded_BTD, wanted_BT))
+        return self.logits(self.close(self.decoder_norm, x_BTD.flatten(0, 1), embedded_BTD.flatten(0, 1), wanted_N))
 
     def start(self, memory_BSD: Tensor) -> list[Cache]:
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.caption.bleu import SIGNATURE as BLEU_SIGNATURE
-from packtrain.recipes.caption.bleu import bleu
+from packtrain.recipes.caption.bleu import bleu_of, counted
 from packtrain.recipes.caption.cider import SIGNATURE as CIDER_SIGNATURE
 from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
@@ -38,6 +40,18 @@ if TYPE_CHECKING:
 _SEEN_TOGETHER = 32  # pictures: bounds the memory of an evaluation
 _SHOWN_SAMPLES = 5
 _LAST_EPOCH = 1 << 40
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The captions of a split as texts, and what CIDEr learns from all of them, however few samples are decoded.
+
+    Each source of a mix has a CIDEr of its own, which is what it would be of that source alone.
+    """
+
+    references: list[list[str]]
+    cider: Cider
+    by_source: dict[str, tuple[range, Cider]]
 
 
 class Caption(Pictured[CaptionedBatches]):
@@ -61,7 +75,12 @@ class Caption(Pictured[CaptionedBatches]):
             "batch": "64 samples",
             "optimizer": {"adam": {"betas": [0.9, 0.999], "epsilon": 1e-8}},
             "schedule": {
-                "phases": [{"until": "5 epochs", "rate": 4e-4}, {"until": "15 epochs", "rate": 1e-4}],
+                "phases": [
+                    {"until": "5 epochs", "rate": 4e-4},
+                    # Adam has seen no gradient of a frozen encoder: its first steps would be several times too long.
+                    {"until": "5.2 epochs", "rate": [1e-5, 1e-4]},
+                    {"until": "15 epochs", "rate": 1e-4},
+                ],
             },
             "clip": 5.0,
             "min_scale": 0.7,
@@ -153,6 +172,7 @@ class Caption(Pictured[CaptionedBatches]):
         from torch.nn.functional import cross_entropy
 
         from packtrain.recipes.caption.decode import captions
+        from packtrain.recipes.caption.model import longest_first
 
         captioner = _captioner(model)
         loss, tokens = 0.0, 0
@@ -161,8 +181,8 @@ class Caption(Pictured[CaptionedBatches]):
             for part, seen in self._seen(captioner, split, ids, epoch):
                 rows = [self._captions(split, sample) for sample in part.tolist()]
                 picture = np.repeat(np.arange(len(part)), [len(own) for own in rows])
-                targets = torch.from_numpy(_padded([row for own in rows for row in own])).to(captioner.bias.device)
-                told = captioner.tell(seen.select(torch.from_numpy(picture).to(targets.device)), targets)
+                told_of = longest_first(torch.from_numpy(_padded([row for own in rows for row in own])))
+                told = captioner.tell(seen.select(torch.from_numpy(picture).to(captioner.bias.device)), told_of)
                 loss += float(cross_entropy(told.logits.float(), told.wanted, reduction="sum"))
                 tokens += len(told.wanted)
             for _, seen in self._seen(captioner, split, decoded, epoch):
@@ -186,14 +206,16 @@ class Caption(Pictured[CaptionedBatches]):
         outputs = [output for part in parts for output in part.outputs]
         if not outputs:
             return Scores(values)
-        wanted = [self._references(split)[sample] for sample in decoded.tolist()]
-        orders = bleu(outputs, wanted)
-        values |= {f"bleu{order}": score for order, score in enumerate(orders, 1)}
-        values["cider"] = self._cider(split).score(outputs, wanted)
-        for name, chosen in self._by_source(split, decoded).items():
-            said, truths = [outputs[at] for at in chosen], [wanted[at] for at in chosen]
-            values[f"bleu4_{name}"] = bleu(said, truths)[-1]
-            values[f"cider_{name}"] = self._cider(split).score(said, truths)
+        truth = self._truth(split)
+        wanted = [truth.references[sample] for sample in decoded.tolist()]
+        counts = [counted(output, truths) for output, truths in zip(outputs, wanted, strict=True)]
+        values |= {f"bleu{order}": score for order, score in enumerate(bleu_of(counts), 1)}
+        values["cider"] = truth.cider.score(outputs, wanted)
+        for name, (samples_of_it, cider) in truth.by_source.items():
+            chosen = [at for at, sample in enumerate(decoded.tolist()) if sample in samples_of_it]
+            if chosen:
+                values[f"bleu4_{name}"] = bleu_of([counts[at] for at in chosen])[-1]
+                values[f"cider_{name}"] = cider.score([outputs[at] for at in chosen], [wanted[at] for at in chosen])
         samples = tuple(
             Sample(f"{split} picture {sample}", " / ".join(truths), output)
             for sample, truths, output in zip(decoded[:_SHOWN_SAMPLES].tolist(), wanted, outputs, strict=False)
@@ -201,35 +223,28 @@ class Caption(Pictured[CaptionedBatches]):
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
 
     @cached_property
-    def _of_splits(self) -> dict[str, tuple[list[list[str]], Cider]]:
+    def _truths(self) -> dict[str, _Truth]:
         return {}
 
-    def _evaluated(self, split: str) -> tuple[list[list[str]], Cider]:
-        """The captions of a split as texts, and what CIDEr learns from all of them, however few are decoded."""
-        if split not in self._of_splits:
+    def _truth(self, split: str) -> _Truth:
+        if split not in self._truths:
             rows = [self._captions(split, sample) for sample in range(self.count(split))]
             texts = iter(self.pack.vocabulary.decode([row.tolist() for own in rows for row in own]))
             references = [[next(texts) for _ in own] for own in rows]
-            self._of_splits[split] = (references, Cider(references))
-        return self._of_splits[split]
+            parts = self._by_source(split)
+            ciders = [Cider(references[part.start : part.stop]) for part in parts.values()]
+            by_source = dict(zip(parts, zip(parts.values(), ciders, strict=True), strict=True))
+            self._truths[split] = _Truth(references, Cider.joined(ciders) if parts else Cider(references), by_source)
+        return self._truths[split]
 
-    def _references(self, split: str) -> list[list[str]]:
-        return self._evaluated(split)[0]
-
-    def _cider(self, split: str) -> Cider:
-        return self._evaluated(split)[1]
-
-    def _by_source(self, split: str, decoded: Ids) -> dict[str, list[int]]:
-        """Which of the decoded samples each source of a mix has, by its kind; numbered where a kind comes twice."""
-        sources = getattr(self.job.data, split)
-        if len(sources) < 2:
+    def _by_source(self, split: str) -> dict[str, range]:
+        """The samples of each source of a mix, by its kind; numbered where a kind comes twice."""
+        kinds = [source.kind for source in getattr(self.job.data, split)]
+        if len(kinds) < 2:
             return {}
-        kinds = [source.kind for source in sources]
         names = [kind if kinds.count(kind) == 1 else f"{kind}{number}" for number, kind in enumerate(kinds, 1)]
-        ends = np.cumsum(self.pack.manifest.splits[split].sources)
-        source_of = np.searchsorted(ends, decoded, side="right")
-        found = {name: np.flatnonzero(source_of == number).tolist() for number, name in enumerate(names)}
-        return {name: chosen for name, chosen in found.items() if chosen}
+        ends = np.cumsum([0, *self.pack.manifest.splits[split].sources]).tolist()
+        return {name: range(start, end) for name, (start, end) in zip(names, pairwise(ends), strict=True)}
 
     # Predictions.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from packtrain.recipes.caption.words import SIGNATURE as WORDS
 from packtrain.recipes.caption.words import Ngram, ngrams, words
@@ -13,26 +14,40 @@ ORDERS = 4
 SIGNATURE = f"nrefs:var|{WORDS}|smooth:none|length:closest"
 
 
+class Counts(NamedTuple):
+    """Of one output, or of several added up: n-grams of each length that are right, and all; words, and wanted ones."""
+
+    matches: tuple[int, ...]
+    totals: tuple[int, ...]
+    words: int
+    wanted: int
+
+
 def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[float, ...]:
     """BLEU-1, 2, 3 and 4 in percent. Each output has one reference or more."""
-    matches, totals = [0] * ORDERS, [0] * ORDERS
-    output_words = reference_words = 0
-    for output, wanted in zip(outputs, references, strict=True):
-        said = words(output)
-        truths = [words(text) for text in wanted]
-        output_words += len(said)
-        reference_words += min((abs(len(truth) - len(said)), len(truth)) for truth in truths)[1]
-        for order in range(ORDERS):
-            found = ngrams(said, order + 1)
-            most: Counter[Ngram] = Counter()
-            for truth in truths:
-                most |= ngrams(truth, order + 1)
-            matches[order] += (found & most).total()
-            totals[order] += found.total()
-    brevity = min(0.0, 1 - reference_words / output_words) if output_words else -math.inf
+    return bleu_of([counted(output, wanted) for output, wanted in zip(outputs, references, strict=True)])
+
+
+def counted(output: str, references: Sequence[str]) -> Counts:
+    said, truths = words(output), [words(text) for text in references]
+    matches, totals = [], []
+    for order in range(1, ORDERS + 1):
+        found = ngrams(said, order)
+        most: Counter[Ngram] = Counter()
+        for truth in truths:
+            most |= ngrams(truth, order)
+        matches.append((found & most).total())
+        totals.append(found.total())
+    nearest = min((abs(len(truth) - len(said)), len(truth)) for truth in truths)[1]
+    return Counts(tuple(matches), tuple(totals), len(said), nearest)
+
+
+def bleu_of(counts: Sequence[Counts]) -> tuple[float, ...]:
+    said, wanted = sum(one.words for one in counts), sum(one.wanted for one in counts)
+    brevity = min(0.0, 1 - wanted / said) if said else -math.inf
     scores, logarithms = [], 0.0
     for order in range(ORDERS):
-        precision = matches[order] / totals[order] if totals[order] else 0.0
-        logarithms += math.log(precision) if precision else -math.inf
+        matches, totals = sum(one.matches[order] for one in counts), sum(one.totals[order] for one in counts)
+        logarithms += math.log(matches / totals) if matches else -math.inf
         scores.append(100 * math.exp(brevity + logarithms / (order + 1)))
     return tuple(scores)

@@ -41,6 +41,15 @@ class Cider:
             self._images += 1
             self._having.update({one for text in references for one in _all_ngrams(words(text))})
 
+    @classmethod
+    def joined(cls, parts: Iterable[Cider]) -> Cider:
+        """As of the references of all parts together."""
+        whole = cls(())
+        for part in parts:
+            whole._images += part._images
+            whole._having.update(part._having)
+        return whole
+
     def score(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
         """The mean over all outputs; nothing at all scores 0."""
         scores = [self.score_of(output, wanted) for output, wanted in zip(outputs, references, strict=True)]

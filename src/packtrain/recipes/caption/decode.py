@@ -7,6 +7,7 @@ from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS
 from packtrain.recipes.caption.model import Captioner, Seen
+from packtrain.recipes.decode import note_best, texts_of, told_apart
 
 LONGEST_CAPTION = 50  # tokens, with the end mark
 
@@ -21,14 +22,14 @@ def captions(model: Captioner, seen: Seen, beam: int, longest: int = LONGEST_CAP
     """
     device = seen.features.device
     pictures = torch.arange(len(seen.features), device=device)
-    seen = seen.select(pictures.repeat_interleave(beam))
+    firsts, seen = pictures * beam, seen.select(pictures.repeat_interleave(beam))
     state = model.start(seen)
     scores_BK = torch.full((len(pictures), beam), -torch.inf, device=device)
     scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
     left_B = torch.full((len(pictures),), beam, device=device)
     history = torch.full((len(pictures) * beam, 1), BOS, device=device)
     best_scores = torch.full((len(pictures),), -torch.inf, device=device)
-    best: list[list[int]] = [[] for _ in range(len(pictures))]
+    best_BT = torch.full((len(pictures), longest), EOS, device=device)
 
     for position in range(longest if len(pictures) else 0):
         logits, state, _ = model.step(history[:, -1], state, seen)
@@ -39,29 +40,26 @@ def captions(model: Captioner, seen: Seen, beam: int, longest: int = LONGEST_CAP
         ended = (tokens == EOS) & ~scores_BK.isneginf()
 
         ended_scores, ended_at = (scores_BK.masked_fill(~ended, -torch.inf) / (position + 1)).max(dim=1)
-        for b in (ended_scores > best_scores).nonzero()[:, 0].tolist():
-            best_scores[b] = ended_scores[b]
-            best[int(pictures[b])] = history[b * beam + int(origins[b, ended_at[b]]), 1:].tolist()
+        winners = firsts + origins.gather(1, ended_at[:, None])[:, 0]
+        note_best(best_BT, pictures, ended_scores > best_scores, history[winners, 1:])
+        best_scores = torch.where(ended_scores > best_scores, ended_scores, best_scores)
 
         left_B = left_B - ended.sum(1)
         scores_BK, kept = scores_BK.masked_fill(ended, -torch.inf).sort(dim=1, descending=True, stable=True)
         origins, tokens = origins.gather(1, kept), tokens.gather(1, kept)
-        parents = (torch.arange(len(pictures), device=device)[:, None] * beam + origins).flatten()
+        parents = (firsts[:, None] + origins).flatten()
         history = torch.cat([history[parents], tokens.flatten()[:, None]], dim=1)
         state = state[parents]
-        going = ~scores_BK[:, 0].isneginf()
-        if not going.any():
+        staying, leaving = told_apart(~scores_BK[:, 0].isneginf())
+        if not staying:
             break
-        if not going.all():  # finished pictures leave, so that the last long one does not pay for all
-            staying = going.nonzero()[:, 0]
-            rows = (staying[:, None] * beam + torch.arange(beam, device=device)).flatten()
-            pictures, left_B, scores_BK, best_scores = (
-                one[staying] for one in (pictures, left_B, scores_BK, best_scores)
-            )
-            history, state, seen = history[rows], state[rows], seen.select(rows)
-    for b in best_scores.isneginf().nonzero()[:, 0].tolist():
-        best[int(pictures[b])] = history[b * beam, 1:].tolist()  # nothing ended within the limit
-    return best
+        if leaving:  # finished pictures leave, so that the last long one does not pay for all
+            keep = torch.tensor(staying, device=device)
+            rows = (keep[:, None] * beam + torch.arange(beam, device=device)).flatten()
+            pictures, left_B, scores_BK, best_scores = (one[keep] for one in (pictures, left_B, scores_BK, best_scores))
+            firsts, history, state, seen = firsts[: len(keep)], history[rows], state[rows], seen.select(rows)
+    note_best(best_BT, pictures, best_scores.isneginf(), history[firsts, 1:])  # nothing ended within the limit
+    return texts_of(best_BT)
 
 
 @torch.inference_mode()

@@ -40,6 +40,20 @@ class Seen:
         return Seen(self.features[rows], self.keys[rows])
 
 
+class Captions(NamedTuple):
+    """`tokens` [B, T] by length; `order` [B] has where each was before, `going` [T] how many are not over yet."""
+
+    tokens: Tensor
+    order: Tensor
+    going: list[int]
+
+
+def longest_first(tokens_BT: Tensor) -> Captions:
+    lengths_B, order = (tokens_BT[:, 1:] != PAD).sum(1).sort(descending=True, stable=True)
+    positions_T = torch.arange(tokens_BT.shape[1] - 1, device=lengths_B.device)
+    return Captions(tokens_BT[order], order, (lengths_B[:, None] > positions_T).sum(0).tolist())
+
+
 class Captioner(nn.Module):
     def __init__(self, shape: Shape, vocabulary: int) -> None:
         super().__init__()
@@ -123,23 +137,22 @@ class Captioner(nn.Module):
 
     def forward(self, pixels: Tensor, tokens_BT: Tensor) -> Told:
         if len(pixels):
-            return self.tell(self.see(pixels), tokens_BT)
+            captions = longest_first(tokens_BT)  # the host waits for their lengths: before a GPU has much to do
+            return self.tell(self.see(pixels), captions)
         # A rank without a sample of the batch goes the same way, so that every parameter has a gradient: of zero.
         blank = pixels.new_zeros(1, *pixels.shape[1:])
-        told = self.tell(self.see(blank), torch.tensor([[BOS, EOS]], device=pixels.device))
+        told = self.tell(self.see(blank), longest_first(torch.tensor([[BOS, EOS]])))
         return Told(*(one[:0] for one in told))
 
-    def tell(self, seen: Seen, tokens_BT: Tensor) -> Told:
+    def tell(self, seen: Seen, captions: Captions) -> Told:
         """Goes through captions that are known. Those that have ended leave, so that padding takes no time."""
-        lengths_B, order = (tokens_BT[:, 1:] != PAD).sum(1).sort(descending=True, stable=True)
-        tokens_BT, seen = tokens_BT[order], seen.select(order)
-        positions_T = torch.arange(tokens_BT.shape[1] - 1, device=lengths_B.device)
-        going_T = (lengths_B[:, None] > positions_T).sum(0).tolist()
+        tokens_BT, order = captions.tokens.to(seen.keys.device), captions.order.to(seen.keys.device)
+        seen = seen.select(order)
         embedded_BTD = self.dropout(self.embedding(tokens_BT[:, :-1]))
         state = self.start(seen)
         sums_BP = seen.keys.new_zeros(seen.keys.shape[:2])
         hidden, wanted = [], []
-        for position, going in enumerate(going_T):
+        for position, going in enumerate(captions.going):
             if going < len(state):
                 state, seen = state[:going], Seen(seen.features[:going], seen.keys[:going])
             state, places_BP = self._advance(embedded_BTD[:going, position], state, seen)

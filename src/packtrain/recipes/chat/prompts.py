@@ -35,10 +35,14 @@ class Cut:
 def seen(split: SplitReader, prompt: int, reply: int, turns: int) -> tuple[Sides, Cut]:
     """The last turns before each reply, at most `prompt` tokens; and the reply, at most `reply` tokens behind BOS."""
     shards = [split.shard(number) for number in range(split.num_shards)]
-    prompts = [_stretches(shard.ragged["source"], *_prompt_edges(shard, prompt, turns)) for shard in shards]
+    spoken = [_prompt_edges(shard, turns) for shard in shards]
+    prompts = [
+        _stretches(shard.ragged["source"], np.maximum(starts, ends - prompt), ends)
+        for shard, (starts, ends) in zip(shards, spoken, strict=True)
+    ]
     replies = [_stretches(shard.ragged["target"], *_reply_edges(shard, reply)) for shard in shards]
     sides = Sides(Ragged.joined(prompts), Ragged.joined(replies))
-    cut_prompts = int((split.lengths("source") > prompt).sum())
+    cut_prompts = sum(int((ends - starts > prompt).sum()) for starts, ends in spoken)
     cut_replies = int((split.lengths("target") - 1 > reply).sum())
     return sides, Cut(cut_prompts, cut_replies, len(split))
 
@@ -46,13 +50,12 @@ def seen(split: SplitReader, prompt: int, reply: int, turns: int) -> tuple[Sides
 Edges = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def _prompt_edges(shard: Columns, prompt: int, turns: int) -> Edges:
+def _prompt_edges(shard: Columns, turns: int) -> Edges:
+    """Of all that was said in the last turns."""
     offsets = shard.ragged["source"].offsets
     rows = np.arange(len(shard))
     began = np.maximum.accumulate(np.where(_goes_on(shard), 0, rows))
-    first = offsets[np.maximum(began, rows - turns + 1)]
-    ends = offsets[1:]
-    return np.maximum(first, ends - prompt), ends
+    return offsets[np.maximum(began, rows - turns + 1)], offsets[1:]
 
 
 def _reply_edges(shard: Columns, reply: int) -> Edges:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _MEASURED_TOGETHER = 64
 _GUESSES = 5
 _SHOWN_SAMPLES = 5
-_SHOWN_PROBABILITY = 0.01
 _LAST_EPOCH = 1 << 40  # beyond all phases
 
 
@@ -209,6 +208,9 @@ class Classify(Pictured[ImageBatches]):
 
     def _prediction(self, probabilities: list[float], classes: list[int]) -> Prediction:
         best = [(self._names[one], chance) for one, chance in zip(classes, probabilities, strict=True)]
-        shown = [f"{name} {100 * chance:.0f} %" for name, chance in best if chance >= _SHOWN_PROBABILITY]
-        text = ", ".join(shown or [f"{best[0][0]} {100 * best[0][1]:.1f} %"])
+        text = ", ".join(f"{name} {_percent(chance)}" for name, chance in best)
         return Prediction(text, {"top5": [{"class": name, "probability": chance} for name, chance in best]})
+
+
+def _percent(chance: float) -> str:
+    return f"{100 * chance:.0f} %" if chance >= 0.01 else "< 1 %"
