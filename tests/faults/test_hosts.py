@@ -113,7 +113,7 @@ def cut_off(network: Network, uninterrupted: Place) -> None:
         first.cut()
         field.wait_for(lambda: field.members() == ["host2"], "the other to go on alone")
         field.wait_for_commit(40, generation=2)
-        field.pace(1)
+        field.pace(2)
         first.restore()
         field.wait_for(lambda: len(field.members()) == 2, "the first to be taken in again")
         field.pace(0)

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from packtrain import report as report_module
+from packtrain.cli import app
+from packtrain.errors import EXIT_UNFINISHED
 from packtrain.job import Budget, Fleet
+from packtrain.node import agent as agent_module
+from packtrain.node import endings as endings_module
 from packtrain.node.deadline import Deadline, first_bound, in_words, seconds_left
 from packtrain.node.endings import switch_off
-from parts.runs import a_node
+from packtrain.runs import Result, Run
+from packtrain.store import Store, StoreError
+from parts.runs import a_node, new_run, recipe_job
 
 
 def fleet(**fields: Any) -> Fleet:
@@ -16,13 +28,13 @@ def fleet(**fields: Any) -> Fleet:
 
 
 def test_without_a_budget_there_is_no_deadline() -> None:
-    assert seconds_left(Budget(), fleet(), [a_node("a")], 1e9) is None
+    assert seconds_left(Budget(), fleet(), [a_node("a")], 1e9, 1) is None
     assert first_bound(Budget(), fleet()) is None
 
 
 def test_hours_are_those_of_the_run() -> None:
-    assert seconds_left(Budget(hours=2), fleet(), [a_node("a"), a_node("b")], 3600.0) == 3600.0
-    assert seconds_left(Budget(hours=1), fleet(), [], 9999.0) == 0.0
+    assert seconds_left(Budget(hours=2), fleet(), [a_node("a"), a_node("b")], 3600.0, 2) == 3600.0
+    assert seconds_left(Budget(hours=1), fleet(), [], 9999.0, 1) == 0.0
 
 
 def test_dollars_are_paid_for_every_machine_also_for_those_that_are_gone() -> None:
@@ -32,8 +44,8 @@ def test_dollars_are_paid_for_every_machine_also_for_those_that_are_gone() -> No
         a_node("c", machine_seconds=3600.0, left=True),
     ]
     # 8 dollars are 4 machine hours; 2 are used; two machines use up the rest in one hour.
-    assert seconds_left(Budget(dollars=8), fleet(), nodes, 1800.0) == 3600.0
-    assert seconds_left(Budget(dollars=8, hours=1), fleet(), nodes, 1800.0) == 1800.0
+    assert seconds_left(Budget(dollars=8), fleet(), nodes, 1800.0, 2) == 3600.0
+    assert seconds_left(Budget(dollars=8, hours=1), fleet(), nodes, 1800.0, 2) == 1800.0
 
 
 def test_a_machine_alone_holds_to_its_share() -> None:
@@ -62,6 +74,17 @@ def test_it_warns_before_and_ends_at_the_deadline() -> None:
     assert deadline.is_near
 
 
+def test_a_warning_that_fails_does_not_put_off_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    over = threading.Event()
+
+    def warn() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Deadline(warn, over.set).hold(0.1)
+    assert over.wait(30)
+    assert "No space left on device" in capsys.readouterr().out
+
+
 def test_the_margin_grows_with_the_time_up_to_a_few_minutes() -> None:
     clock = {"now": 0.0}
     deadline = Deadline(lambda: None, lambda: None, lambda: clock["now"])
@@ -76,10 +99,65 @@ def test_the_margin_grows_with_the_time_up_to_a_few_minutes() -> None:
 
 
 def test_a_machine_is_switched_off_only_where_the_fleet_says_so(tmp_path: Any) -> None:
-    switch_off(False, ("touch", str(tmp_path / "off")))
+    command = ("touch", str(tmp_path / "off"))
+    assert not switch_off(False, command)
     assert not (tmp_path / "off").exists()
-    switch_off(True, ("touch", str(tmp_path / "off")))
+    assert switch_off(True, command)
     assert (tmp_path / "off").exists()
+
+
+def test_a_machine_that_cannot_be_switched_off_tries_sudo_and_says_so(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sudo").write_text(f"#!/bin/sh\necho sudo $@ >> {tmp_path}/asked\nexit 3\n")
+    (tmp_path / "sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert not switch_off(True, ("no-such-systemctl", "poweroff"))
+    said = capsys.readouterr().out
+    assert (tmp_path / "asked").read_text() == "sudo -n no-such-systemctl poweroff\n"
+    assert "`no-such-systemctl poweroff`: [Errno 2]" in said
+    assert "`sudo -n no-such-systemctl poweroff` ended with exit code 3" in said
+    assert "end it by hand" in said
+
+
+@pytest.mark.parametrize("fails", ["agent", "report"])
+def test_a_machine_whose_part_is_done_is_switched_off_whatever_fails(
+    fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
+    run.finish(Result("stopped", "enough", 1, 1.0))
+
+    class Ending:
+        has_done_its_part = True
+
+        def __init__(self, *_: object) -> None: ...
+
+        def work(self) -> None:
+            if fails == "agent":
+                raise RuntimeError
+
+    def broken(_: Run) -> None:
+        raise StoreError("the store is away", temporary=True)
+
+    switched_off: list[bool] = []
+    monkeypatch.setattr(agent_module, "Agent", Ending)
+    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    monkeypatch.setattr(report_module, "write_report", broken)
+    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
+    assert switched_off == [True]
+
+
+def test_the_process_ends_at_the_deadline_also_where_the_machine_cannot_be_switched_off() -> None:
+    script = """
+import sys
+from packtrain.node import endings
+def broken(wanted): raise RuntimeError
+endings.switch_off = broken
+endings.end_at_once("the budget is used up", True)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (EXIT_UNFINISHED, "")
+    assert ended.stdout == "failed: the budget is used up, and the store does not answer\n"
 
 
 def test_dollars_without_a_price_are_refused() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,3 +149,21 @@ def test_whoever_waited_longest_joins_while_there_is_room() -> None:
     assert joiner(a_generation(1, "a"), waiting[:1], Machines(1, 2)) is None
     assert joiner(a_generation(1, "a", "x"), waiting, Machines(1, 2)) is None
     assert joiner(a_generation(1, "a"), [a_node("b", leaving=True)], Machines(1, 2)) is None
+    assert joiner(a_generation(1, "a"), waiting, Machines(1, 2), {"b"}) == waiting[1]
+
+
+def test_a_machine_that_is_not_wanted_takes_part_only_where_it_must() -> None:
+    nodes = [a_node("a"), a_node("b"), a_node("c")]
+    for least, members in ((2, ["b", "c"]), (3, ["a", "b", "c"])):
+        proposed = proposal(a_generation(1), nodes, Machines(least, 3), Why("program", "it broke"), {"a"})
+        assert proposed is not None
+        assert [member.node for member in proposed.members] == members
+
+
+def test_a_second_agent_of_a_machine_comes_after_all_machines() -> None:
+    old = replace(a_node("a-old"), hostname="a")
+    nodes = [old, replace(a_node("a-new", joined=5), hostname="a"), replace(a_node("b-new", joined=5), hostname="b")]
+    for most, members in ((2, ["a-old", "b-new"]), (3, ["a-old", "a-new", "b-new"])):
+        proposed = proposal(None, nodes, Machines(2, most), Why("resumed", "resumed"))
+        assert proposed is not None
+        assert [member.node for member in proposed.members] == members

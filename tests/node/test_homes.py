@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 
 from packtrain.checkpoint import commit, committed
 from packtrain.control import CONTROL_VARIABLE
+from packtrain.errors import Mistake
+from packtrain.node import homes as homes_module
 from packtrain.node.homes import Home, homes_directory, remove_orphans, sweep
 from packtrain.runs import Run
 from packtrain.store import Store, open_store
@@ -129,6 +134,64 @@ def test_homes_of_another_store_are_kept_for_a_while(run: Run, tmp_path: Path) -
     os.utime(home, (old, old))
     sweep(run, ignore)
     assert not home.exists()
+
+
+def moved_to(home: Path, hostname: str) -> None:
+    owner = json.loads((home / "owner.json").read_text())
+    (home / "owner.json").write_text(json.dumps({**owner, "hostname": hostname}))
+
+
+def test_what_is_of_another_machine_is_left_to_it(run: Run) -> None:
+    """They may share a cache where each knows of its own locks alone."""
+    home = killed(run)
+    moved_to(home, "another-machine")
+    old = time.time() - 30 * 24 * 3600
+    for _ in range(2):
+        sweep(run, ignore)
+        assert home.exists()
+        assert (node := run.node("dead")) is not None
+        assert not node.left
+        os.utime(home, (old, old))  # a run of weeks makes no new folder there
+
+
+def test_what_another_machine_left_that_is_long_dead_is_removed(run: Run, tmp_path: Path) -> None:
+    home = killed(run)
+    moved_to(home, "another-machine")
+    old = time.time() - 30 * 24 * 3600
+    os.utime(home, (old, old))
+    os.utime(tmp_path / "store" / run.key("nodes/dead.json"), (old, old))
+    sweep(run, ignore)
+    assert not home.exists()
+    assert len(texts(run)) == 4
+
+
+def test_homes_can_be_made_while_others_sweep(run: Run) -> None:
+    over = threading.Event()
+
+    def keep_sweeping() -> None:
+        while not over.is_set():
+            sweep(run, ignore)
+
+    sweeper = threading.Thread(target=keep_sweeping)
+    sweeper.start()
+    try:
+        for number in range(50):
+            home = Home.make(run, f"n{number}")
+            assert home.owner() is not None
+            home.remove()
+    finally:
+        over.set()
+        sweeper.join()
+
+
+def test_where_nothing_can_be_locked_it_is_said_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(homes_module.fcntl, "flock", unsupported)
+    with pytest.raises(Mistake, match=r"No locks available\): set PACKTRAIN_CACHE to a directory on a disk of this"):
+        Home.make(run, "mine")
+    assert list(homes_directory().iterdir()) == []
 
 
 def test_a_home_is_removed_with_its_node(run: Run) -> None:

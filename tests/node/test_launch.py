@@ -24,7 +24,7 @@ from packtrain.node.launch import (
     worker_environment,
 )
 from packtrain.store import Store
-from parts.runs import a_generation, new_run
+from parts.runs import a_generation, new_run, program_job
 
 LOGS = Path("/logs")
 TWO_MACHINES = Generation(3, (Member("a", "10.0.0.1", 2), Member("b", "10.0.0.2", 4)), 29501, "start")
@@ -111,6 +111,26 @@ def test_collectives_are_bound_to_the_interface_that_has_the_machines_address(
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == loopback
     elsewhere = Generation(1, (Member("a", "192.0.2.1", 1),), 29500, "start")
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(run, elsewhere, 0, directories, {})
+
+
+def test_only_the_job_binds_collectives_to_another_interface(directory_store: Store, tmp_path: Path) -> None:
+    directories = directories_in(tmp_path / "node")
+    of_the_machine = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "eth9"}
+    for named in ([], ["NCCL_SOCKET_IFNAME"]):
+        run = new_run(directory_store, program_job(environment=named))
+        environment = worker_environment(run, a_generation(1, "a"), 0, directories, of_the_machine)
+        assert environment["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+        assert environment["NCCL_SOCKET_IFNAME"] == ("eth9" if named else interface_of("127.0.0.1"))
+
+
+def test_workers_are_not_taken_for_ranks_of_mpi_or_tasks_of_srun(directory_store: Store, tmp_path: Path) -> None:
+    run, directories = new_run(directory_store), directories_in(tmp_path / "node")
+    of_others = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"]
+    kept = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "0"}
+    inherited = {**dict.fromkeys(of_others, "2"), **kept}
+    environment = worker_environment(run, a_generation(1, "a"), 0, directories, inherited)
+    assert not environment.keys() & set(of_others)
+    assert environment.items() >= kept.items()
 
 
 # Ending. A stand-in for torch's launcher starts at once and behaves as the test needs.

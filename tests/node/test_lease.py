@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from packtrain.members import Node, Report
 from packtrain.node import lease as lease_module
-from packtrain.node.lease import Lease
-from packtrain.runs import Run
-from packtrain.store import Store
+from packtrain.node.lease import Lease, hurried
+from packtrain.runs import LEASE_LOST_SECONDS, Run
+from packtrain.store import Store, open_store
 from parts.faulty import FaultyStore
 from parts.runs import a_node
 
@@ -91,6 +94,60 @@ def test_the_runs_time_is_counted_from_what_a_generation_tells(directory_store: 
     clock["now"] += 5
     lease.renew()
     assert (stored(directory_store).used_seconds, stored(directory_store).machine_seconds) == (505.0, 15.0)
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server that takes every request, and never answers the third."""
+
+    protocol_version = "HTTP/1.1"
+    taken: ClassVar[list[int]] = []
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_PUT(self) -> None:
+        node = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.taken.append(node["renewal"])
+        if len(self.taken) == 3:
+            threading.Event().wait(600)
+        self.send_response(200)
+        self.send_header("ETag", '"x"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lease_module.OUTAGE_SECONDS + lease_module.ANSWER_SECONDS + 1 < LEASE_LOST_SECONDS
+    monkeypatch.setattr(lease_module, "ANSWER_SECONDS", 0.5)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    run = Run(open_store("s3://bucket/x"), "job-1")
+    lease = Lease(hurried(run), a_node("a"), tmp_path)
+    until(lambda: len(Silent.taken) > 4)
+    assert Silent.taken[2] == Silent.taken[3], "it is tried again"
+    lease.leave()
+    server.shutdown()
+    server.server_close()
+
+
+def test_whatever_a_renewal_raises_there_is_another(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "renew", lambda *_: {}["x"])
+        failed = lease.node.renewal
+        until(lambda: lease.node.renewal > failed + 2)
+    until(lambda: stored(directory_store).renewal > failed + 2)
+    lease.leave()
+    assert "warning: the lease could not be renewed: KeyError" in capsys.readouterr().out
 
 
 def test_a_store_that_is_away_is_tried_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,11 +13,11 @@ import pytest
 from packtrain.checkpoint import Superseded, commit, committed
 from packtrain.control import Control, WorkerError
 from packtrain.node.agent import Agent
-from packtrain.runs import LEASE_LOST_SECONDS, Result
+from packtrain.runs import LEASE_LOST_SECONDS, Point, Result
 from packtrain.store import Store, open_store
 from parts.agents import Company, company_of, look_through
 from parts.faulty import FaultyStore
-from parts.runs import new_run, recipe_job
+from parts.runs import new_run, program_job, recipe_job
 
 Make = Callable[..., Company]
 LOST = int(LEASE_LOST_SECONDS) + 6
@@ -57,6 +58,13 @@ def fail(company: Company, agent: Agent, **error: object) -> None:
     company.end_workers(1)
 
 
+def made_first_step(company: Company, generation: int, seconds_ago: float) -> None:
+    writer = company.run.point_writer(f"{generation:06d}-rank-0")
+    for kind, ago in (("start", seconds_ago + 1), ("train", seconds_ago), ("train", 0.0)):
+        writer.append(Point(kind, generation, 1, time.time() - ago, {}))  # type: ignore[arg-type]
+    writer.flush()
+
+
 # Elastic membership.
 
 
@@ -65,14 +73,46 @@ def test_a_range_begins_with_the_least_and_takes_in_another_when_it_appears(make
     company.wait(10)
     assert company.members() == [0, 1]
     company.add()
-    company.wait(20)
-    assert company.members() == [0, 1], "not right after the last one"
-    company.wait(15)
+    company.wait(40)
+    assert company.agents[0]._attempt is not None
+    assert company.agents[0]._attempt.asked is None, "not before it has made a step"
+    made_first_step(company, 1, seconds_ago=46)
+    company.wait(4)
     assert [agent._attempt.asked is not None for agent in company.agents if agent._attempt] == [True, True]
     company.end_workers(0)
     company.wait(4)
     assert company.members() == [0, 1, 2]
     assert company.causes() == ["start", "joined"]
+
+
+def test_a_generation_that_took_long_to_begin_works_longer_before_it_takes_in_another(make: Make) -> None:
+    company = make("1..2", 1)
+    company.wait(8)
+    company.add()
+    company.wait(52)
+    attempt = company.agents[0]._attempt
+    assert attempt is not None
+    took = company.now - attempt.began - 40
+    assert 10 < took < 20
+    made_first_step(company, 1, seconds_ago=40)
+    company.wait(10 * took - 50)
+    assert attempt.asked is None
+    company.wait(40)
+    assert attempt.asked is not None
+
+
+def test_of_a_program_nobody_knows_when_it_began_to_work(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"local": {"machines": "1..2"}}))
+    with company_of(run, monkeypatch, str(tmp_path / "cache")) as company:
+        company.add()
+        company.wait(8)
+        company.add()
+        company.wait(40)
+        attempt = company.agents[0]._attempt
+        assert attempt is not None
+        assert attempt.asked is not None
 
 
 def test_machines_that_are_started_together_begin_together(make: Make) -> None:

@@ -12,30 +12,31 @@ No agent is special. Proposals are put-if-absent: the first one holds, and all o
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from packtrain.checkpoint import Superseded, committed
 from packtrain.chunks import Flusher
 from packtrain.code import unpack
 from packtrain.control import say
-from packtrain.errors import EXIT_UNFINISHED
+from packtrain.errors import Mistake
 from packtrain.members import Generation, Node, Report
 from packtrain.node.assembly import Assembly
 from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, begin
-from packtrain.node.deadline import Deadline, first_bound, in_words
-from packtrain.node.endings import Leaving, complain, switch_off
+from packtrain.node.causes import why_not_started
+from packtrain.node.deadline import Deadline, in_words, left_at_start
+from packtrain.node.endings import Leaving, complain, end_at_once, go_through
 from packtrain.node.homes import Home, remove_orphans, sweep
 from packtrain.node.launch import Launch, free_port, launcher_arguments, worker_environment
-from packtrain.node.lease import Lease
+from packtrain.node.lease import Lease, hurried
 from packtrain.node.notices import NoticeBoard, Notices
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.task import Task
+from packtrain.node.trouble import Trouble
+from packtrain.node.watching import QUIET, Lost, watch_others
 from packtrain.runs import Event, Result, Run, Status
 from packtrain.store import StoreError
 
@@ -44,7 +45,7 @@ IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at what is on this machine
 _RESULT_LOOKS = 5  # workers that work are themselves a sign that there is no result
 _END_SECONDS = 20.0  # for the last words after the deadline
-_QUIET = ("ended", "notice", "joined")
+_SWEEP_SECONDS = 10.0  # to wait for what is taken over of dead nodes, before this one leaves
 
 
 class Agent:
@@ -69,8 +70,10 @@ class Agent:
         latest = run.latest_generation()
         joined = 1 + (latest.number if latest is not None else 0)
         node = Node(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
-        self._lease = Lease(run, node, self._home.path, self._telemetry, clock, background)
-        self._assembly = Assembly(run, self._lease, clock)
+        self._lease = Lease(
+            hurried(run) if background else run, node, self._home.path, self._telemetry, clock, background
+        )
+        self._assembly = Assembly(run, self._lease, clock, self._tell)
         self._board = NoticeBoard(notices, clock)
         self._deadline = Deadline(self._near_deadline, self._out_of_time, clock)
         self._program = ProgramCheckpoints(run, self._home.path / "checkpoints", run.job.checkpoint, self._tell)
@@ -81,7 +84,12 @@ class Agent:
         self._last_tried = self._looks = 0
         self._over = self._hurry = False
         self._gone = threading.Event()
-        self._hold(first_bound(run.job.budget, run.job.fleet))
+        self._deadline.hold(left_at_start(run, latest))
+
+    @property
+    def has_done_its_part(self) -> bool:
+        """Whether nothing is left for this machine to do: the run has a result, or its time is up."""
+        return (self._over and self._board.notice is None) or self._deadline.is_near
 
     def _tell(self, kind: str, text: str) -> None:
         say(f"{kind}: {text}")
@@ -98,34 +106,36 @@ class Agent:
             (self._home.path / "code").mkdir()
             unpack(self._run.store.get(self._run.key("code.tar.zst")), self._home.path / "code")
             self._tell("node", f"{self.name} has joined with {self._lease.node.workers} workers")
+            trouble = Trouble()
             while not self._over:
                 try:
                     self.look()
-                except StoreError as error:
-                    if not error.temporary:
-                        raise
-                    complain(error)
-                self._pause()
+                    trouble.over()
+                except (StoreError, OSError) as error:
+                    trouble.count(error)
+                self._pause(trouble.seconds)
         finally:
-            self._board.close()
-            self._end_attempt()
-            with suppress(Exception):
-                sweeping.result()
-            self._tell("node", f"{self.name} leaves")
-            flusher.close()
-            history.close()
-            self._lease.leave()
-            self._home.remove()
-            self._deadline.close()
+            go_through(
+                self._board.close,
+                self._end_attempt,
+                lambda: sweeping.wait(_SWEEP_SECONDS),
+                lambda: self._tell("node", f"{self.name} leaves"),
+                flusher.close,
+                history.close,
+                self._lease.leave,
+                self._home.remove,
+                self._deadline.close,
+            )
             self._gone.set()
 
-    def _pause(self) -> None:
-        """Until the next look at the store; what happens on this machine cuts it short."""
-        until = self._clock() + (LOOK_SECONDS if self._is_working() else IDLE_SECONDS)
+    def _pause(self, trouble_seconds: float) -> None:
+        """Until the next look at the store; what happens on this machine cuts it short, unless the store is away."""
+        until = self._clock() + max(trouble_seconds, LOOK_SECONDS if self._is_working() else IDLE_SECONDS)
         notice = self._board.notice
         while self._clock() < until and not self._over and not self._hurry:
             attempt = self._attempt
-            if self._board.notice is not notice or (attempt is not None and attempt.wants_a_look):
+            wanted = attempt is not None and attempt.wants_a_look and not trouble_seconds
+            if wanted or self._board.notice is not notice:
                 break
             time.sleep(_TICK_SECONDS)
         self._hurry = False
@@ -143,7 +153,8 @@ class Agent:
         known, latest = self._latest, self._run.latest_generation(self._latest)
         if latest is not None and latest is not known:
             self._latest = latest
-            self._hold(latest.seconds_left)
+            if latest.number >= self._lease.node.joined:  # how much is left of an older one is held already
+                self._deadline.hold(latest.seconds_left)
         attempt = self._attempt
         if attempt is not None:
             attempt.shipper.ship()
@@ -152,7 +163,7 @@ class Agent:
                 self._end_attempt()
                 self._hurry = True
             elif attempt.launch is None:
-                self._launch(attempt)
+                self._launch_or_leave(attempt)
             elif (code := attempt.launch.poll()) is not None:
                 self._after(attempt, code)
             else:
@@ -186,7 +197,11 @@ class Agent:
         self._lease.count_from(generation.used_seconds)
         if self._deadline.is_near:
             return
-        attempt = begin(self._run, self.name, generation, rank, self._home.path, self._logs, self._clock())
+        try:
+            attempt = begin(self._run, self.name, generation, rank, self._home.path, self._logs, self._clock())
+        except OSError as error:
+            self._cannot_start(generation, error)
+            return
         self._attempt = attempt
         if self._job.program is not None:
             attempt.preparing = Task(self._program.restore, "restore")
@@ -194,26 +209,49 @@ class Agent:
             Task(lambda: remove_orphans(self._run, generation.number, complain), "orphans")
         self._launch(attempt)
 
+    def _launch_or_leave(self, attempt: Attempt) -> None:
+        """Bringing back a large checkpoint takes long, and whoever has to go does not wait for it."""
+        leaving = self._leaving()
+        if leaving is None:
+            self._launch(attempt)
+            return
+        cause = "notice" if leaving.kind == "notice" else "ended"
+        self._give_up(Report(attempt.generation.number, cause, leaving.reason))  # type: ignore[arg-type]
+        self._finish_stopped(attempt.generation, leaving)
+
     def _launch(self, attempt: Attempt) -> None:
         """Starts the workers, once what they need is there."""
-        if attempt.preparing is not None:
-            if not attempt.preparing.is_done:
-                return
-            try:
-                attempt.preparing.result()
-            except Exception:
-                attempt.preparing = Task(self._program.restore, "restore again")
-                raise
-            attempt.preparing = None
         generation, directories = attempt.generation, attempt.directories
-        attempt.launch = Launch(
-            launcher_arguments(generation, attempt.rank, self._job.program, directories.logs),
-            worker_environment(self._run, generation, attempt.rank, directories, self._inherited),
-            directories,
-        )
+        if attempt.preparing is not None and not attempt.preparing.is_done:
+            return
+        try:
+            if attempt.preparing is not None:
+                attempt.preparing.result()
+                attempt.preparing = None
+            attempt.launch = Launch(
+                launcher_arguments(generation, attempt.rank, self._job.program, directories.logs),
+                worker_environment(self._run, generation, attempt.rank, directories, self._inherited),
+                directories,
+            )
+        except OSError as error:
+            self._cannot_start(generation, error)
+            return
+        except Mistake as error:  # no checkpoint of those that are there can be used
+            self._conclude("failed", str(error))
+            self._end_attempt()
+            return
+        except StoreError:
+            attempt.preparing = Task(self._program.restore, "restore again")
+            raise
         self._lease.sampler.watch_workers_of(attempt.launch.pid)
         workers = sum(member.workers for member in generation.members)
         self._tell("generation", f"{generation.number} begins with {workers} workers ({generation.reason})")
+
+    def _cannot_start(self, generation: Generation, error: OSError) -> None:
+        report = why_not_started(generation.number, error)
+        self._tell("failure", report.text)
+        self._give_up(report)
+        self._ended_at = self._clock()
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
@@ -228,7 +266,7 @@ class Agent:
     def _look_after(self, attempt: Attempt) -> None:
         """While the workers work."""
         if self._job.program is not None and attempt.is_first:
-            self._commit_if_due(attempt)
+            attempt.commit_if_due(self._program, self._tell)
         several = len(attempt.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
         if attempt.asked is not None:
             warning = attempt.hold_to_grace(self._clock())
@@ -247,40 +285,14 @@ class Agent:
             self._tell("stopping", asked.reason)
             self._lease.say_stopping(attempt.generation.number)
 
-    def _commit_if_due(self, attempt: Attempt) -> None:
-        if attempt.committing is not None and attempt.committing.is_done:
-            committing, attempt.committing = attempt.committing, None
-            with suppress(Superseded):  # the next look at the world ends the attempt
-                committing.result()
-        if attempt.committing is None and self._program.is_due():
-            number = attempt.generation.number
-            attempt.committing = Task(lambda: self._program.commit(number), "commit")
-
     def _watch_members(self, attempt: Attempt) -> None:
-        """The first machine watches all others, and they watch the first."""
-        generation, assembly = attempt.generation, self._assembly
-        if not attempt.is_first:
-            first = assembly.look_at(generation.members[0].node)
-            if assembly.is_lost(generation.members[0].node):
-                self._lose(attempt, generation.members[0].node)
-            elif first is not None and first.stopping == generation.number:
-                self._ask_to_stop(attempt, Asked("ended", "the first machine asks for it", self._clock()))
-            return
-        assembly.look_at_all()
-        for member in generation.members[1:]:
-            node = assembly.watch.nodes.get(member.node)
-            report = node.report if node is not None else None
-            if assembly.is_lost(member.node) and not (node is not None and node.leaving):
-                self._lose(attempt, member.node)
-                return
-            if report is not None and report.generation == generation.number and report.cause not in _QUIET:
-                self._give_up(Report(generation.number, "ended", "workers of another machine failed"))
-                return
-            if node is not None and node.leaving:  # it may be gone before the workers here have committed
-                self._ask_to_stop(attempt, Asked("notice", f"machine {member.node} has to leave", self._clock()))
-        newcomer = assembly.joiner(generation, attempt.began)
-        if newcomer is not None:
-            self._ask_to_stop(attempt, Asked("joined", f"machine {newcomer.node} joins", self._clock()))
+        seen = watch_others(self._assembly, attempt, self._clock())
+        if isinstance(seen, Lost):
+            self._lose(attempt, seen.node)
+        elif isinstance(seen, Report):
+            self._give_up(seen)
+        elif seen is not None:
+            self._ask_to_stop(attempt, seen)
 
     def _lose(self, attempt: Attempt, node: str) -> None:
         if self._run.result() is not None:
@@ -302,9 +314,11 @@ class Agent:
     def _after(self, attempt: Attempt, code: int) -> None:
         """When the workers have ended, one way or another. The attempt stays until the store knows about it."""
         finished = self._job.program is not None and code == 0 and attempt.asked is None
-        if attempt.closing is None and (attempt.stacks() or (self._job.program is not None and attempt.is_first)):
+        program = self._program if self._job.program is not None and attempt.is_first else None
+        unsaved: Report | None = None
+        if attempt.closing is None and (attempt.stacks() or program is not None):
             attempt.kill()
-            attempt.closing = Task(lambda: self._close(attempt), "close")
+            attempt.closing = Task(lambda: attempt.close(self._run, program, self._tell), "close")
         if attempt.closing is not None:
             if not attempt.closing.is_done:
                 return
@@ -313,8 +327,11 @@ class Agent:
                 closing.result()
             except Superseded:
                 finished = False
+            except OSError as error:
+                finished, unsaved = False, attempt.uncommitted(error)
+                self._tell("warning", unsaved.text)
             attempt.closing = closing
-        report = attempt.report(code)
+        report = unsaved or attempt.report(code)
         leaving = self._leaving()
         if self._run.result() is not None:
             self._over = True
@@ -326,18 +343,10 @@ class Agent:
             self._conclude("failed", report.text)
         else:
             self._lease.say_report(report)
-            if report.cause not in _QUIET:
+            if report.cause not in QUIET:
                 self._tell("failure", report.text)
         self._end_attempt()
         self._report, self._hurry = report, True
-
-    def _close(self, attempt: Attempt) -> None:
-        attempt.keep_stacks(self._run, self._tell)
-        if attempt.committing is not None:
-            with suppress(Exception):  # what it could not commit is committed now
-                attempt.committing.result()
-        if self._job.program is not None and attempt.is_first:
-            self._program.commit(attempt.generation.number)
 
     def _between(self, latest: Generation | None) -> None:
         """Without workers: wait for whoever is to propose the next generation, or propose it."""
@@ -373,10 +382,6 @@ class Agent:
 
     # The deadline, from a thread of its own: nothing here waits for the store.
 
-    def _hold(self, seconds: float | None) -> None:
-        if seconds is not None:
-            self._deadline.hold(seconds)
-
     def _near_deadline(self) -> None:
         if (attempt := self._attempt) is not None:
             attempt.ask_to_stop(Asked("ended", in_words(self._job.budget), self._clock()))
@@ -384,11 +389,9 @@ class Agent:
     def _out_of_time(self) -> None:
         attempt = self._attempt
         if attempt is not None and attempt.launch is not None:
-            attempt.launch.kill()
+            go_through(attempt.launch.kill)
         if not self._gone.wait(_END_SECONDS):
-            say(f"failed: {in_words(self._job.budget)}, and the store does not answer")
-            switch_off(self._job.fleet.kind.power_off)
-            os._exit(EXIT_UNFINISHED)
+            end_at_once(in_words(self._job.budget), self._job.fleet.kind.power_off)
 
 
 def new_name() -> str:

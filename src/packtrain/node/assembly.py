@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from packtrain.checkpoint import committed
 from packtrain.members import Generation, Node, Report
-from packtrain.node.causes import COUNTED, is_consequence, most_telling, reason_for, verdict
+from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_telling, reason_for, verdict
 from packtrain.node.deadline import seconds_left
+from packtrain.node.firststep import seconds_since_first_step
 from packtrain.node.generations import LeaseWatch, Why, joiner, proposal
 from packtrain.node.lease import Lease
 from packtrain.runs import LEASE_SECONDS, Run
@@ -21,18 +22,28 @@ from packtrain.runs import LEASE_SECONDS, Run
 GATHER_SECONDS = 4.0  # for machines that were started together to be seen together
 RENEWAL_SECONDS = 3 * LEASE_SECONDS  # in which a lease that lives is seen to be renewed
 EXPLAIN_SECONDS = 6.0  # for the machine that broke the others' connections to say why
-GROW_SECONDS = 30.0  # the least time between two generations for the sake of a new machine
+GROW_SECONDS = 30.0  # the least time that a generation works before it ends for the sake of a new machine ...
+GROW_FACTOR = 3  # ... and how many times longer than it took to begin
 
 
 class Assembly:
-    def __init__(self, run: Run, lease: Lease, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._lease, self._clock = run, lease, clock
+    def __init__(
+        self,
+        run: Run,
+        lease: Lease,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str, str], None] = lambda _kind, _text: None,
+    ) -> None:
+        self._run, self._lease, self._clock, self._tell = run, lease, clock, tell
         self._machines = run.job.fleet.kind.machines
         self.watch = LeaseWatch()
         self._turn = (0, 0)  # of which generation, and how many who claimed the call are lost
         self._holder: str | None = None
         self._gathering = (0, 0.0)  # for which generation, since when
         self._judged: dict[int, str | None] = {}
+        self._culprits: dict[int, str | None] = {}  # by generation: the one machine that ended it
+        self._unwanted: set[str] = set()
+        self._stepped = (0, 0.0)  # which generation, and when it made its first step
 
     @property
     def name(self) -> str:
@@ -59,10 +70,21 @@ class Assembly:
         return [self._lease.node, *others]
 
     def joiner(self, generation: Generation, began: float) -> Node | None:
-        """A machine that the generation should take in; not right after the last one."""
+        """A machine that the generation should take in, once it has worked for so long that a new beginning is a small
+        part of the time. Of a program nobody knows when it has begun to work."""
         if self._clock() - began < GROW_SECONDS:
             return None
-        return joiner(generation, self.alive(), self._machines)
+        newcomer = joiner(generation, self.alive(), self._machines, self._unwanted)
+        if newcomer is None or self._run.job.program is not None:
+            return newcomer
+        if self._stepped[0] != generation.number:
+            age = seconds_since_first_step(self._run, generation.number)
+            if age is None:
+                return None
+            self._stepped = (generation.number, self._clock() - age)
+        stepped = self._stepped[1]
+        worked, took = self._clock() - stepped, max(0.0, stepped - began)
+        return newcomer if worked >= max(GROW_SECONDS, GROW_FACTOR * took) else None
 
     # Proposals.
 
@@ -102,19 +124,36 @@ class Assembly:
                 self._judged[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
             if (given_up := self._judged[latest.number]) is not None:
                 return given_up
+        if latest is not None:
+            self._blame(latest, own)
         alive = self.alive()
         if self._still_gathering(number, len(alive), ended):
             return None
-        proposed = proposal(latest, alive, self._machines, self._why(ended, step))
+        proposed = proposal(latest, alive, self._machines, self._why(ended, step, len(alive)), self._unwanted)
         if proposed is not None:
             self._run.propose(proposed)
         return None
 
-    def _why(self, ended: Report, step: int) -> Why:
+    def _why(self, ended: Report, step: int, there: int) -> Why:
         nodes = {**self.watch.nodes, self.name: self._lease.node}.values()
         used = max(self._lease.used_seconds(), *(node.used_seconds for node in nodes))
-        left = seconds_left(self._run.job.budget, self._run.job.fleet, nodes, used)
+        left = seconds_left(self._run.job.budget, self._run.job.fleet, nodes, used, there)
         return Why(ended.cause, reason_for(ended), step, ended.step, used, left)
+
+    def _blame(self, latest: Generation, own: Report | None) -> None:
+        """A machine that alone ended two generations in a row, each by an error of its own, is left out from now on
+        while there are enough others."""
+        told = {name: self._reported(name, latest) for name in (member.node for member in latest.members)}
+        told[self.name] = own
+        guilty = [name for name, report in told.items() if report is not None and is_own_failure(report)]
+        culprit = guilty[0] if len(guilty) == 1 and len(latest.members) > 1 else None
+        self._culprits[latest.number] = culprit
+        if culprit is None or culprit in self._unwanted or self._culprits.get(latest.number - 1) != culprit:
+            return
+        self._unwanted.add(culprit)
+        report = told[culprit]
+        assert report is not None
+        self._tell("left out", f"{culprit} ended two generations in a row, and others go on without it: {report.text}")
 
     def _unsettled(self, latest: Generation, own: Report, since: float) -> bool:
         """Whether another machine of the generation may still say, or be, what is wrong.

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packtrain.checkpoint import Superseded
 from packtrain.chunks import ChunkWriter
-from packtrain.control import Control
+from packtrain.control import Control, say
 from packtrain.members import Cause, Generation, Report
 from packtrain.node.causes import oom_kills, why_they_ended
 from packtrain.node.launch import Directories, Launch, last_words
 from packtrain.node.logs import LogShipper
+from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.task import Task
 from packtrain.runs import LogLine, Run
 from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 LAUNCHER_SECONDS = 5.0  # for the launcher to end after its workers; it would wait for those of others for minutes
+_UNCOMMITTED = "the program's checkpoint directory could not be committed"
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,22 @@ class Attempt:
             if self.asked is not None:
                 return False
             self.asked = asked
-        self.control.ask_to_stop()
+        self._ask_workers()
         if self.is_program and self.launch is not None:
             self.launch.terminate()
         return True
+
+    def _ask_workers(self) -> None:
+        try:
+            self.control.ask_to_stop()
+        except OSError as error:  # a full disk has no room for the file by which they know
+            say(f"warning: the workers do not hear that they are to stop: {error}")
 
     def hold_to_grace(self, now: float) -> str | None:
         """Ends what was asked to and does not; what there is to say about it where work was lost by that."""
         assert self.asked is not None
         assert self.launch is not None
+        self._ask_workers()
         if self.launch.has_workers():
             self._alone_since = None
         elif self._alone_since is None:
@@ -115,6 +126,31 @@ class Attempt:
             run.store.put_file(run.key(name), path)
             tell("stacks", f"where the threads of rank {rank} were is in {name}")
             path.unlink()
+
+    def commit_if_due(self, program: ProgramCheckpoints, tell: Callable[[str, str], None]) -> None:
+        """What a program wrote, while it works: in the background."""
+        if self.committing is not None and self.committing.is_done:
+            committing, self.committing = self.committing, None
+            try:
+                committing.result()
+            except Superseded:  # the next look at the world ends the attempt
+                pass
+            except OSError as error:
+                tell("warning", f"{_UNCOMMITTED}: {error}")
+        if self.committing is None and program.is_due():
+            self.committing = Task(lambda: program.commit(self.generation.number), "commit")
+
+    def close(self, run: Run, program: ProgramCheckpoints | None, tell: Callable[[str, str], None]) -> None:
+        """Brings into the store what the workers left."""
+        self.keep_stacks(run, tell)
+        if self.committing is not None:
+            with suppress(Exception):  # what it could not commit is committed now
+                self.committing.result()
+        if program is not None:
+            program.commit(self.generation.number)
+
+    def uncommitted(self, error: OSError) -> Report:
+        return Report(self.generation.number, "disk", f"{_UNCOMMITTED}: {error}")
 
 
 def begin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _ADVICE: Mapping[Cause, str] = {
 _PORT = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _MEMORY = re.compile(r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]annot allocate memory")
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
 # What gloo, NCCL and torch's store say when it is another worker that is gone.
 _CONSEQUENCE = re.compile(
@@ -39,6 +41,11 @@ _CONSEQUENCE = re.compile(
 def is_consequence(text: str) -> bool:
     """Whether an error only says that another worker is gone."""
     return _CONSEQUENCE.search(text) is not None
+
+
+def is_own_failure(report: Report) -> bool:
+    """Whether a machine tells of an error that came up on itself, and counts."""
+    return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
 
 
 def why_they_ended(
@@ -64,6 +71,12 @@ def why_they_ended(
         if pattern.search(said if first is None else first.text):
             return Report(generation, cause, text, step)  # type: ignore[arg-type]
     return Report(generation, "program", text, step)
+
+
+def why_not_started(generation: int, error: OSError) -> Report:
+    """That this machine could not even start its workers."""
+    cause: Cause = "disk" if error.errno in _DISK_ERRORS else "machine"
+    return Report(generation, cause, f"this machine cannot start its workers: {error}")
 
 
 def most_telling(reports: Sequence[Report]) -> Report:

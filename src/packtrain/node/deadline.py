@@ -6,28 +6,30 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from packtrain.control import say
 from packtrain.job import Budget as Settings
 from packtrain.job import Fleet
-from packtrain.members import Node
+from packtrain.members import Generation, Node
+from packtrain.runs import Run
 
 MARGIN_SECONDS = 300.0  # for the last checkpoint ...
 _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
 
 
-def seconds_left(budget: Settings, fleet: Fleet, nodes: Iterable[Node], used_seconds: float) -> float | None:
-    """How long the machines that are there may go on together; None without a budget.
+def seconds_left(
+    budget: Settings, fleet: Fleet, nodes: Iterable[Node], used_seconds: float, there: int
+) -> float | None:
+    """How long the machines that are `there` may go on together; None without a budget.
 
     Hours are the run's, by the clock; dollars are paid for every machine, also for those that are gone.
     """
-    known = list(nodes)
     limits = []
     if budget.hours is not None:
         limits.append(budget.hours * 3600 - used_seconds)
     price = fleet.dollars_per_hour
     if budget.dollars is not None and price is not None:
-        paid = sum(node.machine_seconds for node in known)
-        there = max(1, sum(not node.left for node in known))
-        limits.append((budget.dollars / price * 3600 - paid) / there)
+        paid = sum(node.machine_seconds for node in nodes)
+        limits.append((budget.dollars / price * 3600 - paid) / max(1, there))
     return max(0.0, min(limits)) if limits else None
 
 
@@ -42,6 +44,16 @@ def first_bound(budget: Settings, fleet: Fleet) -> float | None:
     return min(limits, default=None)
 
 
+def left_at_start(run: Run, latest: Generation | None) -> float | None:
+    """What a machine holds to when it comes: what the latest generation left, less the time that went by since as
+    the lease of its first machine last told it."""
+    if latest is None or latest.seconds_left is None:
+        return first_bound(run.job.budget, run.job.fleet)
+    first = run.node(latest.members[0].node)
+    used = 0.0 if first is None else max(0.0, first.used_seconds - latest.used_seconds)
+    return max(0.0, latest.seconds_left - used)
+
+
 def in_words(budget: Settings) -> str:
     parts = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     parts += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
@@ -49,7 +61,10 @@ def in_words(budget: Settings) -> str:
 
 
 class Deadline:
-    """Calls `warn` a while before the time is over, and `end` when it is; both from a thread of its own."""
+    """Calls `warn` a while before the time is over, and `end` when it is; both from a thread of its own.
+
+    Whatever `warn` raises, `end` is called.
+    """
 
     def __init__(
         self, warn: Callable[[], None], end: Callable[[], None], clock: Callable[[], float] = time.monotonic
@@ -61,8 +76,10 @@ class Deadline:
         self._warned = self._over = False
         self._thread: threading.Thread | None = None
 
-    def hold(self, seconds: float) -> None:
-        """The time that is left from now on; what was held before is replaced."""
+    def hold(self, seconds: float | None) -> None:
+        """The time that is left from now on; what was held before is replaced. None: there is no budget."""
+        if seconds is None:
+            return
         with self._changed:
             self._at = self._clock() + seconds
             self._margin = min(MARGIN_SECONDS, _MARGIN_FRACTION * seconds)
@@ -96,4 +113,7 @@ class Deadline:
             if ended:
                 self._end()
                 return
-            self._warn()
+            try:
+                self._warn()
+            except Exception as error:
+                say(f"warning: the workers could not be told of the deadline: {type(error).__name__}: {error}")

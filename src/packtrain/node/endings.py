@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from packtrain.control import say
+from packtrain.errors import EXIT_UNFINISHED
 from packtrain.store import StoreError
 
 POWER_OFF = ("systemctl", "poweroff")
+_OFF_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,41 @@ def complain(error: StoreError) -> None:
     say(f"warning: {error}")
 
 
-def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> None:
-    """Ends this machine, where the fleet says so."""
-    if wanted:
-        say("node: this machine is switched off")
-        subprocess.run(command, check=False)
+def go_through(*steps: Callable[[], object]) -> None:
+    """One after the other, whatever one of them raises."""
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            say(f"warning: {type(error).__name__}: {error}")
+
+
+def end_at_once(reason: str, power_off: bool) -> None:
+    """The end of this process, and of the machine where the fleet says so, with nobody told about it."""
+    try:
+        say(f"failed: {reason}, and the store does not answer")
+        switch_off(power_off)
+    finally:
+        os._exit(EXIT_UNFINISHED)
+
+
+def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> bool:
+    """Ends this machine, where the fleet says so: by the command, or by sudo where that needs no password.
+
+    Raises nothing; whether it ended well.
+    """
+    if not wanted:
+        return False
+    say("node: this machine is switched off")
+    for tried in (command, ("sudo", "-n", *command)):
+        words = " ".join(tried)
+        try:
+            code = subprocess.run(tried, check=False, timeout=_OFF_SECONDS).returncode
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"warning: `{words}`: {error}")
+            continue
+        if code == 0:
+            return True
+        say(f"warning: `{words}` ended with exit code {code}")
+    say("failed: this machine could not be switched off and goes on costing: end it by hand")
+    return False

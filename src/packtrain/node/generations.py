@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from packtrain.members import Cause, Generation, Member, Node
@@ -68,10 +68,17 @@ class Why:
     seconds_left: float | None = None
 
 
-def proposal(previous: Generation | None, alive: Sequence[Node], machines: Machines, why: Why) -> Generation | None:
-    """The next generation, of those who came first; None while there are not enough machines."""
-    staying = [node for node in alive if not node.leaving]
-    chosen = sorted(staying, key=lambda node: (node.joined, node.node))[: machines.most]
+def proposal(
+    previous: Generation | None, alive: Sequence[Node], machines: Machines, why: Why, unwanted: Collection[str] = ()
+) -> Generation | None:
+    """The next generation, of those who came first; None while there are not enough machines.
+
+    Those who are `unwanted` take part only where it cannot do without them, and a second agent on a machine only
+    where there are not enough others.
+    """
+    staying = sorted((node for node in alive if not node.leaving), key=_by_age)
+    wanted = [node for node in staying if node.node not in unwanted]
+    chosen = _spread(wanted if len(wanted) >= machines.least else staying, machines.most)
     if len(chosen) < machines.least:
         return None
     members = tuple(Member(node.node, node.address, node.workers) for node in chosen)
@@ -89,9 +96,24 @@ def proposal(previous: Generation | None, alive: Sequence[Node], machines: Machi
     )
 
 
-def joiner(current: Generation, alive: Iterable[Node], machines: Machines) -> Node | None:
+def joiner(
+    current: Generation, alive: Iterable[Node], machines: Machines, unwanted: Collection[str] = ()
+) -> Node | None:
     """A machine that waits beside a generation which has room for it."""
     if len(current.members) >= machines.most:
         return None
-    waiting = [node for node in alive if current.rank_of(node.node) is None and not node.leaving]
-    return min(waiting, key=lambda node: (node.joined, node.node), default=None)
+    others = [node for node in alive if current.rank_of(node.node) is None and node.node not in unwanted]
+    return min((node for node in others if not node.leaving), key=_by_age, default=None)
+
+
+def _by_age(node: Node) -> tuple[int, str]:
+    return node.joined, node.node
+
+
+def _spread(nodes: Sequence[Node], most: int) -> list[Node]:
+    """The first ones, each on a machine of its own as far as there are such; in their order."""
+    first_there: dict[str, Node] = {}
+    for node in nodes:
+        first_there.setdefault(node.hostname, node)
+    alone = list(first_there.values())
+    return sorted([*alone, *(node for node in nodes if node not in alone)][:most], key=_by_age)

@@ -2,6 +2,9 @@
 
 An agent holds a lock on its home as long as it lives. The kernel takes the lock back whatever ends the agent, so a
 home whose lock can be taken belongs to nobody: its logs are brought into the store, and it is removed.
+
+Several machines may have one cache, on a network's file system, and each may know of its own locks alone: what is of
+another machine is left to that one.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections import Counter
@@ -18,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.control import cache_directory, say
+from packtrain.errors import Mistake
 from packtrain.members import Generation
 from packtrain.node.launch import kill_marked
 from packtrain.node.logs import LogShipper, source_of
@@ -25,6 +30,7 @@ from packtrain.runs import LogLine, Run
 from packtrain.store import StoreError
 
 _REST = "-rest-"
+_PART = ".part"  # how the names of homes end that are being made
 _FOREIGN_SECONDS = 7 * 24 * 3600.0
 
 
@@ -35,6 +41,7 @@ class Owner:
     store: str
     run: str
     node: str
+    hostname: str
 
 
 class Home:
@@ -43,12 +50,21 @@ class Home:
 
     @classmethod
     def make(cls, run: Run, node: str) -> Home:
+        """Under its own name once it is whole, and locked: until then whoever sweeps passes it over."""
         path = homes_directory() / f"{run.name}-{node}"
-        path.mkdir(parents=True)
-        lock = _lock(path)
-        assert lock is not None, "a name that is used once"
-        (path / "owner.part").write_text(json.dumps(asdict(Owner(run.store.url, run.name, node))))
-        (path / "owner.part").rename(path / "owner.json")
+        part = path.with_name(f"{path.name}{_PART}")
+        owner = Owner(run.store.url, run.name, node, socket.gethostname())
+        try:
+            part.mkdir(parents=True)
+            lock = _lock(part)
+            (part / "owner.json").write_text(json.dumps(asdict(owner)))
+            part.rename(path)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise Mistake(
+                f"{homes_directory()}: an agent cannot have a locked directory there ({error.strerror or error}): "
+                "set PACKTRAIN_CACHE to a directory on a disk of this machine"
+            ) from None
         return cls(path, lock)
 
     def remove(self) -> None:
@@ -56,27 +72,28 @@ class Home:
         os.close(self._lock)
 
     def owner(self) -> Owner | None:
-        try:
-            return Owner(**json.loads((self.path / "owner.json").read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
+        return _owner_of(self.path)
+
+
+def _owner_of(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads((path / "owner.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def homes_directory() -> Path:
     return cache_directory() / "nodes"
 
 
-def _lock(path: Path) -> int | None:
-    """The home's lock, until it is closed or this process ends; None while another has it, or it cannot be had."""
-    try:
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
+def _lock(path: Path) -> int:
+    """The home's lock, until it is closed or this process ends; OSError while another has it, or it cannot be had."""
+    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
 
 
@@ -87,12 +104,14 @@ def sweep(run: Run, tell: Callable[[str, str], None]) -> None:
     """
     directory = homes_directory()
     for path in sorted(directory.iterdir()) if directory.exists() else ():
-        lock = _lock(path) if path.is_dir() else None
-        if lock is None:
+        try:
+            owner = _owner_of(path)
+            if not path.is_dir() or not _is_for_us(run, path, owner):
+                continue
+            lock = _lock(path)
+        except (OSError, StoreError):
             continue
-        home = Home(path, lock)
         kill_marked(path)
-        owner = home.owner()
         if owner is not None and owner.store == run.store.url:
             try:
                 _bury(Run(run.store, owner.run), owner.node, path, tell if owner.run == run.name else None)
@@ -100,10 +119,25 @@ def sweep(run: Run, tell: Callable[[str, str], None]) -> None:
                 say(f"warning: {path} is kept for now: {error}")
                 os.close(lock)
                 continue
-        elif owner is not None and time.time() - path.stat().st_mtime < _FOREIGN_SECONDS:
-            os.close(lock)
-            continue
-        home.remove()
+        Home(path, lock).remove()
+
+
+def _is_for_us(run: Run, path: Path, owner: Owner | None) -> bool:
+    """Whether the home is this machine's to take over, should its lock be free.
+
+    One of another machine is, in the end, if its lease in this store tells that it is long dead: a machine that was
+    rented, or a container, does not come back for it.
+    """
+    is_old = time.time() - path.stat().st_mtime >= _FOREIGN_SECONDS
+    if owner is None or path.name.endswith(_PART):
+        return is_old
+    is_here, is_ours = owner.hostname == socket.gethostname(), owner.store == run.store.url
+    if is_here:
+        return is_ours or is_old
+    if not is_ours or not is_old:
+        return False
+    lease = run.store.entry(Run(run.store, owner.run).key(f"nodes/{owner.node}.json"))
+    return lease is None or time.time() - lease.modified.timestamp() >= _FOREIGN_SECONDS
 
 
 def _bury(run: Run, node: str, path: Path, tell: Callable[[str, str], None] | None) -> None:

@@ -31,6 +31,14 @@ _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192
 # Below those that systems give to connections by themselves: who gets one of these has asked for it by number.
 _PORTS = range(20_000, 30_000)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# By these libraries take a worker for a rank of MPI, or a task of srun, which it is not: the agent may be one.
+_RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_")
+_RANK_VARIABLES = {
+    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS",
+    "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS",
+    "SLURM_LAUNCH_NODE_IPADDR",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,21 +78,28 @@ def worker_environment(
 ) -> dict[str, str]:
     """What workers find in their environment beside what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
+    kept = {name: value for name, value in inherited.items() if not _is_of_another_launcher(name)}
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
+    # What a machine has set for all its programs may name another network than the one that was checked.
+    bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
     return {
-        **({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin steal the core of the worker beside them
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **inherited,
+        **kept,
+        **(dict.fromkeys(bound, interface) if interface else {}),
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
     }
+
+
+def _is_of_another_launcher(name: str) -> bool:
+    return name.startswith(_RANK_PREFIXES) or name in _RANK_VARIABLES
 
 
 def interface_of(address: str) -> str | None:
@@ -138,7 +153,8 @@ class Launch:
         """Ends the launcher and all that came of it, now."""
         family = self._family()
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel ends when that lets go of it
+            self._process.wait(_KILL_WAIT_SECONDS)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -14,7 +14,18 @@ from packtrain.control import say
 from packtrain.members import Measured, Node, Report, Telemetry
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.runs import LEASE_SECONDS, Run
-from packtrain.store import StoreError
+from packtrain.store import StoreError, open_store
+
+ANSWER_SECONDS = 3.0  # a request that is not answered is repeated, twice ...
+OUTAGE_SECONDS = 6.0  # ... before others take the machine for lost
+
+
+def hurried(run: Run) -> Run:
+    """The run by a store of its own that gives up soon: one request without an answer must not cost the lease."""
+    if run.store.is_directory:
+        return run
+    store = open_store(run.store.url, outage_seconds=OUTAGE_SECONDS, answer_seconds=ANSWER_SECONDS)
+    return Run(store, run.name)
 
 
 class Lease:
@@ -93,11 +104,17 @@ class Lease:
             if self._over.is_set():
                 return
             self._hurry.clear()
-            self.renew()
+            try:
+                self.renew()
+            except Exception as error:  # without this thread the others take the machine for lost
+                say(f"warning: the lease could not be renewed: {type(error).__name__}: {error}")
 
     def _measure(self) -> None:
         while not self._over.wait(LEASE_SECONDS):
-            self._sample()
+            try:
+                self._sample()
+            except Exception as error:
+                say(f"warning: this machine could not be measured: {type(error).__name__}: {error}")
 
     def _sample(self) -> None:
         self._telemetry = self.sampler.sample()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,14 @@ class ProgramCheckpoints:
         self._run, self._directory, self._settings, self._tell = run, directory, settings, tell
         self._committed: Fingerprint = {}
         self._last = time.monotonic()
+        self._restoring = threading.Lock()
 
     def restore(self) -> None:
         """The directory as it was last committed; empty for a new run."""
+        with self._restoring:  # one that nobody waits for any more may still be at it
+            self._restore()
+
+    def _restore(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         found = fetch_newest(self._run, self._directory, lambda text: self._tell("warning", text))
@@ -52,7 +58,7 @@ class ProgramCheckpoints:
             before = fingerprint(self._directory)
             if before == self._committed:
                 return
-            with tempfile.TemporaryDirectory(prefix="packtrain-program-") as name:
+            with tempfile.TemporaryDirectory(prefix="copy-", dir=self._directory.parent) as name:
                 if self._copied(Path(name), before):
                     self._put(Path(name), before, generation)
                     return

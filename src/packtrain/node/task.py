@@ -23,6 +23,11 @@ class Task:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended in that time, one way or another."""
+        self._thread.join(seconds)
+        return self.is_done
+
     def result(self) -> None:
         """Waits for the end, and raises what the work raised."""
         self._thread.join()
