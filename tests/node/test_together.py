@@ -13,6 +13,7 @@ import pytest
 from packtrain.checkpoint import Superseded, commit, committed
 from packtrain.control import Control, WorkerError
 from packtrain.node.agent import Agent
+from packtrain.node.assembly import GROW_FACTOR
 from packtrain.runs import LEASE_LOST_SECONDS, Point, Result
 from packtrain.store import Store, open_store
 from parts.agents import Company, company_of, look_through
@@ -92,10 +93,10 @@ def test_a_generation_that_took_long_to_begin_works_longer_before_it_takes_in_an
     company.wait(52)
     attempt = company.agents[0]._attempt
     assert attempt is not None
-    took = company.now - attempt.began - 40
-    assert 10 < took < 20
-    made_first_step(company, 1, seconds_ago=40)
-    company.wait(10 * took - 50)
+    took = company.now - attempt.began - 20
+    assert 30 < took < 40
+    made_first_step(company, 1, seconds_ago=20)
+    company.wait(GROW_FACTOR * took - 30)
     assert attempt.asked is None
     company.wait(40)
     assert attempt.asked is not None
