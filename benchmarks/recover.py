@@ -112,7 +112,7 @@ class ByHand(Contender):
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                 "--max-restarts", "1000", str(Path(__file__).parent / "by_hand.py"), str(directory), str(save_every),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "BY_HAND": self._mark},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # noqa: PLW1509 - prctl alone
