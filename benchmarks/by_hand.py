@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 
 def main() -> None:
     directory, save_every = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = load_job(EXAMPLE, [], recipe_defaults).job
     store = open_store(str(directory / "store"))
