@@ -23,7 +23,7 @@ from packtrain.chunks import Flusher
 from packtrain.code import unpack
 from packtrain.control import say
 from packtrain.errors import Mistake
-from packtrain.members import Generation, Node, Report
+from packtrain.members import Cause, Generation, Node, Report
 from packtrain.node.assembly import Assembly
 from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, begin
 from packtrain.node.causes import why_not_started
@@ -215,8 +215,8 @@ class Agent:
         if leaving is None:
             self._launch(attempt)
             return
-        cause = "notice" if leaving.kind == "notice" else "ended"
-        self._give_up(Report(attempt.generation.number, cause, leaving.reason))  # type: ignore[arg-type]
+        cause: Cause = "notice" if leaving.kind == "notice" else "ended"
+        self._give_up(Report(attempt.generation.number, cause, leaving.reason))
         self._finish_stopped(attempt.generation, leaving)
 
     def _launch(self, attempt: Attempt) -> None:
