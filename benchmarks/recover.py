@@ -9,6 +9,7 @@ the steps that were kept, at the pace of undisturbed ones, by the time that pass
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,7 +33,8 @@ from packtrain.control import RUN_VARIABLE, end_with_parent
 from packtrain.runs import Run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 100.0
+GRACE_SECONDS = 40.0  # torchrun itself gives its workers half a minute
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Contender(ABC):
             if len(made) >= steps:
                 return made
             time.sleep(0.1)
-        raise TimeoutError(f"no {steps} steps within {PATIENCE_SECONDS:.0f} s")
+        raise TimeoutError(f"no {steps} steps within {PATIENCE_SECONDS:.0f} s, attempt {attempt} was the last")
 
 
 class Ours(Contender):
@@ -109,8 +112,9 @@ class ByHand(Contender):
         self._mark = str(directory)
         self._process = subprocess.Popen(
             [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                "--max-restarts", "1000", str(Path(__file__).parent / "by_hand.py"), str(directory), str(save_every),
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                "--nproc-per-node", "2", "--max-restarts", "1000",
+                str(Path(__file__).parent / "by_hand.py"), str(directory), str(save_every),
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark},
             stdout=subprocess.DEVNULL,
@@ -126,8 +130,13 @@ class ByHand(Contender):
         return _processes("BY_HAND", self._mark)
 
     def end(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(PATIENCE_SECONDS)
+        self._process.terminate()
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:  # asked while it starts its workers again, it may not hear it
+            for process in (*self.workers(), self._process):
+                process.kill()
+            self._process.wait()
 
 
 def _processes(variable: str, value: str, store: str | None = None) -> list[psutil.Process]:
@@ -179,6 +188,15 @@ def under_fire(contender: Contender, seconds: float, every: float) -> float:
     return (kept(steps) - start.number) * pace(steps) / (time.time() - start.time)
 
 
+def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
+    found = kills(contender, options.rounds, 2 * options.save_every + 5)
+    return {
+        "seconds to the next step": bench.median([seconds for seconds, _ in found]),
+        "steps made again": bench.median([float(steps) for _, steps in found]),
+        "goodput under fire": f"{under_fire(contender, options.seconds, options.every):.0%}",
+    }
+
+
 def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.set_defaults(rounds=3)
@@ -191,18 +209,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             contender = kind(Path(directory), options.save_every)
             try:
-                found = kills(contender, options.rounds, 2 * options.save_every + 5)
-                goodput = under_fire(contender, options.seconds, options.every)
+                rows.append({"run": name, **measure(contender, options)})
+            except TimeoutError as error:
+                rows.append({"run": name, "seconds to the next step": str(error)})
             finally:
                 contender.end()
-        rows.append(
-            {
-                "run": name,
-                "seconds to the next step": bench.median([seconds for seconds, _ in found]),
-                "steps made again": bench.median([float(steps) for _, steps in found]),
-                "goodput under fire": f"{goodput:.0%}",
-            }
-        )
     notes = [
         f"medians of {options.rounds} kills; saves every {options.save_every} steps, 2 workers on this machine;"
         f" under fire: a kill every {options.every:.0f} s for {options.seconds:.0f} s"

@@ -110,8 +110,6 @@ class NoWorkers:
 
     pid = 0
 
-    def __init__(self, *_: object) -> None: ...
-
     def poll(self) -> int | None:
         return None
 
@@ -121,6 +119,17 @@ class NoWorkers:
     def terminate(self) -> None: ...
 
     def kill(self) -> None: ...
+
+
+class NoLaunchers:
+    def __init__(self, *_: object) -> None: ...
+
+    def launch(self, *_: object) -> NoWorkers:
+        return NoWorkers()
+
+    def make_ready(self) -> None: ...
+
+    def dismiss(self) -> None: ...
 
 
 class NoTelemetry:
@@ -283,7 +292,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32, 128, 512, 1000])
     parser.add_argument("--store", choices=STORES, nargs="+", default=list(STORES))
     options = parser.parse_args()
-    agent_module.Launch = NoWorkers  # type: ignore[assignment,misc]
+    agent_module.Launchers = NoLaunchers  # type: ignore[assignment,misc]
     lease_module.TelemetrySampler = NoTelemetry  # type: ignore[assignment,misc]
     rows = []
     with tempfile.TemporaryDirectory() as cache:

@@ -28,7 +28,7 @@ from packtrain.node.causes import FAILURE
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.runs import Run
 from packtrain.store import Store, StoreError, open_store
-from parts.agents import StandIn, look_through
+from parts.agents import StandIns, look_through
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job
 
@@ -276,7 +276,7 @@ def stepped(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Stepped]]:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(agent_module, "Launch", StandIn)
+    monkeypatch.setattr(agent_module, "Launchers", StandIns)
     agents: list[Agent] = []
 
     def make(run: Run) -> Stepped:

@@ -5,24 +5,26 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from packtrain.control import CONTROL_VARIABLE
 from packtrain.members import Generation, Member
 from packtrain.node.launch import (
     Directories,
     Launch,
+    Launchers,
     free_port,
     interface_of,
     last_words,
     launcher_arguments,
     worker_environment,
 )
+from packtrain.runs import Run
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, program_job
 
@@ -72,9 +74,9 @@ def test_a_program_is_started_with_its_arguments_as_they_are(program: tuple[str,
     assert arguments[arguments.index("--log-dir") + 2 :] == started
 
 
-def directories_in(path: Path) -> Directories:
-    directories = Directories(path / "logs", path / "control", path / "code", path / "checkpoints")
-    for directory in (directories.logs, directories.code):
+def directories_in(home: Path) -> Directories:
+    directories = Directories(home / "logs", home / "control", home / "checkpoints")
+    for directory in (directories.logs, home / "code"):
         directory.mkdir(parents=True)
     return directories
 
@@ -145,43 +147,75 @@ print(session.pid, plain.pid, bare.pid, flush=True)
 """
 
 
+class Nodes:
+    """Launchers of a run's nodes, and what they start in place of torch's."""
+
+    def __init__(self, run: Run, directory: Path) -> None:
+        self.run, self.directory = run, directory
+        self.packages = directory / "stand-in"
+        self._package = self.packages / "torch" / "distributed"
+        self._package.mkdir(parents=True)
+        for folder in (self._package, self._package.parent):
+            (folder / "__init__.py").touch()
+
+    def does(self, script: str) -> None:
+        """What launchers do once they have their work; that they are ready, they say when they are imported."""
+        ready = "import os, pathlib; pathlib.Path(os.environ['PACKTRAIN_CONTROL'] + '.ready').touch()\n"
+        body = "def main(arguments):\n" + textwrap.indent(script, "    ")
+        (self._package / "run.py").write_text(ready + body)
+
+    def launchers(self, name: str) -> Launchers:
+        (self.directory / name / "code").mkdir(parents=True)
+        return Launchers(self.run, self.directory / name, {**os.environ, "PYTHONPATH": str(self.packages)})
+
+    def is_ready(self, name: str) -> bool:
+        return (self.directory / name / "launcher.ready").exists()
+
+    def launched(self, script: str, name: str = "node", ready: bool = False) -> tuple[Launch, list[int]]:
+        """A launch and what it started, once that is there."""
+        self.does(script)
+        launchers = self.launchers(name)
+        if ready:
+            launchers.make_ready()
+            until(lambda: self.is_ready(name))
+        return self.launch(launchers, name)
+
+    def launch(self, launchers: Launchers, name: str = "node") -> tuple[Launch, list[int]]:
+        home = self.directory / name
+        directories = Directories(home / "logs", home / "control", home / "checkpoints")
+        directories.logs.mkdir(exist_ok=True)
+        launch, log = launchers.launch(a_generation(1, "a"), 0, directories), directories.logs / "launcher.log"
+        until(lambda: log.read_text().endswith("\n") or launch.poll() is not None)
+        assert log.read_text().endswith("\n"), "it ended without a word"
+        return launch, [int(pid) for pid in log.read_text().split()]
+
+
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `-m torch.distributed.run` leads, for launchers of this test."""
-    package = tmp_path / "stand-in" / "torch" / "distributed"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(package.parent.parent))
-    return package / "run.py"
+def nodes(directory_store: Store, tmp_path: Path) -> Nodes:
+    return Nodes(new_run(directory_store), tmp_path)
 
 
-def launched(stand_in: Path, script: str, directories: Directories) -> tuple[Launch, list[int]]:
-    """A launcher and what it started, once that is there."""
-    stand_in.write_text(script)
-    environment = {**os.environ, CONTROL_VARIABLE: str(directories.control)}
-    launch = Launch([], environment, directories)
-    log = directories.logs / "launcher.log"
-    while not log.read_text().endswith("\n"):
-        assert launch.poll() is None or log.read_text().endswith("\n"), "it ended without a word"
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.02)
-    return launch, [int(pid) for pid in log.read_text().split()]
 
 
 def still_there(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_kill_ends_what_workers_started_in_sessions_of_their_own(stand_in: Path, tmp_path: Path) -> None:
-    launch, pids = launched(stand_in, FAMILY + "time.sleep(600)", directories_in(tmp_path / "node"))
+def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: Nodes) -> None:
+    launch, pids = nodes.launched(FAMILY + "time.sleep(600)")
     assert still_there(pids) == pids
     launch.kill()
     assert launch.poll() is not None
     assert still_there(pids) == []
 
 
-def test_kill_ends_orphans_of_a_launcher_that_is_gone(stand_in: Path, tmp_path: Path) -> None:
-    launch, pids = launched(stand_in, FAMILY + "bare.kill()", directories_in(tmp_path / "node"))
+def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: Nodes) -> None:
+    launch, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
     launch._process.wait()
     assert still_there(orphans) == orphans
@@ -189,9 +223,9 @@ def test_kill_ends_orphans_of_a_launcher_that_is_gone(stand_in: Path, tmp_path: 
     assert still_there(orphans) == []
 
 
-def test_kill_spares_another_generations_workers(stand_in: Path, tmp_path: Path) -> None:
-    one, pids_of_one = launched(stand_in, FAMILY + "time.sleep(600)", directories_in(tmp_path / "one"))
-    other, pids_of_other = launched(stand_in, FAMILY + "time.sleep(600)", directories_in(tmp_path / "other"))
+def test_kill_spares_another_generations_workers(nodes: Nodes) -> None:
+    one, pids_of_one = nodes.launched(FAMILY + "time.sleep(600)", "one")
+    other, pids_of_other = nodes.launched(FAMILY + "time.sleep(600)", "other")
     one.kill()
     assert still_there(pids_of_one) == []
     assert still_there(pids_of_other) == pids_of_other
@@ -199,24 +233,22 @@ def test_kill_spares_another_generations_workers(stand_in: Path, tmp_path: Path)
     assert still_there(pids_of_other) == []
 
 
-def test_a_launcher_can_be_killed_twice(stand_in: Path, tmp_path: Path) -> None:
-    launch, _ = launched(stand_in, "print(flush=True)", directories_in(tmp_path / "node"))
+def test_a_launcher_can_be_killed_twice(nodes: Nodes) -> None:
+    launch, _ = nodes.launched("print(flush=True)")
     launch.kill()
     code = launch.poll()
     launch.kill()
     assert launch.poll() == code
 
 
-def test_terminate_asks_the_launcher_politely(stand_in: Path, tmp_path: Path) -> None:
+def test_terminate_asks_the_launcher_politely(nodes: Nodes) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
-    launch, _ = launched(stand_in, script, directories_in(tmp_path / "node"))
+    launch, _ = nodes.launched(script)
     launch.terminate()
     assert launch._process.wait(timeout=30) == 7
 
 
-def test_a_notice_that_reaches_every_process_ends_no_launcher_and_is_heard_by_its_workers(
-    stand_in: Path, tmp_path: Path
-) -> None:
+def test_a_notice_that_reaches_every_process_ends_no_launcher_and_is_heard_by_its_workers(nodes: Nodes) -> None:
     script = """
 import signal, subprocess, sys
 hear = "import signal; signal.signal(10, lambda *_: exit(7)); print(flush=True); signal.pause()"
@@ -225,34 +257,103 @@ worker.stdout.readline()
 print(worker.pid, flush=True)
 sys.exit(worker.wait())
 """
-    launch, pids = launched(stand_in, script, directories_in(tmp_path / "node"))
+    launch, pids = nodes.launched(script)
     for pid in (launch._process.pid, *pids):
         os.kill(pid, signal.SIGUSR1)
     assert launch._process.wait(timeout=30) == 7
 
 
-def test_a_launcher_hears_of_the_death_of_its_agent(stand_in: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
+def test_a_launcher_hears_of_the_death_of_its_agent(nodes: Nodes, has_work: bool) -> None:
     """The agent is a process of its own here, because it has to die."""
-    stand_in.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    directories = directories_in(tmp_path / "node")
+    nodes.does("import time; print(flush=True); time.sleep(600)")
+    (nodes.directory / "node" / "code").mkdir(parents=True)
+    (nodes.directory / "node" / "logs").mkdir()
     agent = f"""
 import os, time
 from pathlib import Path
-from packtrain.node.launch import Directories, Launch
-directories = Directories(*(Path({str(tmp_path / "node")!r}) / name for name in ("logs", "control", "code", "ckpt")))
-Launch([], dict(os.environ), directories)
+from packtrain.node.launch import Directories, Launchers
+from packtrain.runs import Run
+from packtrain.store import open_store
+from parts.runs import a_generation
+home = Path({str(nodes.directory / "node")!r})
+environment = dict(os.environ, PYTHONPATH={str(nodes.packages)!r})
+launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, environment)
+launchers.make_ready()
+print(launchers._ready.pid, flush=True)
+if {has_work}:
+    launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "checkpoints"))
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", agent])
-    log = directories.logs / "launcher.log"
-    while not (log.exists() and log.read_text().endswith("\n")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    launcher = psutil.Process(int(log.read_text()))
+    process = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, env=with_parts())
+    assert process.stdout is not None
+    launcher = psutil.Process(int(process.stdout.readline()))
+    log = nodes.directory / "node" / "logs" / "launcher.log"
+    until(lambda: log.exists() and log.read_text() == "\n" if has_work else nodes.is_ready("node"))
     process.kill()
     process.wait()
+    process.stdout.close()
     gone, _ = psutil.wait_procs([launcher], timeout=30)
     assert gone == [launcher]
+
+
+def with_parts() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+
+def test_a_launcher_that_is_ready_gets_the_next_work(nodes: Nodes) -> None:
+    nodes.does("import os; print(os.getpid(), flush=True)")
+    launchers = nodes.launchers("node")
+    launchers.make_ready()
+    launchers.make_ready()
+    ready = launchers._ready
+    assert ready is not None
+    _, pids = nodes.launch(launchers)
+    assert pids == [ready.pid]
+    _, pids = nodes.launch(launchers)
+    assert pids != [ready.pid], "each has one work"
+
+
+def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: Nodes) -> None:
+    nodes.does("import os; print(os.getpid(), flush=True)")
+    launchers = nodes.launchers("node")
+    launchers.make_ready()
+    dead = launchers._ready
+    assert dead is not None
+    dead.kill()
+    dead.wait()
+    _, pids = nodes.launch(launchers)
+    assert pids != [dead.pid]
+
+
+def test_a_launcher_without_work_can_be_dismissed(nodes: Nodes) -> None:
+    nodes.does("pass")
+    launchers = nodes.launchers("node")
+    launchers.dismiss()
+    launchers.make_ready()
+    ready = launchers._ready
+    assert ready is not None
+    launchers.dismiss()
+    assert ready.poll() is not None
+    assert still_there([ready.pid]) == []
+
+
+def test_work_comes_with_its_environment_and_nothing_on_the_standard_input(nodes: Nodes) -> None:
+    script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
+    launch, said = nodes.launched(script)
+    assert said == [1, 0]
+    assert launch._process.wait(timeout=30) == 0
+
+
+def test_a_launcher_that_cannot_begin_is_a_launch_that_failed_and_says_why(nodes: Nodes) -> None:
+    nodes.does("pass")
+    (nodes.packages / "torch" / "distributed" / "run.py").write_text("raise ImportError('no such thing')")
+    launchers, home = nodes.launchers("node"), nodes.directory / "node"
+    (home / "logs").mkdir()
+    directories = Directories(home / "logs", home / "control", home / "checkpoints")
+    launch = launchers.launch(a_generation(1, "a"), 0, directories)
+    assert launch._process.wait(timeout=30) == 1
+    assert last_words(home / "logs").rstrip().endswith("ImportError: no such thing")
 
 
 def test_a_port_that_is_free_can_be_listened_on() -> None:

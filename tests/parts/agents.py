@@ -23,7 +23,7 @@ class StandIn:
 
     pid = 0
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self.code: int | None = None
         self.asked = 0
         self.workers = True
@@ -39,6 +39,19 @@ class StandIn:
 
     def kill(self) -> None:
         self.code = -9 if self.code is None else self.code
+
+
+class StandIns:
+    """Launchers that start no process."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def launch(self, *_: object) -> StandIn:
+        return StandIn()
+
+    def make_ready(self) -> None: ...
+
+    def dismiss(self) -> None: ...
 
 
 class StillMachine:
@@ -125,7 +138,7 @@ class Company:
 @contextmanager
 def company_of(run: Run, monkeypatch: pytest.MonkeyPatch, cache: str) -> Iterator[Company]:
     monkeypatch.setenv("PACKTRAIN_CACHE", cache)
-    monkeypatch.setattr(agent_module, "Launch", StandIn)
+    monkeypatch.setattr(agent_module, "Launchers", StandIns)
     numbers = count()
     monkeypatch.setattr(agent_module, "new_name", lambda: f"m{next(numbers):04d}")
     monkeypatch.setattr(lease_module, "TelemetrySampler", StillMachine)

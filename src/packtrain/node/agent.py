@@ -30,7 +30,7 @@ from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, in_words, left_at_start
 from packtrain.node.endings import Leaving, complain, end_at_once, go_through
 from packtrain.node.homes import Home, remove_orphans, sweep
-from packtrain.node.launch import Launch, free_port, launcher_arguments, worker_environment
+from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import Lease, hurried
 from packtrain.node.notices import NoticeBoard, Notices
 from packtrain.node.program import ProgramCheckpoints
@@ -43,6 +43,7 @@ from packtrain.store import StoreError
 LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...
 IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at what is on this machine
+_READY_SECONDS = 20.0  # workers that are at work for so long may do with a launcher that waits for their failure
 _RESULT_LOOKS = 5  # workers that work are themselves a sign that there is no result
 _END_SECONDS = 20.0  # for the last words after the deadline
 _SWEEP_SECONDS = 10.0  # to wait for what is taken over of dead nodes, before this one leaves
@@ -61,9 +62,10 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
-        self._run, self._job, self._inherited, self._clock = run, run.job, inherited, clock
+        self._run, self._job, self._clock = run, run.job, clock
         self.name = new_name()
         self._home = Home.make(run, self.name)
+        self._launchers = Launchers(run, self._home.path, inherited)
         self._events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
         self._telemetry = run.telemetry_writer(self.name)
         # Those who were there before a generation come before those who came after it.
@@ -118,6 +120,7 @@ class Agent:
             go_through(
                 self._board.close,
                 self._end_attempt,
+                self._launchers.dismiss,
                 lambda: sweeping.wait(_SWEEP_SECONDS),
                 lambda: self._tell("node", f"{self.name} leaves"),
                 flusher.close,
@@ -221,18 +224,14 @@ class Agent:
 
     def _launch(self, attempt: Attempt) -> None:
         """Starts the workers, once what they need is there."""
-        generation, directories = attempt.generation, attempt.directories
+        generation = attempt.generation
         if attempt.preparing is not None and not attempt.preparing.is_done:
             return
         try:
             if attempt.preparing is not None:
                 attempt.preparing.result()
                 attempt.preparing = None
-            attempt.launch = Launch(
-                launcher_arguments(generation, attempt.rank, self._job.program, directories.logs),
-                worker_environment(self._run, generation, attempt.rank, directories, self._inherited),
-                directories,
-            )
+            attempt.launch = self._launchers.launch(generation, attempt.rank, attempt.directories)
         except OSError as error:
             self._cannot_start(generation, error)
             return
@@ -265,6 +264,8 @@ class Agent:
 
     def _look_after(self, attempt: Attempt) -> None:
         """While the workers work."""
+        if self._clock() - attempt.began > _READY_SECONDS:
+            self._launchers.make_ready()
         if self._job.program is not None and attempt.is_first:
             attempt.commit_if_due(self._program, self._tell)
         several = len(attempt.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed

@@ -158,7 +158,7 @@ def begin(
 ) -> Attempt:
     """An attempt with its directories; nothing is started yet."""
     folder = home / f"{generation.number:06d}"
-    directories = Directories(folder / "logs", folder / "control", home / "code", home / "checkpoints")
+    directories = Directories(folder / "logs", folder / "control", home / "checkpoints")
     directories.logs.mkdir(parents=True, exist_ok=True)
     first_rank = sum(member.workers for member in generation.members[:rank])
     shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank)

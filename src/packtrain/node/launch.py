@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -47,7 +48,6 @@ class Directories:
 
     logs: Path
     control: Path
-    code: Path
     checkpoints: Path
 
 
@@ -78,7 +78,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """What workers find in their environment beside what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
-    kept = {name: value for name, value in inherited.items() if not _is_of_another_launcher(name)}
+    kept = _without_other_launchers(inherited)
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
     # What a machine has set for all its programs may name another network than the one that was checked.
@@ -98,8 +98,12 @@ def worker_environment(
     }
 
 
-def _is_of_another_launcher(name: str) -> bool:
-    return name.startswith(_RANK_PREFIXES) or name in _RANK_VARIABLES
+def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(_RANK_PREFIXES) and name not in _RANK_VARIABLES
+    }
 
 
 def interface_of(address: str) -> str | None:
@@ -110,27 +114,64 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class Launch:
-    """The launcher of one generation and its workers."""
+class Launchers:
+    """Starts launchers; the next one may be made ready while the workers of one are at work."""
 
-    def __init__(
-        self,
-        arguments: list[str],
-        environment: dict[str, str],
-        directories: Directories,
-    ) -> None:
-        self._mark = str(directories.control)
-        with (directories.logs / "launcher.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *arguments],
-                stdin=subprocess.DEVNULL,
+    def __init__(self, run: Run, home: Path, inherited: Mapping[str, str]) -> None:
+        self._run, self._home, self._inherited = run, home, inherited
+        marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
+        self._environment = {**_without_other_launchers(inherited), **marks}
+        self._ready: subprocess.Popen[bytes] | None = None
+
+    def make_ready(self) -> None:
+        """Costs some seconds of a core, once, and the memory of torch. Where it cannot be, there is none ready."""
+        with suppress(OSError):
+            self._ready = self._ready or self._start()
+
+    def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
+        """A launcher that dies before it has its work is a launch that failed: its log says why."""
+        work = {
+            "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
+            "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
+        }
+        if self._ready is not None and self._ready.poll() is not None:
+            self.dismiss()
+        process, self._ready = self._ready or self._start(), None
+        self._log.rename(directories.logs / "launcher.log")
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(json.dumps(work).encode() + b"\n")
+        return Launch(process, str(directories.control))
+
+    def dismiss(self) -> None:
+        if self._ready is not None:
+            self._ready.kill()
+            self._ready.wait()
+            self._ready = None
+
+    @property
+    def _log(self) -> Path:
+        return self._home / "launcher.log"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "packtrain.train.launcher"],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=directories.code,
-                env=environment,
+                cwd=self._home / "code",
+                env=self._environment,
                 start_new_session=True,
                 preexec_fn=_end_with_agent,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
+
+
+class Launch:
+    """The launcher of one generation and its workers."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
+        self._process, self._mark = process, mark
 
     @property
     def pid(self) -> int:

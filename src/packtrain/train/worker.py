@@ -74,7 +74,8 @@ class Worker:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
         recipe = recipe_class(job.recipe)(job, pack)
-        world = World.join()
+        with self._notice.at_once():
+            world = World.join()
         compute_exactly(world.device)
         generation = int(os.environ[GENERATION_VARIABLE])
         try:
