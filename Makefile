@@ -20,7 +20,7 @@ demo: $(VENV)/train
 	@$(BIN)/packtrain show en-de
 
 test: $(VENV)/dev lint parts
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check

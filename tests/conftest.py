@@ -17,6 +17,17 @@ from parts.presence import need
 from parts.proxy import Proxy, proxy_before
 from parts.s3 import S3Server, fresh_location, leave_aws
 
+# Of the folders and files that take minutes, the longest first: so the processes that share the tests end together.
+LONG = ("test_benchmarks.py", "faults", "fleet", "recipes", "end_to_end", "train", "node")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[S3Server]:
