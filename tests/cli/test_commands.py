@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 def packtrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "packtrain", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

@@ -17,7 +17,7 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 TESTS = Path(__file__).parents[1]
 
 # A process of its own: fetches a file through the cache and prints what it has.

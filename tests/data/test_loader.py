@@ -23,7 +23,7 @@ from parts.faulty import FaultyStore
 
 COSTS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
 ORDER = Order(COSTS, COSTS, budget=lambda _: 10, seed=1)
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 
 
 def collate(ids: Ids, epoch: int) -> Arrays:

@@ -83,7 +83,7 @@ def test_a_tied_node_ends_with_its_client() -> None:
     assert node.is_running()
     client.kill()
     client.wait()
-    gone, _ = psutil.wait_procs([node], timeout=30)
+    gone, _ = psutil.wait_procs([node], timeout=90)
     assert gone == [node]
 
 

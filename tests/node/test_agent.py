@@ -32,7 +32,7 @@ from parts.agents import StandIns, look_through
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 SAY_WHO = """
 import os

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from packtrain import report as report_module
 from packtrain.cli import app
-from packtrain.errors import EXIT_UNFINISHED
+from packtrain.errors import EXIT_UNFINISHED, PacktrainError
+from packtrain.fleet import fleet_of
 from packtrain.job import Budget, Fleet
 from packtrain.node import agent as agent_module
 from packtrain.node import endings as endings_module
@@ -145,6 +146,58 @@ def test_a_machine_whose_part_is_done_is_switched_off_whatever_fails(
     monkeypatch.setattr(report_module, "write_report", broken)
     assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
     assert switched_off == [True]
+
+
+@pytest.mark.parametrize("fails", ["the agent's beginning", "the agent's work", "the store"])
+def test_a_machine_whose_agent_dies_is_switched_off_and_the_run_tells_of_it(
+    fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
+
+    class Dying:
+        has_done_its_part = False
+
+        def __init__(self, *_: object) -> None:
+            if fails == "the agent's beginning":
+                raise TypeError("a defect")
+
+        def work(self) -> None:
+            raise StoreError("refused") if fails == "the store" else TypeError("a defect")
+
+    switched_off: list[bool] = []
+    monkeypatch.setattr(agent_module, "Agent", Dying)
+    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
+    assert switched_off == [True]
+    [event] = run.events().read()
+    assert event.kind == "failure"
+    assert event.text.endswith("StoreError: refused" if fails == "the store" else "TypeError: a defect")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "off"),
+    [(["--address", "8.8.8.8"], False), (["--interface", "no-such-card"], False), (["--power-off"], True)],
+)
+def test_a_wrong_word_switches_no_machine_off_and_a_job_that_cannot_be_read_does_where_the_fleet_said_so(
+    arguments: list[str], off: bool, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
+    if off:
+        directory_store.put(run.key("job.json"), b"damaged")
+    switched_off: list[bool] = []
+    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, *arguments])
+    assert isinstance(ended.exception, PacktrainError)
+    assert switched_off == [off]
+
+
+def test_fleets_pass_on_that_machines_are_to_be_switched_off(directory_store: Store) -> None:
+    on, off = (
+        new_run(directory_store, recipe_job(fleet={"ssh": {"hosts": ["a"], "power_off": wanted}}))
+        for wanted in (False, True)
+    )
+    assert not any("--power-off" in start.arguments[-1] for start in fleet_of(on.job.fleet.kind).plan(on))
+    assert all("--power-off" in start.arguments[-1] for start in fleet_of(off.job.fleet.kind).plan(off))
 
 
 def test_the_process_ends_at_the_deadline_also_where_the_machine_cannot_be_switched_off() -> None:

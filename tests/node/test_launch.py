@@ -245,7 +245,7 @@ def test_terminate_asks_the_launcher_politely(nodes: Nodes) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
     launch.terminate()
-    assert launch._process.wait(timeout=30) == 7
+    assert launch._process.wait(timeout=90) == 7
 
 
 def test_a_notice_that_reaches_every_process_ends_no_launcher_and_is_heard_by_its_workers(nodes: Nodes) -> None:
@@ -260,7 +260,7 @@ sys.exit(worker.wait())
     launch, pids = nodes.launched(script)
     for pid in (launch._process.pid, *pids):
         os.kill(pid, signal.SIGUSR1)
-    assert launch._process.wait(timeout=30) == 7
+    assert launch._process.wait(timeout=90) == 7
 
 
 @pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
@@ -293,7 +293,7 @@ time.sleep(600)
     process.kill()
     process.wait()
     process.stdout.close()
-    gone, _ = psutil.wait_procs([launcher], timeout=30)
+    gone, _ = psutil.wait_procs([launcher], timeout=90)
     assert gone == [launcher]
 
 
@@ -342,7 +342,7 @@ def test_work_comes_with_its_environment_and_nothing_on_the_standard_input(nodes
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
     assert said == [1, 0]
-    assert launch._process.wait(timeout=30) == 0
+    assert launch._process.wait(timeout=90) == 0
 
 
 def test_a_launcher_that_cannot_begin_is_a_launch_that_failed_and_says_why(nodes: Nodes) -> None:
@@ -352,7 +352,7 @@ def test_a_launcher_that_cannot_begin_is_a_launch_that_failed_and_says_why(nodes
     (home / "logs").mkdir()
     directories = Directories(home / "logs", home / "control", home / "checkpoints")
     launch = launchers.launch(a_generation(1, "a"), 0, directories)
-    assert launch._process.wait(timeout=30) == 1
+    assert launch._process.wait(timeout=90) == 1
     assert last_words(home / "logs").rstrip().endswith("ImportError: no such thing")
 
 

@@ -70,5 +70,5 @@ def test_an_ssh_cluster_makes_the_same_bytes_and_leaves_no_process(
     assert set(worker_pids) <= {process.pid for process in started}
     assert on_cluster == packed(tmp_path / "train", tmp_path / "alone", HereAlone())
 
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert [*alive, *ssh.processes()] == []

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 90.0
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "pivot_root", "sshd", "ssh", "ssh-keygen", "mount")
 _SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOCK = Path("/tmp/packtrain-hosts.lock")  # subnets are this computer's, whoever runs the tests

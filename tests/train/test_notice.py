@@ -35,17 +35,17 @@ def test_a_worker_that_waits_for_others_in_vain_ends_when_it_is_asked_to(number:
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"
     process.send_signal(number)
-    assert process.wait(timeout=30) == -number
+    assert process.wait(timeout=90) == -number
     process.stdout.close()
 
 
 def test_one_that_was_asked_before_does_not_begin_to_wait() -> None:
     process = started(before="signal.raise_signal(signal.SIGUSR1)")
-    assert process.communicate(timeout=30) == ("", None)
+    assert process.communicate(timeout=90) == ("", None)
     assert process.returncode == -signal.SIGTERM
 
 
 def test_afterwards_a_signal_is_a_notice_again() -> None:
     process = started()
-    assert process.communicate(timeout=30) == ("waits\ngoes on\nheard True\n", None)
+    assert process.communicate(timeout=90) == ("waits\ngoes on\nheard True\n", None)
     assert process.returncode == 0
