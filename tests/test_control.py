@@ -17,6 +17,21 @@ def test_a_request_to_stop_is_seen_by_whoever_shares_the_directory(tmp_path: Pat
     assert worker.asked_to_stop()
 
 
+def test_an_agent_knows_that_its_workers_have_made_a_step(tmp_path: Path) -> None:
+    agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
+    assert not agent.is_under_way()
+    worker.tell_under_way()
+    worker.tell_under_way()
+    assert agent.is_under_way()
+
+
+def test_a_step_is_made_also_where_it_cannot_be_told(tmp_path: Path) -> None:
+    control = Control(tmp_path / "control")
+    (tmp_path / "control").rmdir()
+    control.tell_under_way()
+    assert not control.is_under_way()
+
+
 def test_without_errors_there_are_none(tmp_path: Path) -> None:
     assert Control(tmp_path).errors() == []
 

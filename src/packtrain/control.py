@@ -42,13 +42,24 @@ class Control:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._stop = directory / "stop"
+        self._stop, self._under_way = directory / "stop", directory / "under-way"
+        self._has_told = False
 
     def ask_to_stop(self) -> None:
         self._stop.touch()
 
     def asked_to_stop(self) -> bool:
         return self._stop.exists()
+
+    def tell_under_way(self) -> None:
+        """That a step was made; may be told again and again."""
+        if not self._has_told:
+            self._has_told = True
+            with suppress(OSError):  # a full disk: then nobody knows
+                self._under_way.touch()
+
+    def is_under_way(self) -> bool:
+        return self._under_way.exists()
 
     def tell_error(self, error: WorkerError) -> None:
         path = self.directory / f"error-{error.rank}.json"

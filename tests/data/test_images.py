@@ -113,6 +113,16 @@ def test_what_is_seen_depends_on_seed_epoch_and_sample_alone() -> None:
     assert len(set(seen)) == 4
 
 
+def test_every_turn_of_an_epoch_shows_something_else_and_the_first_what_there_is_without_turns(
+    batches: ImageBatches,
+) -> None:
+    ids, turns = np.array([0, 1, 0, 1, 0]), np.array([0, 0, 1, 1, 2])
+    seen = batches.random(ids, 1, 0, 40, 0.08, turns)
+    plain = batches.random(ids[:2], 1, 0, 40, 0.08)
+    assert np.array_equal(seen[:2], plain)
+    assert len({picture.tobytes() for picture in seen}) == len(ids)
+
+
 def test_half_of_the_samples_are_mirrored() -> None:
     flips = [random_crop(50, 40, 0.5, 1, 0, sample).flip for sample in range(1000)]
     assert 450 < sum(flips) < 550

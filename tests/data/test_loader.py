@@ -158,7 +158,9 @@ def test_batches_are_made_ahead_but_not_without_end() -> None:
     try:
         assert full.wait(PATIENCE_SECONDS)
         assert made == [0, 1, 2, 3]  # three wait in the queue and the fourth before it
+        assert loader.at_hand == 3
         loader.next()
+        assert loader.at_hand in (2, 3)
     finally:
         loader.close()
     assert len(made) <= 5
@@ -492,6 +494,34 @@ def test_an_order_goes_through_its_sources_by_their_weights() -> None:
     assert times[:4].tolist() == [2, 2, 2, 2]
     assert sorted(times[4:].tolist()) == [0] * 4 + [1] * 4
     assert [ids.tolist() for ids in order.batches(0)] != [ids.tolist() for ids in order.batches(1)]
+
+
+TWICE = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 1.0))
+
+
+def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = None) -> Iterator[Loaded]:
+    def again(ids: Ids, epoch: int, turns: Ids) -> Arrays:
+        return {**collate(ids, epoch), "turns": turns}
+
+    return parts(TWICE, lambda ids, epoch: again(ids, epoch, 0 * ids), start, rank, num_ranks, piece, again=again)
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_comes_in_two_turns() -> None:
+    epoch = list(islice(in_turns(Position(), 0, 1), len(TWICE.batches(0))))
+    seen = [pair for one in epoch for pair in zip(one.ids.tolist(), one.turns.tolist(), strict=True)]
+    assert sorted(seen) == sorted([*((sample, 0) for sample in range(12)), *((sample, 1) for sample in range(4))])
+
+
+@given(st.integers(0, 15), st.integers(1, 4), st.sampled_from([None, 1, 6]))
+def test_turns_are_the_same_for_any_number_of_ranks_pieces_and_beginnings(
+    before: int, num_ranks: int, piece: int | None
+) -> None:
+    whole = list(islice(in_turns(Position(), 0, 1), before + 6))
+    start = whole[before - 1].after if before else Position()
+    for rank in range(num_ranks):
+        for mine, one in zip(islice(in_turns(start, rank, num_ranks, piece), 6), whole[before:], strict=True):
+            assert mine.turns.tolist() == one.turns[rank::num_ranks].tolist()
+            assert np.concatenate([part["turns"] for part in mine.pieces]).tolist() == mine.turns.tolist()
 
 
 def test_sources_of_weight_one_change_nothing() -> None:

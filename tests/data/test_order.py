@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from packtrain.data import order
-from packtrain.data.order import Ids, Stream, block, epoch_batches, mixed_epoch, permutation, philox_words, share
+from packtrain.data.order import (
+    Ids,
+    Stream,
+    block,
+    epoch_batches,
+    mixed_epoch,
+    permutation,
+    philox_words,
+    share,
+    turns_of,
+)
 from packtrain.data.text import likeness
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.vocabulary import Vocabulary
@@ -122,6 +132,11 @@ def test_words_depend_on_the_seed_and_on_each_counter() -> None:
     assert len({philox_words(1, *place)[0] for place in places}) == len(places)
 
 
+def test_every_turn_has_words_of_its_own_and_the_first_those_without_a_turn() -> None:
+    assert len({philox_words(1, 1, 5, 0, Stream.MIX, turn=turn)[0] for turn in range(100)}) == 100
+    assert philox_words(9, 1, 5, 0, 3, turn=0).tolist() == philox_words(9, 1, 5, 0, 3).tolist()
+
+
 def test_every_purpose_has_words_of_its_own() -> None:
     assert len({philox_words(1, 1, 5, 0, stream)[0] for stream in Stream}) == len(Stream)
 
@@ -204,6 +219,12 @@ def test_sources_are_mixed_and_not_one_after_the_other() -> None:
 
 def test_mixes_are_these_for_ever() -> None:
     assert mixed_epoch([4, 3, 4], [1.0, 2.0, 0.5], 1, 0).tolist() == [6, 9, 0, 2, 10, 3, 6, 5, 1, 4, 4, 5]
+
+
+@given(st.lists(st.integers(0, 9), max_size=40))
+def test_a_turn_is_how_often_a_sample_came_before(ids: list[int]) -> None:
+    turns = turns_of(np.array(ids, np.int64)).tolist()
+    assert turns == [ids[:place].count(sample) for place, sample in enumerate(ids)]
 
 
 def test_every_source_needs_a_weight() -> None:

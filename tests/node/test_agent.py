@@ -316,6 +316,19 @@ def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_sta
     assert len(run.generations()) == 1
 
 
+def test_the_next_launcher_is_made_ready_once_the_workers_have_made_a_step(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    one = stepped(new_run(directory_store, recipe_job()))
+    launchers: StandIns = one.agent._launchers  # type: ignore[assignment]
+    one.look(3)
+    assert one.agent._attempt is not None
+    assert not launchers.is_ready
+    one.agent._attempt.control.tell_under_way()
+    one.look()
+    assert launchers.is_ready
+
+
 def test_the_programs_directory_is_brought_back_once_and_then_left_alone(
     directory_store: Store, stepped: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import pytest
 
+from packtrain.control import Control, WorkerError
 from packtrain.members import Telemetry
 from packtrain.node import agent as agent_module
 from packtrain.node import lease as lease_module
@@ -44,12 +46,15 @@ class StandIn:
 class StandIns:
     """Launchers that start no process."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object) -> None:
+        self.is_ready = False
 
     def launch(self, *_: object) -> StandIn:
+        self.is_ready = False
         return StandIn()
 
-    def make_ready(self) -> None: ...
+    def make_ready(self) -> None:
+        self.is_ready = True
 
     def dismiss(self) -> None: ...
 
@@ -122,6 +127,17 @@ class Company:
             if agent._attempt is not None and agent._attempt.launch is not None:
                 agent._attempt.launch.code = code  # type: ignore[attr-defined]
 
+    def fail(self, agent: Agent, text: str = "it broke", **error: Any) -> None:
+        """A worker of this machine gives up, and the workers of all others lose the connection to it."""
+        assert agent._attempt is not None
+        for one in self.there():
+            if one._attempt is not None:
+                told = WorkerError(0, "Connection closed by peer", False, 2.0)
+                if one is agent:
+                    told = replace(told, text=text, time=3.0, **error)
+                Control(one._attempt.directories.control).tell_error(told)
+        self.end_workers(1)
+
     def give_notice(self, agent: Agent, seconds: float | None = None) -> None:
         agent._board.post(Notice("the cloud wants it back", seconds))
 
@@ -133,6 +149,10 @@ class Company:
 
     def causes(self) -> list[str]:
         return [generation.cause for generation in self.run.generations()]
+
+
+Make = Callable[..., Company]
+"""How many machines a run may have, how many there are, and what else is in its job."""
 
 
 @contextmanager

@@ -58,6 +58,19 @@ def test_which_caption_is_drawn_goes_by_the_epoch_and_the_sample_alone(recipe: C
     assert len({tuple(drawn(two, epoch)) for epoch in range(6)}) > 1
 
 
+def test_a_picture_that_comes_again_in_an_epoch_may_have_another_caption_and_shows_another_part(
+    recipe: Caption,
+) -> None:
+    two, turns = np.repeat([1, 3, 5, 7], 6), np.tile(np.arange(6), 4)  # those with two captions, six times each
+    batch = recipe.batch_again(two, 0, turns)
+    said = np.array(recipe.pack.vocabulary.decode(batch["tokens"].tolist())).reshape(4, 6)
+    assert [set(captions) for captions in said.tolist()] == [set(captions_of(*THINGS[sample])) for sample in two[::6]]
+    assert len({picture.tobytes() for picture in batch["pixels"]}) > 12
+    first = recipe.batch(two[::6], 0)
+    assert said[:, 0].tolist() == recipe.pack.vocabulary.decode(first["tokens"].tolist())
+    assert np.array_equal(batch["pixels"][::6], first["pixels"])
+
+
 def test_pictures_are_not_mirrored(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     """What is left of a mirrored picture would be right of it in its caption."""
     recipe = make_caption(make_recipe, tmp_path, train={**TRAIN, "min_scale": 1.0, "size": 36})

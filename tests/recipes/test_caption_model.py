@@ -151,3 +151,10 @@ def test_no_pictures_have_no_rows_and_gradients_of_zero() -> None:
     assert [len(one) for one in told] == [0, 0, 0]
     (told.logits.sum() + told.places.sum()).backward()
     assert all(one.grad is not None and float(one.grad.abs().sum()) == 0.0 for one in model.parameters())
+
+
+def test_no_pictures_leave_the_statistics_of_norms_alone() -> None:
+    model = model_with().train()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model(pictures(0), TOKENS[:0, :1])
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())

@@ -101,6 +101,14 @@ def test_what_is_seen_of_a_picture_is_another_part_in_another_epoch(make: MakeCl
     assert random_crop(90, 60, 0.08, 1, 0, 3) != random_crop(90, 60, 0.08, 1, 1, 3)
 
 
+def test_what_is_seen_of_a_picture_is_another_part_when_it_comes_again_in_an_epoch(make: MakeClassify) -> None:
+    recipe = make()
+    batch = recipe.batch_again(np.array([2, 5, 2]), 0, np.array([0, 0, 1]))
+    assert np.array_equal(batch["pixels"][:2], recipe.batch(np.array([2, 5]), 0)["pixels"])
+    assert not np.array_equal(batch["pixels"][0], batch["pixels"][2])
+    assert batch["label"][0] == batch["label"][2]
+
+
 def test_phases_change_the_size_of_pictures(make: MakeClassify) -> None:
     phases = [
         {"until": "1 epochs", "rate": 0.1, "size": 16},

@@ -6,26 +6,27 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tiny import SAMPLES, WIDTH, Tiny, tiny_engine, tiny_job
+from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 from torch import Tensor, nn
 
 from packtrain.checkpoint import committed
 from packtrain.control import Control
 from packtrain.data.order import Ids
 from packtrain.job import Job
-from packtrain.recipes import Batch, Measured
-from packtrain.runs import Point, Run
+from packtrain.recipes import Batch, Measured, Scores
+from packtrain.runs import Point, Run, Sample
 from packtrain.store import open_store
 from packtrain.train import watch
 from packtrain.train.clock import Clock
 from packtrain.train.engine import Engine
+from packtrain.train.evaluation import evaluate
 from packtrain.train.notice import Notice
 from packtrain.train.schedule import Moment
 from packtrain.train.state import STATE_FILE
@@ -79,6 +80,23 @@ class Normed(Plain):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         mean = getattr(model, "module", model).mean
         return super().loss(model, {**batch, "inputs": batch["inputs"] - mean.clone()})
+
+
+class LooksAt(TinyModel):
+    """Has weights with their channels last in memory, as models of pictures do."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.look = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + self.look(inputs[:, :, None, None]).flatten(1))
+
+
+class Looking(Plain):
+    def build_model(self) -> nn.Module:
+        return LooksAt(self.dropout)
 
 
 class Poisoned(Plain):
@@ -140,6 +158,38 @@ class Starved(Plain):
         return super().batch(ids, epoch)
 
 
+class CutOff(Plain):
+    """Data does not come to its last rank for its fifth step. When that waits, it is told to go; or another is."""
+
+    steps = batches = 0
+    seconds, told_is_first = 30.0, False
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.steps += model.training
+        return super().loss(model, batch)
+
+    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        self.batches += 1
+        if self.batches == 5:
+            while self.steps < 4:
+                time.sleep(0.01)
+            time.sleep(0.5)
+            is_first, is_last = (os.environ["RANK"] == rank for rank in ("0", str(int(os.environ["WORLD_SIZE"]) - 1)))
+            if self.told_is_first if is_first else is_last and not self.told_is_first:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if is_last:
+                time.sleep(self.seconds)
+        return super().batch(ids, epoch)
+
+
+class CutOffFirstTold(CutOff):
+    told_is_first = True
+
+
+class CutOffShortly(CutOff):
+    seconds = 1.0
+
+
 class Called(Tiny):
     """Its last rank is told to go in the middle of an evaluation."""
 
@@ -152,6 +202,7 @@ class Called(Tiny):
 RECIPES: dict[str, Callable[[Job], Tiny]] = {
     "tiny": Tiny, "plain": Plain, "poisoned": Poisoned, "slow": Slow, "lame": Lame,
     "called": Called, "given": Given, "starved": Starved, "sparing": Sparing, "accused": Accused, "normed": Normed,
+    "looking": Looking, "cut-off": CutOff, "cut-off-first-told": CutOffFirstTold, "cut-off-shortly": CutOffShortly,
 }  # fmt: skip
 
 
@@ -222,11 +273,31 @@ def talk() -> dict[str, Any]:
         "sums": sums.tolist(),
         "means": [mean.tolist(), counts.tolist(), more.tolist()],
         "any": [world.any(False), world.any(world.rank == 1), world.any(True)],
+        "counts": world.count(False, world.is_first, True),
+        "shared": world.share(f"of rank {world.rank}".encode()).decode(),
         "broadcast": [values.tolist() for values in shared],
         "rows": [row.tolist() for row in world.gather_tensor(torch.tensor([float(world.rank)]))],
     }
     world.leave()
     return said
+
+
+def score() -> dict[str, Any]:
+    """What an evaluation tells every rank, and how often this one computed it."""
+    world, times = here(), []
+
+    class Strange(Plain):
+        def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:  # noqa: ARG002
+            times.append(split)
+            return Scores({"third": 1 / 3, "nothing": float("nan")}, {"third": "1/3"}, (Sample("a", "b", "c"),))
+
+    job = tiny_job()
+    recipe = Strange(job)
+    found = evaluate(Engine(recipe, job.train, world), recipe, world, "valid", None, 1)
+    assert found is not None
+    world.leave()
+    told = {"third": found.values["third"], "nothing": str(found.values["nothing"])}
+    return {**told, "signature": found.signatures["third"], "samples": len(found.samples), "scored": len(times)}
 
 
 # Deaths.

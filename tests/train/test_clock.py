@@ -43,7 +43,7 @@ def test_what_is_taken_begins_anew_and_time_from_before_can_be_added() -> None:
 
 def test_who_waits_for_the_slowest_is_told_from_who_exchanges() -> None:
     """All are done at once: what the slowest took is the exchange, and what others took more they waited."""
-    outcome = Outcome(0.0, False, False, 0.0, (0.5, 0.125, 0.25))
+    outcome = Outcome(0.0, False, False, False, 0.0, (0.5, 0.125, 0.25))
     assert [outcome.waited(rank) for rank in range(3)] == [0.375, 0.0, 0.125]
 
 

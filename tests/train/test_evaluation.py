@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nursery import Nursery
 from tiny import Tiny, tiny_engine, tiny_job
+from torch import nn
 
+from packtrain.data.order import Ids
+from packtrain.job import Job
+from packtrain.recipes import Measured, Scores
 from packtrain.recipes.recipe import no_pulse
-from packtrain.train.evaluation import LeftEarly, evaluate, spread
+from packtrain.train.evaluation import Evaluator, LeftEarly, evaluate, spread
 from packtrain.train.world import World
 
 
@@ -46,7 +53,7 @@ def test_an_evaluation_that_is_left_early_has_no_scores_and_leaves_no_pulse_behi
         raise LeftEarly
 
     engine, recipe = tiny_engine(), Tiny(tiny_job())
-    assert evaluate(engine, recipe, World(), "valid", 3, 1, pulse=leave) is None
+    assert Evaluator(engine, recipe, World(), 1, pulse=leave).evaluate("valid", 3) is None
     assert recipe.pulse is no_pulse
 
 
@@ -59,8 +66,58 @@ def test_a_worker_that_has_done_its_part_says_so_before_it_waits_for_the_others(
             said.append("gather")
             return super().gather(data)
 
-    evaluate(
-        tiny_engine(), Tiny(tiny_job()), Listening(), "valid", 3, 1, pulse=lambda: said.append("pulse"),
-        before_waiting=lambda: said.append("waits"),
-    )  # fmt: skip
-    assert said == ["pulse", "waits", "gather"]
+    pulse, waits = (lambda: said.append("pulse")), (lambda: said.append("waits"))
+    Evaluator(tiny_engine(), Tiny(tiny_job()), Listening(), 1, pulse, waits).evaluate("valid", 3)
+    assert said[:3] == ["pulse", "waits", "gather"]
+
+
+class Seen(Tiny):
+    """Notes what it measures, and what it is to score."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.measured: list[tuple[list[int], list[int]]] = []
+        self.scored: list[tuple[list[int], list[str]]] = []
+
+    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        self.measured.append((ids.tolist(), decoded.tolist()))
+        return super().measure(model, split, ids, decoded, beam, epoch)
+
+    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+        self.scored.append((decoded.tolist(), [output for part in parts for output in part.outputs]))
+        return super().score(split, decoded, parts)
+
+
+def test_what_is_known_of_the_same_weights_is_not_measured_again() -> None:
+    recipe = Seen(tiny_job())
+    evaluator = Evaluator(tiny_engine(), recipe, World(), 1)
+    few = evaluator.evaluate("valid", 2)
+    assert few is not None
+    whole = evaluator.evaluate("valid", None, known=few)
+    assert whole is not None
+    assert recipe.measured == [([0, 1, 2, 3, 4], [0, 2]), ([], [1, 3, 4])]
+    assert recipe.scored == [([0, 2], ["0", "2"]), ([0, 1, 2, 3, 4], ["0", "1", "2", "3", "4"])]
+    assert whole.scores == few.scores
+    assert whole.seconds > few.seconds
+
+
+def test_of_a_recipe_with_outputs_of_its_own_making_all_is_measured_again() -> None:
+    class Silent(Seen):
+        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+            return replace(super().measure(model, split, ids, decoded, beam, epoch), outputs=["one for all"])
+
+    recipe = Silent(tiny_job())
+    evaluator = Evaluator(tiny_engine(), recipe, World(), 1)
+    whole = evaluator.evaluate("valid", None, known=evaluator.evaluate("valid", 2))
+    assert whole is not None
+    assert recipe.measured == [([0, 1, 2, 3, 4], [0, 2]), ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])]
+    assert recipe.scored[-1] == ([0, 1, 2, 3, 4], ["one for all"])
+
+
+def test_the_first_of_several_ranks_scores_for_all_and_numbers_arrive_as_they_are(nursery: Nursery) -> None:
+    first, second = nursery.succeed("score", 2)
+    assert (first.pop("scored"), second.pop("scored")) == (1, 0)
+    assert first == second
+    assert first["third"] == 1 / 3
+    assert first["nothing"] == "nan"
+    assert first["samples"] == 1

@@ -76,19 +76,20 @@ def test_every_exchange_goes_on_bit_for_bit_on_three_workers(
     Lines(directory_store, nursery, tmp_path, SHARED[kind]).compare(ranks=3)
 
 
-@pytest.mark.parametrize("recipe", ["sparing", "normed"])
+@pytest.mark.parametrize("recipe", ["sparing", "normed", "looking"])
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_weights_without_gradients_and_statistics_go_on_bit_for_bit(
+def test_weights_without_gradients_statistics_and_channels_last_go_on_bit_for_bit(
     directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, recipe: str
 ) -> None:
     settings = {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}}
     Lines(directory_store, nursery, tmp_path, settings).compare(ranks=2, recipe=recipe)
 
 
-def test_a_weight_without_gradient_goes_on_bit_for_bit_on_one_worker(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+@pytest.mark.parametrize("recipe", ["sparing", "looking"])
+def test_weights_without_gradient_and_channels_last_go_on_bit_for_bit_on_one_worker(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, recipe: str
 ) -> None:
-    Lines(directory_store, nursery, tmp_path, {}).compare(recipe="sparing")
+    Lines(directory_store, nursery, tmp_path, {}).compare(recipe=recipe)
 
 
 def test_a_worker_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_for_bit(
@@ -104,6 +105,30 @@ def test_a_worker_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_
     lines.live(run, 2, ranks=2)
     assert history(run) == history(lines.straight)
     assert weights(run) == weights(lines.straight)
+
+
+@pytest.mark.parametrize(("kind", "told"), [*((kind, "cut-off") for kind in EXCHANGES), ("ddp", "cut-off-first-told")])
+def test_a_stop_is_heard_while_one_of_three_workers_has_no_data_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, told: str
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}})
+    lines.live(lines.straight, ranks=3, recipe="plain")
+    lines.live(lines.stopped, ranks=3, recipe=told)
+    assert [one.step for one in committed(lines.stopped)].count(4) == 1, "what was saved is not saved again"
+    assert committed(lines.stopped)[-1].step == 4
+    lines.live(lines.stopped, 2, ranks=3, recipe="plain")
+    assert lines.stopped.result() is not None
+    assert history(lines.stopped) == history(lines.straight)
+    assert weights(lines.stopped) == weights(lines.straight)
+
+
+def test_between_meetings_workers_without_data_wait_for_it_also_when_they_are_to_stop(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Their weights differ there: there is nothing that all of them could go on from."""
+    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {"local": {"every": "3 steps"}}})
+    lines.live(lines.stopped, ranks=2, recipe="cut-off-shortly")
+    assert committed(lines.stopped)[-1].step == 6
 
 
 def test_a_signal_to_one_worker_in_an_evaluation_takes_all_along_and_the_run_goes_on_bit_for_bit(

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from lives import Interrupted, history, losses, weights
@@ -368,6 +368,9 @@ def test_a_signal_in_the_last_measure_leaves_it_for_later(
     class Last(Tiny):
         measures = 0
 
+        def count(self, split: str) -> int:
+            return super().count("valid" if split == "test" else split)
+
         def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
             self.measures += 1
             if self.measures == 2:
@@ -378,6 +381,26 @@ def test_a_signal_in_the_last_measure_leaves_it_for_later(
     leaves_well(run, lambda: train(run, control, Last(run.job)))
     assert [one.step for one in committed(run)] == [STEPS]
     train_to_the_end(run, tmp_path)
+
+
+@pytest.mark.parametrize(("samples", "decoded"), [(2, [[0, 2], [1, 3, 4]]), (100, [[0, 1, 2, 3, 4]])])
+def test_without_a_test_split_the_result_is_of_all_of_the_validation_split_measured_once(
+    directory_store: Store, control: Control, samples: int, decoded: list[list[int]]
+) -> None:
+    class Noted(Tiny):
+        measured: ClassVar[list[tuple[int, list[int]]]] = []
+
+        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+            self.measured.append((len(ids), decoded.tolist()))
+            return super().measure(model, split, ids, decoded, beam, epoch)
+
+    run = tiny_run(directory_store, tiny_job(evaluate={"every": "100 steps", "samples": samples}))
+    Noted.measured.clear()
+    train(run, control, Noted(run.job))
+    assert Noted.measured == [(0 if number else 5, ids) for number, ids in enumerate(decoded)]
+    result, [point] = run.result(), [point for point in run.metrics() if point.kind == "valid"]
+    assert result is not None
+    assert result.scores == {f"valid.{name}": point.values[name] for name in ("closeness", "loss")}
 
 
 def test_no_thread_is_left_behind_by_an_end_or_a_failure(directory_store: Store, control: Control) -> None:

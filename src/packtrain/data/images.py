@@ -1,8 +1,9 @@
 """Batches of images: which part of each is seen, and its pixels.
 
-What is seen of an image is a function of the seed, the epoch and the image's number; the number of threads and
-ranks changes nothing. Batches are uint8 [N, height, width, RGB]: they are normalised on the device, where a view
-with the channels in front (permute, no copy) is what a model in the channels-last format wants.
+What is seen of an image is a function of the seed, the epoch, the image's number and how many times it came before in
+the epoch; the number of threads and ranks changes nothing. Batches are uint8 [N, height, width, RGB]: they are
+normalised on the device, where a view with the channels in front (permute, no copy) is what a model in the
+channels-last format wants.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Crop(NamedTuple):
     flip: bool = False
 
 
+CropOf = Callable[[int, int, int], Crop]  # of the image at a place of the batch, its width and its height
+
+
 @dataclass(frozen=True, eq=False)
 class RectangularBatch:
     """Images of about the same shape, and the size in pixels at which all of them are seen."""
@@ -68,10 +72,16 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
     return _centred(width, height, box_width, box_height)
 
 
-def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int) -> Crop:
-    """What is seen of a sample in an epoch of training."""
-    flip, *words = philox_words(_WORDS, seed, epoch, sample, Stream.AUGMENTATION).tolist()
+def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
+    """What is seen of a sample in an epoch of training, when it has come `turn` times before in it."""
+    flip, *words = philox_words(_WORDS, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
     return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
+
+
+def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, turns: Ids | None) -> CropOf:
+    """What is seen of each sample of a batch; without `turns`, as if it were the first time."""
+    rows = list(zip(ids.tolist(), (np.zeros_like(ids) if turns is None else turns).tolist(), strict=True))
+    return lambda at, width, height: random_crop(width, height, min_scale, seed, epoch, *rows[at])
 
 
 def centre_box(width: int, height: int, out_width: int, out_height: int) -> Box:
@@ -135,11 +145,9 @@ class ImageBatches:
         self._threads = threads or len(os.sched_getaffinity(0))
         self._pool = _single_threaded_pool(self._threads)
 
-    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float) -> Pixels:
+    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
         """For training: random resized crops of size x size, half of them mirrored."""
-        return self._batch(
-            ids, size, size, lambda row, width, height: random_crop(width, height, min_scale, seed, epoch, row)
-        )
+        return self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, turns))
 
     def centred(self, ids: Ids, height: int, width: int) -> Pixels:
         """For validation: the middle of each image. The size is square, or that of a RectangularBatch."""
@@ -147,19 +155,19 @@ class ImageBatches:
             ids, height, width, lambda _, own_width, own_height: Crop(centre_box(own_width, own_height, width, height))
         )
 
-    def _batch(self, ids: Ids, height: int, width: int, crop_of: Callable[[int, int, int], Crop]) -> Pixels:
+    def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
         left = iter(enumerate(ids.tolist()))  # shared: each thread takes the next one
         for done in [self._pool.submit(self._fill, out, left, crop_of) for _ in range(self._threads)]:
             done.result()
         return out
 
-    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: Callable[[int, int, int], Crop]) -> None:
+    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf) -> None:
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
         for at, row in left:
             shard, place = self._split.at(row)
             width, height = int(shard.plain["width"][place]), int(shard.plain["height"][place])
-            crop = crop_of(row, width, height)
+            crop = crop_of(at, width, height)
             jpeg, segments = shard.ragged["jpeg"][place], shard.ragged["segments"][place]
             try:
                 pixels = decode_crop(jpeg, segments, width, height, crop.box, decoded)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.control import say
-from packtrain.data.order import NO_SAMPLES, Ids, epoch_batches, mixed_epoch, pieces, share
+from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, mixed_epoch, pieces, share, turns_of
 from packtrain.errors import FieldMistake
 from packtrain.store import StoreError
 
@@ -40,12 +40,13 @@ class Position:
 class Loaded:
     """One rank's part of a global batch, in pieces that are computed one after the other.
 
-    `ids` and `own_cost` are of the part, `cost` and `samples` of the whole; `at` is its position, `after` the one
-    behind it.
+    `ids`, their `turns` and `own_cost` are of the part, `cost` and `samples` of the whole; `at` is its position,
+    `after` the one behind it. A turn is how many times a sample came before in the epoch.
     """
 
     pieces: tuple[Arrays, ...]
     ids: Ids
+    turns: Ids
     cost: int
     own_cost: int
     samples: int
@@ -78,6 +79,13 @@ class Order:
         if not batches:
             raise FieldMistake("data.train", NO_SAMPLES)
         return batches
+
+    def turns(self, batches: list[Ids]) -> list[Ids]:
+        """How many times each sample of an epoch's batches has come before in it."""
+        if all(draws(count, weight) <= count for count, weight in zip(self.sources, self.weights, strict=True)):
+            return [np.zeros(len(batch), np.int64) for batch in batches]
+        ends = np.cumsum([len(batch) for batch in batches])
+        return np.split(turns_of(np.concatenate(batches)), ends[:-1])
 
 
 Work = Callable[[], Loaded | None]
@@ -114,19 +122,24 @@ def parts(
     piece_budget: int | None = None,
     fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
     alike: bool = False,
+    again: Callable[[Ids, int, Ids], Arrays] | None = None,
 ) -> Parts:
     """This rank's part of every global batch from `start` on, without end.
 
-    `collate` makes arrays of samples as they are seen in an epoch; a part that costs more than `piece_budget` comes
-    in pieces, the same number on all ranks if they are to be `alike`: then some may be empty. Inside `fetching`, the
-    samples are used in the order that it was told.
+    `collate` makes arrays of samples as they are seen in an epoch, and `again` where some have come before in it, with
+    how many times each has; a part that costs more than `piece_budget` comes in pieces, the same number on all ranks if
+    they are to be `alike`: then some may be empty. Inside `fetching`, samples are used in the order that it was told.
     """
-    return Parts(_work(order, collate, start, rank, num_ranks, piece_budget, fetching, alike))
+
+    def make(ids: Ids, epoch: int, turns: Ids) -> Arrays:
+        return again(ids, epoch, turns) if again is not None and turns.any() else collate(ids, epoch)
+
+    return Parts(_work(order, make, start, rank, num_ranks, piece_budget, fetching, alike))
 
 
 def _work(
     order: Order,
-    collate: Callable[[Ids, int], Arrays],
+    make: Callable[[Ids, int, Ids], Arrays],
     start: Position,
     rank: int,
     num_ranks: int,
@@ -141,13 +154,16 @@ def _work(
         others = (pieces(share(batch, other, num_ranks), order.costs, piece_budget) for other in range(num_ranks))
         return own + [batch[:0]] * (max(map(len, others)) - len(own))
 
-    def load(batches: list[Ids], at: Position) -> Loaded:
+    def load(batches: list[Ids], turns: list[Ids], at: Position) -> Loaded:
         batch = batches[at.batch]
-        mine = share(batch, rank, num_ranks)
+        mine, own_turns = share(batch, rank, num_ranks), share(turns[at.batch], rank, num_ranks)
         last = at.batch + 1 == len(batches)
+        divided = pieces_of(batch)
+        turns_of_pieces = np.split(own_turns, np.cumsum([len(piece) for piece in divided])[:-1])
         return Loaded(
-            tuple(collate(piece, at.epoch) for piece in pieces_of(batch)),
+            tuple(make(piece, at.epoch, own) for piece, own in zip(divided, turns_of_pieces, strict=True)),
             mine,
+            own_turns,
             int(order.costs[batch].sum()),
             int(order.costs[mine].sum()),
             len(batch),
@@ -163,10 +179,11 @@ def _work(
     epoch, first = start.epoch, start.batch
     while True:
         batches = order.batches(epoch)
+        turns = order.turns(batches)
         with ExitStack() as stack:
             yield partial(fetch, stack, batches[first:], epoch)
             for number in range(first, len(batches)):
-                yield partial(load, batches, Position(epoch, number))
+                yield partial(load, batches, turns, Position(epoch, number))
         epoch, first = epoch + 1, 0
 
 
@@ -229,7 +246,7 @@ class Loader:
                 continue
         return False
 
-    def next(self, pulse: Callable[[], None] = lambda: None) -> Loaded:
+    def next(self, pulse: Callable[[], object] = lambda: None) -> Loaded:
         """The next batch. While there is none, `pulse` is called every fifth of a second; what it raises ends the wait
         and loses nothing.
         """
@@ -240,13 +257,18 @@ class Loader:
             self._failure = item
         raise self._failure
 
-    def _take(self, pulse: Callable[[], None]) -> Loaded | BaseException:
+    def _take(self, pulse: Callable[[], object]) -> Loaded | BaseException:
         while not self._closed.is_set():
             try:
                 return self._ready.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 pulse()
         return RuntimeError("the loader is closed")
+
+    @property
+    def at_hand(self) -> int:
+        """How many batches `next` has without waiting, at the least."""
+        return self._ready.qsize()
 
     def close(self) -> None:
         """Ends the thread, or leaves it to end when the store answers: nobody waits for that."""

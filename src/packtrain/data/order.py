@@ -39,11 +39,11 @@ class Stream(IntEnum):
     TRAINING = 7
 
 
-def philox_words(count: int, seed: int, *counters: int) -> NDArray[np.uint64]:
-    """`count` random words that depend on the seed and up to three counters alone."""
+def philox_words(count: int, seed: int, *counters: int, turn: int = 0) -> NDArray[np.uint64]:
+    """`count` random words that depend on the seed, up to three counters and the turn alone."""
     counter = np.zeros(4, np.uint64)
     counter[1 : 1 + len(counters)] = counters
-    generator = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter)
+    generator = np.random.Philox(key=np.array([seed, turn], np.uint64), counter=counter)
     return np.asarray(generator.random_raw(count), np.uint64)
 
 
@@ -74,6 +74,17 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
         first += count
     ids = np.concatenate(drawn)
     return ids[permutation(len(ids), seed, epoch, Stream.SAMPLES)]
+
+
+def turns_of(ids: Ids) -> Ids:
+    """How many times each of the ids has come before in their row."""
+    order = np.argsort(ids, kind="stable")
+    places, ordered = np.arange(len(ids)), ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    turns = np.empty(len(ids), np.int64)
+    turns[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    return turns
 
 
 def epoch_batches(

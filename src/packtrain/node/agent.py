@@ -43,7 +43,6 @@ from packtrain.store import StoreError
 LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...
 IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at what is on this machine
-_READY_SECONDS = 20.0  # workers that are at work for so long may do with a launcher that waits for their failure
 _RESULT_LOOKS = 5  # workers that work are themselves a sign that there is no result
 _END_SECONDS = 20.0  # for the last words after the deadline
 _SWEEP_SECONDS = 10.0  # to wait for what is taken over of dead nodes, before this one leaves
@@ -264,7 +263,7 @@ class Agent:
 
     def _look_after(self, attempt: Attempt) -> None:
         """While the workers work."""
-        if self._clock() - attempt.began > _READY_SECONDS:
+        if attempt.is_under_way(self._clock()):
             self._launchers.make_ready()
         if self._job.program is not None and attempt.is_first:
             attempt.commit_if_due(self._program, self._tell)

@@ -22,6 +22,7 @@ from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 LAUNCHER_SECONDS = 5.0  # for the launcher to end after its workers; it would wait for those of others for minutes
+_PROGRAM_SECONDS = 60.0
 _UNCOMMITTED = "the program's checkpoint directory could not be committed"
 
 
@@ -68,6 +69,10 @@ class Attempt:
         if self.launch is None:
             return self.preparing is None or self.preparing.is_done
         return self.launch.poll() is not None and (self.closing is None or self.closing.is_done)
+
+    def is_under_way(self, now: float) -> bool:
+        """Whether the first step was made. A program does not say: it has had its time."""
+        return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.is_under_way()
 
     def ask_to_stop(self, asked: Asked) -> bool:
         """Whether this is the first time. Needs no store, and may come from any thread."""

@@ -145,6 +145,14 @@ class Recipe(ABC):
     def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
         """The training samples `ids` side by side, as they are seen in that epoch."""
 
+    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:  # noqa: ARG002
+        """As `batch`, where a sample may have come before in the epoch, because its source has a weight above 1.
+
+        `turns` says how many times each has: what is drawn at random should differ in each turn, and be that of `batch`
+        in the first, which is 0.
+        """
+        return self.batch(ids, epoch)
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """The model with random weights: also where those of a checkpoint take their place."""
@@ -171,14 +179,14 @@ class Recipe(ABC):
 
     @abstractmethod
     def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-        """The loss on `ids` and free outputs for `decoded`: one worker's part of an evaluation.
+        """The loss on `ids` and free outputs for `decoded`: one worker's part of an evaluation. Either may be empty.
 
         `epoch` is the one that training is in, where settings go by it.
         """
 
     @abstractmethod
     def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
-        """All parts together; their outputs, in order, are those of `decoded`."""
+        """All parts together; their outputs, in order, are those of `decoded`. The first worker computes it for all."""
 
     def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
         """Called before the first step of every epoch, and when a run goes on within one: to freeze parts, say."""

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from packtrain.train.world import World
 
-_LOSS, _STOP, _SAVE, _SECONDS, _EXCHANGE = range(5)
+_LOSS, _STOP, _SHORT, _SAVE, _SECONDS, _EXCHANGE = range(6)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The same on all ranks. `seconds` is the first rank's clock, and `save` its wish."""
+    """The same on all ranks. `seconds` is the first rank's clock, and `save` its wish; `short` if one is of data."""
 
     loss: float
     stop: bool
+    short: bool
     save: bool
     seconds: float
     exchange_seconds: tuple[float, ...]
@@ -29,18 +30,20 @@ class Outcome:
 
 
 class Ballot:
-    def __init__(self, world: World, loss: Tensor, stop: bool, save: bool, seconds: float, exchange: float) -> None:
-        row = torch.zeros(_EXCHANGE + world.num_ranks, dtype=torch.float64)
-        row[_STOP] = float(stop)
+    def __init__(
+        self, world: World, loss: Tensor, stop: bool, short: bool, save: bool, seconds: float, exchange: float
+    ) -> None:
+        row = [0.0] * (_EXCHANGE + world.num_ranks)
+        row[_STOP], row[_SHORT] = float(stop), float(short)
         if world.is_first:
             row[_SAVE], row[_SECONDS] = float(save), seconds
         row[_EXCHANGE + world.rank] = exchange
-        self._row = row.to(world.device)
+        self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
         self._row[_LOSS] = loss
         self._work: dist.Work | None = world.begin_sum(self._row)
 
     def count(self) -> Outcome:
         if self._work is not None:
             self._work.wait()
-        loss, stop, save, seconds, *exchange = self._row.tolist()
-        return Outcome(loss, stop > 0, save > 0, seconds, tuple(exchange))
+        loss, stop, short, save, seconds, *exchange = self._row.tolist()
+        return Outcome(loss, stop > 0, short > 0, save > 0, seconds, tuple(exchange))

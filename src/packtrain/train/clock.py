@@ -16,7 +16,7 @@ class Clock:
     """A chain of marks: nothing between two of them is left out, so the spans add up to the time that passed.
 
     `exchange` is what of the exchange of gradients computing did not hide; `wait` the part of it in which others were
-    still computing.
+    still computing, and what others waited for their data.
     """
 
     def __init__(self) -> None:

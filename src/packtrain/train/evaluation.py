@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -16,46 +17,110 @@ from packtrain.train.engine import Engine
 from packtrain.train.world import World
 
 _LEFT = b""
+_NONE = np.zeros(0, np.int64)
 
 
 class LeftEarly(Exception):
-    """Raised by a pulse, to leave an evaluation."""
+    """Raised by a pulse, to leave an evaluation, and wherever else all ranks leave together for a stop."""
 
 
-def evaluate(
-    engine: Engine,
-    recipe: Recipe,
-    world: World,
-    split: str,
-    decode: int | None,
-    beam: int,
-    epoch: int = 0,
-    pulse: Callable[[], None] = no_pulse,
-    before_waiting: Callable[[], None] = no_pulse,
-) -> Scores | None:
-    """Scores of the evaluated weights, the same on all ranks; None if any of them left early.
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What was found on a split, the same on all ranks: every rank's part, and what they come to together."""
 
-    `decode` samples are written out freely, None: all. `pulse` is called between batches and may raise LeftEarly;
-    `before_waiting` when this rank has done its part and waits for the others.
-    """
-    count = recipe.count(split)
-    decoded = spread(count, count if decode is None else decode)
-    model = engine.evaluated()
-    mine = recipe.divide(split, world.num_ranks)[world.rank]
-    mine_decoded = decoded[list(block(len(decoded), world.rank, world.num_ranks))]
-    recipe.pulse = pulse
-    try:
-        with engine.precision.compute():
-            part = json.dumps(asdict(recipe.measure(model, split, mine, mine_decoded, beam, epoch))).encode()
-    except LeftEarly:
-        part = _LEFT
-    finally:
-        recipe.pulse = no_pulse
-    before_waiting()
-    gathered = world.gather(part)
-    if _LEFT in gathered:
-        return None
-    return recipe.score(split, decoded, [TypeAdapter(Measured).validate_json(data) for data in gathered])
+    parts: Sequence[Measured]
+    decoded: Ids
+    scores: Scores
+    seconds: float
+
+    @property
+    def outputs(self) -> list[str]:
+        """Those of `decoded`, in that order; a recipe may have others, or none."""
+        return [output for part in self.parts for output in part.outputs]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """As they are recorded."""
+        return {**self.scores.values, "evaluation_seconds": self.seconds}
+
+
+class Evaluator:
+    """`pulse` is called between batches and may raise LeftEarly; `before_waiting` when a rank waits for the others."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        world: World,
+        beam: int,
+        pulse: Callable[[], None] = no_pulse,
+        before_waiting: Callable[[], None] = no_pulse,
+    ) -> None:
+        self._engine, self._recipe, self._world, self._beam = engine, recipe, world, beam
+        self._pulse, self._before_waiting = pulse, before_waiting
+
+    def evaluate(
+        self, split: str, decode: int | None, epoch: int = 0, known: Evaluation | None = None
+    ) -> Evaluation | None:
+        """Of the evaluated weights; None if any rank left early. `decode` samples are written out freely, None: all.
+
+        What is `known` of the same weights and the same split is not measured again.
+        """
+        started = time.perf_counter()
+        if known is not None and len(known.outputs) != len(known.decoded):
+            known = None  # whose outputs they are is the recipe's secret
+        count = self._recipe.count(split)
+        decoded = spread(count, count if decode is None else decode)
+        missing = decoded if known is None else np.setdiff1d(decoded, known.decoded)
+        parts = self._measured(split, missing, epoch, outputs_alone=known is not None)
+        if parts is None:
+            return None
+        if known is not None:
+            parts = _together(known, missing, parts)
+        scores = self._scores(split, decoded, parts)
+        seconds = time.perf_counter() - started + (known.seconds if known else 0.0)
+        return Evaluation(parts, decoded, scores, seconds)
+
+    def _measured(self, split: str, decoded: Ids, epoch: int, outputs_alone: bool) -> list[Measured] | None:
+        """Every rank's part, on all of them."""
+        rank, num_ranks = self._world.rank, self._world.num_ranks
+        model = self._engine.evaluated()
+        mine = _NONE if outputs_alone else self._recipe.divide(split, num_ranks)[rank]
+        mine_decoded = decoded[list(block(len(decoded), rank, num_ranks))]
+        self._recipe.pulse = self._pulse
+        try:
+            with self._engine.precision.compute():
+                measured = self._recipe.measure(model, split, mine, mine_decoded, self._beam, epoch)
+            part = json.dumps(asdict(measured)).encode()
+        except LeftEarly:
+            part = _LEFT
+        finally:
+            self._recipe.pulse = no_pulse
+        self._before_waiting()
+        gathered = self._world.gather(part)
+        return None if _LEFT in gathered else [TypeAdapter(Measured).validate_json(data) for data in gathered]
+
+    def _scores(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+        """Computed by the first rank for all: where outputs are compared with a corpus, that takes a while."""
+        if not self._world.is_first:
+            return TypeAdapter(Scores).validate_json(self._world.share(b""))
+        scores = self._recipe.score(split, decoded, parts)
+        self._world.share(json.dumps(asdict(scores)).encode())
+        return scores
+
+
+def _together(known: Evaluation, missing: Ids, parts: Sequence[Measured]) -> list[Measured]:
+    """What is known with the outputs that were missing among its own, in the order of their samples."""
+    ids = np.concatenate([known.decoded, missing])
+    outputs = [*known.outputs, *(output for part in parts for output in part.outputs)]
+    ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
+    return [Measured(part.sums, [] if number else ordered) for number, part in enumerate(known.parts)]
+
+
+def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:
+    """Scores of the evaluated weights, the same on all ranks."""
+    found = Evaluator(engine, recipe, world, beam).evaluate(split, decode)
+    return None if found is None else found.scores
 
 
 def spread(count: int, wanted: int) -> Ids:

@@ -198,6 +198,8 @@ class Divided(Exchange):
         super().__init__(model, world, clock)
         mesh = init_device_mesh(world.device.type, (world.num_ranks,))
         for one in (model, *followers):
+            for parameter in one.parameters():  # channels last, which cannot be divided
+                parameter.data = parameter.data.contiguous()
             # Layers that stand in a list are used one after the other: each is whole only while it is used.
             for layers in [module for module in one.modules() if isinstance(module, nn.ModuleList)]:
                 for layer in layers:

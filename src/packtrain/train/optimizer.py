@@ -86,8 +86,13 @@ def refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def placed(value: Tensor, beside: Tensor) -> Tensor:
-    """A copy of a whole tensor where another one is: on its device, and divided as it is."""
+    """A copy of a whole tensor where another one is: on its device, divided as it is, and in memory as it is.
+
+    Fused optimisers go through the memory of a weight and of its state side by side, whatever order their numbers have.
+    """
     if isinstance(beside, DTensor):
         whole = value.to(beside.device)
         return distribute_tensor(whole, beside.device_mesh, beside.placements, src_data_rank=None)
-    return value.to(beside.device, copy=True)
+    if value.shape != beside.shape:
+        return value.to(beside.device, copy=True)
+    return torch.empty_like(beside, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -30,12 +30,12 @@ def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, l
 
 
 def _guilty(engine: Engine, model: nn.Module, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
-    found = []
-    for sample in loaded.ids[:_TRIED]:
-        arrays = recipe.batch(loaded.ids[loaded.ids == sample][:1], loaded.at.epoch)
+    found: dict[int, None] = {}  # in their order, each once
+    for at, sample in enumerate(loaded.ids[:_TRIED].tolist()):
+        arrays = recipe.batch_again(loaded.ids[at : at + 1], loaded.at.epoch, loaded.turns[at : at + 1])
         if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
-            found.append(int(sample))
-    return found
+            found[sample] = None
+    return list(found)
 
 
 def _named(recipe: Recipe, samples: list[int]) -> str:

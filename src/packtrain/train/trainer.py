@@ -1,6 +1,7 @@
 """The loop: batches in, steps, evaluations and checkpoints when they are due, until the goal or a stop.
 
     for each global batch from the checkpoint's position on:
+        where a rank is short of data, wait until all have theirs, or leave together for a stop
         step; start to add up the loss, votes to stop or save and the first rank's clock over all ranks
         read the sums of the step before and record them
         evaluate and save, when due and the weights are the same on all ranks
@@ -24,8 +25,9 @@ from packtrain.train.ballot import Ballot, Outcome
 from packtrain.train.books import Books
 from packtrain.train.clock import SPANS, Clock, clock_of
 from packtrain.train.engine import Engine, NotANumber, Stepped
-from packtrain.train.evaluation import LeftEarly, evaluate
+from packtrain.train.evaluation import Evaluation, Evaluator, LeftEarly
 from packtrain.train.feed import Feed, on_device
+from packtrain.train.gate import ENOUGH, Gate
 from packtrain.train.keeper import Keeper
 from packtrain.train.notice import Notice
 from packtrain.train.pace import Progressed, Recurring, reached
@@ -79,12 +81,17 @@ class Trainer:
         self._books = Books(run, generation, world.rank)
         self._engine = Engine(recipe, run.job.train, world, self._clock)
         self._progress = Progress()
+        self._saved: Progress | None = None
         self._prepared: int | None = None
+        self._gate = Gate(world, self._asked_to_stop)
+        self._short = True  # until ranks have told each other that they have data
         self._restored_seconds = 0.0
-        self._evaluated: tuple[int, Scores] | None = None
+        self._evaluated: tuple[int, Evaluation] | None = None
         self._keeper = Keeper(run, generation, recipe, self._engine, world, self._books, control.directory)
         patience = run.job.train.patience.value
         self._watch = Watch(patience, control.directory / f"stacks-{world.rank}.txt", self._tell_hang, world)
+        beam = run.job.evaluate.beam
+        self._evaluator = Evaluator(self._engine, recipe, world, beam, self._pulse, self._watch.rest)
 
     @property
     def step(self) -> int:
@@ -100,6 +107,7 @@ class Trainer:
         try:
             self._progress = self._keeper.restore()
             self._restored_seconds = self._progress.seconds
+            self._saved = self._progress if self._progress.step else None
             self._set_pace()
             self._record("start", self._progress.step, {})
             for note in self._recipe.notes if self._world.is_first else ():
@@ -164,7 +172,8 @@ class Trainer:
         except LeftEarly:
             if pending is not None:
                 self._settle(pending)
-            self._save()
+            if self._saved != self._progress:
+                self._save()
             return False
         finally:
             loader.close()
@@ -199,9 +208,7 @@ class Trainer:
 
     def _step(self, loader: Loader) -> Pending:
         number = self._progress.step
-        self._watch.begin(DATA, f"the data of step {number + 1}", STORE_SECONDS)
-        loaded = loader.next(self._leave_if_alone)
-        self._clock.mark("data")
+        loaded = self._fed(loader)
         # Where pictures or batches have another size, steps have other like: kernels may be compiled anew.
         self._watch.begin(f"step {self._job.train.in_epoch(loaded.at.epoch)}", f"step {number + 1}")
         last = self._is_last(loaded)
@@ -230,17 +237,27 @@ class Trainer:
             self._world,
             stepped.loss,
             self._asked_to_stop(),
+            loader.at_hand < ENOUGH,
             self._keeper.is_due(self._progress.seconds),
             self._progress.seconds,
             exchange,
         )
         return Pending(number, stepped, loaded, seconds, ballot, last)
 
-    def _leave_if_alone(self) -> None:
-        """While data does not come, a stop is heard at once where nobody waits for this rank."""
-        alone = self._world.num_ranks == 1 and self._engine.exchange.is_common(self._progress.step)
-        if alone and self._asked_to_stop():
-            raise LeftEarly
+    def _fed(self, loader: Loader) -> Loaded:
+        """The data of the next step; where a rank may lack its own, when all have theirs, or LeftEarly for a stop."""
+        name = f"data of step {self._progress.step + 1}"
+        self._watch.begin(DATA, f"the {name}", STORE_SECONDS)
+        # Where ranks have nothing in common yet there is nothing to leave with.
+        together = self._short and self._engine.exchange.is_common(self._progress.step)
+        loaded = loader.next(lambda: together and self._gate.vote(ready=False))
+        self._clock.mark("data")
+        if together and self._world.num_ranks > 1:
+            self._watch.begin("gate", f"the wait for the others' {name}")
+            while not self._gate.vote(ready=True):
+                pass  # those without data take their time between two votes
+            self._clock.mark("wait")
+        return loaded
 
     def _suspects(self, loaded: Loaded) -> str:
         return suspects(self._engine, self._recipe, self._world, self._job.train.exchange, loaded)
@@ -253,6 +270,7 @@ class Trainer:
         """Reads a step's sums and records them."""
         self._clock.mark("other")
         outcome = pending.ballot.count()
+        self._short = outcome.short
         self._clock.mark("wait")
         waited = outcome.waited(self._world.rank)
         seconds = dict.fromkeys(SPANS, 0.0) | pending.seconds
@@ -271,6 +289,7 @@ class Trainer:
         if pending.stepped.left_out:
             values["gradient_norm"], values["left_out"] = 0.0, 1.0
         self._record("train", pending.number + 1, values)
+        self._control.tell_under_way()
         self._books.spend(pending.number + 1, seconds)
         self._clock.mark("other")
         return outcome
@@ -282,25 +301,23 @@ class Trainer:
         if self._asked_to_stop():
             raise LeftEarly
 
-    def _measure(self, split: str, decode: int | None) -> tuple[Scores | None, float]:
-        started = time.perf_counter()
+    def _measure(self, split: str, decode: int | None, known: Evaluation | None = None) -> Evaluation | None:
+        """Measures and records; None if it was left for a stop."""
         self._watch.rest()
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
-        beam = self._job.evaluate.beam
-        scores = evaluate(
-            self._engine, self._recipe, self._world, split, decode, beam, epoch, self._pulse, self._watch.rest
-        )
+        found = self._evaluator.evaluate(split, decode, epoch, known)
         self._clock.mark("evaluation")
-        return scores, time.perf_counter() - started
+        if found is not None:
+            self._record(split, self._progress.step, found.values, found.scores)
+        return found
 
     def _evaluate(self) -> bool:
         """Measures the validation split; whether that was done, and not left for a stop."""
         if self._recipe.count("valid"):
-            scores, seconds = self._measure("valid", self._job.evaluate.samples)
-            if scores is None:
+            found = self._measure("valid", self._job.evaluate.samples)
+            if found is None:
                 return False
-            self._evaluated = (self._progress.step, scores)
-            self._record("valid", self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
+            self._evaluated = (self._progress.step, found)
         self._evaluations.over()
         self._progress = replace(self._progress, owes_evaluation=False)
         score, best = self._score(), self._progress.best_score
@@ -313,13 +330,14 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != self._progress.step:
             return None
         name = self._job.checkpoint.best_by or self._recipe.measure_of_best
-        value = self._evaluated[1].values.get(name)
+        value = self._evaluated[1].scores.values.get(name)
         if value is None or not math.isfinite(value):
             return None
         return -value if name in self._recipe.lower_is_better else value
 
     def _save(self) -> None:
         self._keeper.save(self._progress, self._score())
+        self._saved = self._progress
         self._saves.over()
         self._clock.mark("save")
 
@@ -331,13 +349,10 @@ class Trainer:
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
         if self._recipe.count(split):
-            if self._world.is_first:
-                self._books.tell("evaluation", f"measures all of the {split} split")
-            measured, seconds = self._measure(split, None)
-            if measured is None:
+            found = self._measure_all(split)
+            if found is None:
                 return None
-            scores = measured
-            self._record(split, self._progress.step, {**scores.values, "evaluation_seconds": seconds}, scores)
+            scores = found.scores
         if not self._world.is_first:
             return None
         if not self._keeper.has_committed(self._progress.step):
@@ -352,6 +367,20 @@ class Trainer:
             {f"{split}.{name}": text for name, text in scores.signatures.items()},
             scores.samples,
         )
+
+    def _measure_all(self, split: str) -> Evaluation | None:
+        """What the last evaluation has of it is not measured again; without it, it comes in the same parts."""
+        known: Evaluation | None = None
+        if split == "valid":
+            if (self._evaluated is None or self._evaluated[0] != self._progress.step) and not self._evaluate():
+                return None
+            assert self._evaluated is not None
+            known = self._evaluated[1]
+            if len(known.decoded) == self._recipe.count(split):
+                return known
+        if self._world.is_first:
+            self._books.tell("evaluation", f"measures all of the {split} split")
+        return self._measure(split, None, known)
 
     def _record(self, kind: str, step: int, values: dict[str, float], scores: Scores | None = None) -> None:
         samples = scores.samples if scores else ()

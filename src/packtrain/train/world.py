@@ -85,10 +85,16 @@ class World:
 
     def any(self, here: bool) -> bool:
         """Whether it holds on any rank. All of them ask."""
-        votes = torch.tensor([float(here)], device=self.device)
-        if self.num_ranks > 1:
-            dist.all_reduce(votes)
-        return float(votes) > 0
+        return self.count(here)[0] > 0
+
+    def count(self, *here: bool) -> list[int]:
+        """On how many ranks each of these holds. All of them ask."""
+        if self.num_ranks == 1:
+            return [int(one) for one in here]
+        votes = torch.tensor(here, dtype=torch.int64, device=self.device)
+        dist.all_reduce(votes)
+        counted: list[int] = votes.tolist()
+        return counted
 
     # What is said beside the work, while collectives wait.
 
@@ -104,6 +110,10 @@ class World:
             if self.num_ranks > 1 and (said := dist.distributed_c10d._get_default_store()).check([_WAITING]):
                 return said.get(_WAITING)
         return None
+
+    def share(self, data: bytes) -> bytes:
+        """What the first rank has, on all of them; what others give is not looked at."""
+        return self.gather(data if self.is_first else b"")[0]
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank has, in the order of ranks, on all of them."""

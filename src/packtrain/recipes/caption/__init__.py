@@ -124,17 +124,18 @@ class Caption(Pictured[CaptionedBatches]):
         ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)
         return np.split(shard.ragged["captions"][row], ends[:-1])
 
-    def _drawn(self, sample: int, epoch: int) -> Array:
-        """The caption that a picture has in an epoch."""
+    def _drawn(self, sample: int, epoch: int, turn: int) -> Array:
+        """The caption that a picture has in a turn of an epoch."""
         captions = self._captions("train", sample)
-        word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS)[0])
+        word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS, turn=turn)[0])
         return captions[word % len(captions)]
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:
         train = self.job.train
         now = train.in_epoch(epoch)
-        pixels = self._copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale)
-        return {"pixels": pixels, "tokens": _padded([self._drawn(sample, epoch) for sample in ids.tolist()])}
+        pixels = self._copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, turns)
+        drawn = [self._drawn(sample, epoch, turn) for sample, turn in zip(ids.tolist(), turns.tolist(), strict=True)]
+        return {"pixels": pixels, "tokens": _padded(drawn)}
 
     # Learning.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packtrain.data.images import Crop, ImageBatches, random_crop, resize_into
+from packtrain.data.images import Crop, ImageBatches, random_crops, resize_into
 from packtrain.data.order import Ids
 from packtrain.data.tiles import Box, Pixels, decode_crop
 from packtrain.pack.tiles import Tiled
@@ -13,14 +13,10 @@ from packtrain.pack.tiles import Tiled
 class CaptionedBatches(ImageBatches):
     """What is seen of a picture must be what its captions speak of: nothing is mirrored, and nothing cut off."""
 
-    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float) -> Pixels:
+    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
         """For training: random crops the right way round."""
-        return self._batch(
-            ids,
-            size,
-            size,
-            lambda row, width, height: random_crop(width, height, min_scale, seed, epoch, row)._replace(flip=False),
-        )
+        crop_of = random_crops(ids, min_scale, seed, epoch, turns)
+        return self._batch(ids, size, size, lambda *place: crop_of(*place)._replace(flip=False))
 
     def whole(self, ids: Ids, size: int) -> Pixels:
         """For validation: all of each picture, whatever its shape, pressed into a square."""

@@ -140,9 +140,12 @@ class Captioner(nn.Module):
             captions = longest_first(tokens_BT)  # the host waits for their lengths: before a GPU has much to do
             return self.tell(self.see(pixels), captions)
         # A rank without a sample of the batch goes the same way, so that every parameter has a gradient: of zero.
-        blank = pixels.new_zeros(1, *pixels.shape[1:])
-        told = self.tell(self.see(blank), longest_first(torch.tensor([[BOS, EOS]])))
-        return Told(*(one[:0] for one in told))
+        # What it sees comes after the encoder, whose norms would take a blank picture into their statistics.
+        nothing = self.see(pixels)
+        blank = nothing.features.new_zeros(1, *nothing.features.shape[1:])
+        seen = Seen(torch.cat([nothing.features, blank]), torch.cat([nothing.keys, self.key(blank)]))
+        told = self.tell(seen, longest_first(torch.tensor([[BOS, EOS]])))
+        return Told(*(one[:0].clone() for one in told))  # no views: where weights are divided, torch warns of them
 
     def tell(self, seen: Seen, captions: Captions) -> Told:
         """Goes through captions that are known. Those that have ended leave, so that padding takes no time."""

@@ -69,10 +69,10 @@ class Classify(Pictured[ImageBatches]):
     def width(self) -> int:
         return classifier_of(self.job.model).shape.features
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:
         settings = self.job.train.in_epoch(epoch)
         batches = self._copies.batches("train", settings.size)
-        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale)
+        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale, turns)
         return {"pixels": pixels, "label": self._labels("train", settings.size, ids)}
 
     def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
