@@ -74,6 +74,24 @@ def test_a_reader_that_starts_late_sees_all(any_store: Store) -> None:
     assert numbers(reader(any_store).read()) == list(range(12))
 
 
+def test_the_end_of_a_stream_is_read_without_the_rest(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    for name, chunks_of in (("000001", (1, 2)), ("000002", (3, 4))):
+        writing = writer(store, name)
+        for number in chunks_of:
+            note(writing, number, 10 * number)
+            writing.flush()
+    reading = reader(store)
+    chunks = reading.backward()
+    store.operations.clear()
+    assert numbers(next(chunks)) == [4, 40]
+    assert [key for operation, key in store.operations if operation == "find"] == [
+        "runs/job-1/notes/000002/00000001.jsonl"
+    ]
+    assert [numbers(chunk) for chunk in chunks] == [[3, 30], [2, 20], [1, 10]]
+    assert len(reading.read()) == 8
+
+
 def test_writers_do_not_disturb_each_other(any_store: Store) -> None:
     first, second, reading = writer(any_store, "a"), writer(any_store, "b"), reader(any_store)
     note(first, 1)

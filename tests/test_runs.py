@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from packtrain.runs import (
     states,
     surviving,
 )
-from packtrain.store import Store
+from packtrain.store import Store, open_store
 from parts.runs import a_generation, a_node, new_run, program_job
 
 # Names.
@@ -143,7 +144,7 @@ def test_a_damaged_object_is_named_in_one_line(directory_store: Store, name: str
     directory_store.put(run.key(name), data)
     with pytest.raises(PacktrainError) as caught:
         DAMAGED[name](run)
-    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged"
+    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or of another version"
 
 
 def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:
@@ -290,6 +291,31 @@ def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
         writer.flush()
     line = [(point.generation, point.step) for point in run.metrics() if point.kind == "train"]
     assert line == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(histories(), st.integers(1, 8), st.booleans())
+def test_recent_points_are_the_end_of_the_line_that_survives(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
+    with TemporaryDirectory() as place:
+        run = new_run(open_store(place))
+        for attempt in attempts:
+            writer = run.point_writer(f"{attempt[0].generation:06d}-rank-0")
+            for point in sorted(attempt, key=lambda point: point.step):
+                writer.append(point)
+                writer.flush()
+        recent, line = run.recent_points(steps, evaluated), run.metrics()
+    wanted = {"train": steps, "valid": int(evaluated)}
+    for kind, count in wanted.items():
+        found, whole = ([point for point in points if point.kind == kind] for points in (recent, line))
+        assert found == whole[len(whole) - len(found) :]
+        assert len(found) >= min(count, len(whole))
+
+
+def test_the_runs_of_a_full_store_are_listed_in_order(any_store: Store) -> None:
+    names = [new_run(any_store, program_job(name)).name for name in ("b", "c", "a", "e", "d", "f") for _ in range(3)]
+    listed = run_names(any_store)
+    assert sorted(listed) == sorted(names)
+    assert [name for name in listed if name.startswith("a")] == ["a-1", "a-2", "a-3"]
 
 
 # States.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -18,6 +18,15 @@ from packtrain.errors import PacktrainError
 from packtrain.store import Store, StoreError
 
 Record = TypeVar("Record")
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def adapter(kind: type[Record]) -> TypeAdapter[Record]:
+    """Reads and checks what was written of that kind. Making one takes far longer than using it."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 class ChunkWriter(Generic[Record]):
@@ -60,7 +69,7 @@ class ChunkReader(Generic[Record]):
 
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
-        self._adapter = TypeAdapter(list[record])  # type: ignore[valid-type]
+        self._adapter = adapter(list[record])  # type: ignore[valid-type]
         self._seen: dict[str, str] = {}
 
     def read(self) -> list[Record]:
@@ -73,6 +82,15 @@ class ChunkReader(Generic[Record]):
                 seen[writer] = entry.key
         self._seen = seen  # only now: after an error the next call reads all of it again
         return records
+
+    def backward(self) -> Iterator[list[Record]]:
+        """The chunks of each writer from its last to its first; the writer whose name sorts last comes first.
+
+        For whoever wants the end of a stream: what is not asked for is not read. `read` knows nothing of it.
+        """
+        for writer in reversed(self._store.folders(f"{self._stream}/")):
+            for entry in reversed(self._store.list(f"{self._stream}/{writer}/")):
+                yield self._parse(entry.key)
 
     def _parse(self, key: str) -> list[Record]:
         lines = self._store.get(key).splitlines()

@@ -26,7 +26,8 @@ class Generation:
     """One attempt: who takes part, where the first of them can be met, and the step committed when it began.
 
     `cause` is why there had to be a new one, and `failed_step` the step at which the one before failed, if it is
-    known. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows.
+    known; `culprit` is the machine that alone ended it, by an error of its own. `used_seconds` is the run's time until
+    then; `seconds_left` is what the budget still allows.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Generation:
     failed_step: int | None = None
     used_seconds: float = 0.0
     seconds_left: float | None = None
+    culprit: str | None = None
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)

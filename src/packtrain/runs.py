@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from packtrain.chunks import ChunkReader, ChunkWriter
+from packtrain.chunks import ChunkReader, ChunkWriter, adapter
 from packtrain.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -30,7 +30,7 @@ from packtrain.store import Store
 
 LEASE_SECONDS = 2.0  # how often a node renews its lease
 LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a node up
-_FEW_NODES, _READERS = 4, 16
+_FEW, _READERS = 4, 16
 WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
 
 Status = Literal["finished", "failed", "stopped"]
@@ -117,6 +117,8 @@ class Stop:
 
 
 Stored = TypeVar("Stored")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 class Run:
@@ -184,10 +186,29 @@ class Run:
         """The history of the line that survived, in order: no step twice, none of a lost attempt."""
         return surviving(self.points().read())
 
+    def recent_points(self, steps: int, evaluated: bool) -> list[Point]:
+        """The end of `metrics`, back to so many steps and, where it is `evaluated`, to the last evaluation.
+
+        Writers are named after their generation: all of one is read before any of an older one, so it is known which
+        of its points were lost.
+        """
+        kept: list[Point] = []
+        starts: dict[int, int] = {}
+        missing = {"train": steps, "valid": int(evaluated)}
+        for chunk in self.points().backward():
+            starts |= _starts(chunk)
+            outlived = [point for point in chunk if _outlived(point, starts)]
+            kept += outlived
+            for kind in missing:
+                missing[kind] -= sum(point.kind == kind for point in outlived)
+            if max(missing.values()) <= 0:
+                break
+        return surviving(kept)
+
     # Single objects.
 
-    def generations(self) -> list[Generation]:
-        entries = self.store.list(self.key("generations/"))
+    def generations(self, after: int = 0) -> list[Generation]:
+        entries = self.store.list(self.key("generations/"), self._generation_key(after))
         return [self._read(entry.key, Generation) for entry in entries]
 
     def latest_generation(self, known: Generation | None = None) -> Generation | None:
@@ -209,12 +230,8 @@ class Run:
         return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
 
     def nodes(self) -> list[Node]:
-        """Every lease there is. Many are read at once: the answer to one request takes long, not the request."""
-        keys = [entry.key for entry in self.store.list(self.key("nodes/"))]
-        if len(keys) <= _FEW_NODES:
-            return [self._read(key, Node) for key in keys]
-        with ThreadPoolExecutor(_READERS) as readers:
-            return list(readers.map(lambda key: self._read(key, Node), keys))
+        """Every lease there is."""
+        return _each(lambda entry: self._read(entry.key, Node), self.store.list(self.key("nodes/")))
 
     def node(self, name: str) -> Node | None:
         return self._find(f"nodes/{name}.json", Node)
@@ -252,21 +269,21 @@ class Run:
 
     def _parse(self, name: str, data: bytes, kind: type[Stored]) -> Stored:
         try:
-            return _adapter(kind).validate_json(data)
+            return adapter(kind).validate_json(data)
         except ValidationError as error:
             raise self._damaged(name) from error
 
     def _damaged(self, name: str) -> PacktrainError:
-        return PacktrainError(f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url} is damaged")
+        what = name.removeprefix(self.key(""))
+        return PacktrainError(f"{what} of run {self.name} in {self.store.url} is damaged, or of another version")
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes far longer than using it
-
-
-def _adapter(kind: type[Stored]) -> TypeAdapter[Stored]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    """The answers in order. Many are asked for at once: the answer to one request takes long, not the request."""
+    if len(items) <= _FEW:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, items))
 
 
 def _json(record: Any) -> bytes:
@@ -280,16 +297,19 @@ def surviving(points: Iterable[Point]) -> list[Point]:
     measures at s again replaces what was measured before.
     """
     ordered = sorted(points, key=lambda point: (point.generation, point.step))
-    starts: dict[int, int] = {}
-    for point in ordered:
-        if point.kind == "start":
-            starts[point.generation] = point.step
-    kept: dict[tuple[str, int], Point] = {}
-    for point in ordered:
-        later = [step for generation, step in starts.items() if generation > point.generation]
-        if all(point.step <= step for step in later):
-            kept[point.kind, point.step] = point
+    starts = _starts(ordered)
+    kept = {(point.kind, point.step): point for point in ordered if _outlived(point, starts)}
     return sorted(kept.values(), key=lambda point: (point.step, point.generation))
+
+
+def _starts(points: Iterable[Point]) -> dict[int, int]:
+    """The step that each generation goes on from."""
+    return {point.generation: point.step for point in points if point.kind == "start"}
+
+
+def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
+    """Whether every later generation went on from this point's step or one after it."""
+    return all(point.step <= step for generation, step in starts.items() if generation > point.generation)
 
 
 def states(runs: Sequence[Run]) -> list[State]:
@@ -352,20 +372,20 @@ def _split(run_name: str) -> tuple[str, int]:
 def run_names(store: Store) -> list[str]:
     """The names of the runs in a store, the oldest first; servers know times to the second only."""
     names = [name for name in store.folders("runs/") if is_name(name)]
-    entries = [(store.entry(f"runs/{name}/job.json"), name) for name in names]
+    entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
     created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]
     return [name for *_, name in sorted(created)]
 
 
 def open_run(store: Store, name: str | None) -> Run:
     """The run of that name, the newest run of the job of that name, or the newest of all."""
+    if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
+        return Run(store, name)
     names = run_names(store)
     if not names:
         raise NotFound(f"no runs in {store.url}; `packtrain run JOB` starts one")
     if name is None:
         return Run(store, names[-1])
-    if name in names:
-        return Run(store, name)
     of_job = [known for known in names if _split(known)[0] == _stem(name)]
     if of_job:
         return Run(store, max(of_job, key=_split))

@@ -9,8 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from packtrain.checkpoint import commit
+from packtrain.cli import app
+from packtrain.runs import LogLine, Result
 from packtrain.start import load
 from packtrain.store import Store
 from parts.runs import a_generation, a_node, new_run, recipe_job, write_files
@@ -104,6 +107,46 @@ def test_listing_an_empty_store_says_how_to_begin(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "packtrain run JOB" in done.stdout
     assert packtrain("ls", "--json", cwd=tmp_path).stdout.strip() == "[]"
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(directory_store: Store, tmp_path: Path) -> None:
+    good, bad = new_run(directory_store, recipe_job("good")), new_run(directory_store, recipe_job("bad"))
+    directory_store.put(bad.key("job.json"), b"{}")
+    done = packtrain("ls", "--store", directory_store.url, cwd=tmp_path)
+    assert_refused(done, 100, "job.json of run bad-1", "is damaged")
+    assert good.name in done.stdout
+
+
+def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    place = ["logs", run.name, "--store", directory_store.url]
+    empty = CliRunner().invoke(app, place)
+    assert (empty.exit_code, empty.stdout) == (0, "")
+    assert (
+        empty.stderr == "packtrain: job-1: its workers have written nothing so far; with -f this command waits for it\n"
+    )
+    writer = run.log_writer("a")
+    for rank in (None, 1, 0):
+        writer.append(LogLine(0.0, 1, "a", rank, "out", "hello"))
+    writer.flush()
+    assert CliRunner().invoke(app, place).output == "[launcher] hello\n[rank 1] hello\n[rank 0] hello\n"
+    run.finish(Result("finished", "done", 1, 1.0))
+    wrong = CliRunner().invoke(app, [*place, "--rank", "7"])
+    assert (wrong.exit_code, wrong.stdout) == (0, "")
+    assert wrong.stderr == "packtrain: job-1: no lines of rank 7; there are those of 0, 1\n"
+
+
+@pytest.mark.parametrize("workers", ["0", "-3"])
+def test_a_machine_has_at_least_one_worker(workers: str, directory_store: Store) -> None:
+    run = new_run(directory_store)
+    done = CliRunner().invoke(app, ["node", run.name, "--store", directory_store.url, "--workers", workers])
+    assert (done.exit_code, run.nodes()) == (2, [])
+
+
+def test_a_machine_that_a_local_run_does_not_have_is_refused(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
+    assert_refused(done, 2, "job-1 has no machine 'gpu-a'", "leave that word out")
 
 
 def test_an_unknown_verb_is_a_mistake(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fleet.places import left_on, packtrain, write_program
@@ -16,6 +17,7 @@ from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, Seen, Site, _look,
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.identity import identity
 from packtrain.fleet.remote import Unreachable
+from packtrain.store import Store
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
@@ -97,6 +99,13 @@ def test_an_exchange_refuses_a_public_address_as_agents_do(tmp_path: Path) -> No
         exchange.main(options)
 
 
+def test_an_exchange_listens_on_its_address_and_on_no_other(directory_store: Store) -> None:
+    meeting = exchange.meet(directory_store, "k", 0, 1, "127.0.0.1")
+    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert [place.ip for place in listening if place.port == meeting.port] == ["127.0.0.1"]
+    assert json.loads(directory_store.get("k")) == ["127.0.0.1", meeting.port]
+
+
 def test_two_hosts_pass_and_exchange(network: Network, tmp_path: Path) -> None:
     network[1].rate(200e6)
     try:
@@ -125,6 +134,18 @@ def test_a_job_with_a_blind_and_an_absent_host_fails_with_advice(network: Networ
     assert done.returncode == 2
     for word in ("host9", "not", "known", "mount", "directory"):
         assert word in done.stdout
+
+
+def test_without_the_programs_of_a_fleet_no_machine_is_tried(tmp_path: Path) -> None:
+    job = write_program(tmp_path / "job", tmp_path / "store", "{slurm: {machines: 2}}", "")
+    environment = {"PATH": str(tmp_path / "empty")}
+    done = packtrain("doctor", "--fleet", job, "--json", directory=tmp_path, environment=environment)
+    assert done.returncode == 2, done.stderr
+    checks = json.loads(done.stdout)
+    assert [(check["step"], check["tried"]) for check in checks] == [
+        ("sbatch", True), ("squeue", True), ("srun", True), ("reach", False),
+    ]  # fmt: skip
+    assert not any(check["ok"] for check in checks)
 
 
 def test_a_fleet_that_is_not_one_is_refused(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import psutil
 import pytest
 
 from packtrain.fleet import FLEETS, Start, fleet_of
+from packtrain.fleet.agents import END_SECONDS
 from packtrain.fleet.local import LocalFleet
 from packtrain.job import FLEETS as KINDS
 from packtrain.job import Local
+from packtrain.node.notices import seconds_from
 from packtrain.store import Store
 from parts.runs import new_run
 
@@ -87,10 +89,11 @@ def test_a_tied_node_ends_with_its_client() -> None:
     assert gone == [node]
 
 
-def test_another_node_goes_on_without_its_client_in_a_session_of_its_own() -> None:
+def test_another_node_goes_on_without_its_client_and_knows_how_long_a_signal_leaves_it() -> None:
     client, node = started("free")
     try:
         assert os.getsid(node.pid) == node.pid
+        assert seconds_from(node.environ()) == END_SECONDS
         client.kill()
         client.wait()
         with pytest.raises(psutil.TimeoutExpired):

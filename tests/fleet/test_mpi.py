@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -49,37 +52,25 @@ def test_fewer_machines_than_hosts_are_the_first_of_them(directory_store: Store)
     assert "a:1,b:1" in start.arguments
 
 
-def test_two_hosts_reach_the_goal(network: Network) -> None:
-    """The client is a third host, whose ssh knows the other two."""
-    store = network.shared / "two"
-    script = (
-        "import os, psutil\n"
-        "seen = [p.cmdline() for p in psutil.process_iter() if 'canary' in ' '.join(p.cmdline())]\n"
-        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['SECRET'], seen, flush=True)\n"
-    )
-    fleet = "{mpi: {hosts: [host2, host3]}, workers: 1}"
-    job = write_program(network.shared / "job", store, fleet, script, "environment: [SECRET]")
-    done = packtrain_on(network[0], "run", job, SECRET="canary")
-    assert done.returncode == 0, done.stderr + done.stdout
-    run = newest(store)
-    wait_until_all_left(run)
-    assert sorted(line.text for line in run.log_lines().read() if line.rank is not None) == [
-        "0 of 2 canary []",
-        "1 of 2 canary []",
-    ]
-    [generation] = run.generations()
-    assert {member.address for member in generation.members} == {host.address for host in network[1:]}
-    assert left_on(network) == []
+SEEN = """
+import psutil
+print("seen", [p.cmdline() for p in psutil.process_iter() if "canary" in " ".join(p.cmdline())], flush=True)
+"""
 
 
 def test_a_host_that_loses_its_power_is_done_without_or_waited_for(network: Network) -> None:
-    """mpirun would wait for it as if it were there: the run goes on with the other, and then nothing is left."""
+    """mpirun would wait for it as if it were there: the run goes on with the other, and then nothing is left. Where
+    both are needed, both reach the goal when it is back. The client is a third host, whose ssh knows the other two."""
     alone, both = network.shared / "alone", network.shared / "both"
-    for store, machines in ((alone, "1..2"), (both, "2")):
+
+    def begin(store: Path, machines: str) -> int:
         fleet = f"{{mpi: {{hosts: [host2, host3], machines: {machines}}}, workers: 1}}"
-        script = COUNTING.replace("LAST", "100000")
-        job = write_program(network.shared / f"{store.name}-job", store, fleet, script, "checkpoint: {every: 1 s}")
-        assert packtrain_on(network[0], "run", job, "--detach").returncode == 0
+        script, more = SEEN + COUNTING.replace("LAST", "100000"), "checkpoint: {every: 1 s}\nenvironment: [SECRET]"
+        job = write_program(network.shared / f"{store.name}-job", store, fleet, script, more)
+        return packtrain_on(network[0], "run", job, "--detach", SECRET="canary").returncode
+
+    with ThreadPoolExecutor(2) as at_once:
+        assert list(at_once.map(begin, (alone, both), ("1..2", "2"))) == [0, 0]
     for store in (alone, both):
         wait_until(lambda store=store: committed(newest(store)), "a commit")
     network[2].kill()
@@ -88,17 +79,23 @@ def test_a_host_that_loses_its_power_is_done_without_or_waited_for(network: Netw
     assert left_on(network) == [], "the other run cannot go on, and waits for nobody here"
     assert newest(both).result() is None
 
-    refused = packtrain_on(network[0], "resume", "--store", both)
+    refused = packtrain_on(network[0], "resume", "--store", both, SECRET="canary")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "host3: it does not answer" in refused.stderr
     network[2].start()
-    done = packtrain_on(network[0], "resume", "--store", both)
+    done = packtrain_on(network[0], "resume", "--store", both, SECRET="canary")
     assert done.returncode == 0, done.stderr + done.stdout
-    wait_until_all_left(newest(both))
-    assert [one.cause for one in newest(both).generations()] == ["start", "resumed"]
-    later = [line.text for line in newest(both).log_lines().read() if line.generation == 2 and line.rank is not None]
-    assert later
-    assert not [text for text in later if "from 0" in text]
+    run = newest(both)
+    wait_until_all_left(run)
+    assert [one.cause for one in run.generations()] == ["start", "resumed"]
+    for generation in run.generations():
+        assert {member.address for member in generation.members} == {host.address for host in network[1:]}
+    later = [line.text for line in run.log_lines().read() if line.generation == 2 and line.rank is not None]
+    seen, said = (sorted(text for text in later if text.startswith(word)) for word in ("seen", "rank"))
+    assert len(later) == 4
+    assert seen == ["seen []", "seen []"]
+    for rank, text in enumerate(said):
+        assert re.fullmatch(rf"rank {rank} of 2 from [1-9]\d* canary", text)
     assert left_on(network) == []
 
 

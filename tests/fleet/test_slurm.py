@@ -221,23 +221,6 @@ def said(run: Run) -> list[str]:
     return [line.text for line in lines if line.rank is not None and line.text.startswith("rank")]
 
 
-def test_two_nodes_reach_the_goal_and_ls_shows_the_queue(cluster: Cluster) -> None:
-    cluster.command("scontrol", "update", "PartitionName=main", "State=DOWN")
-    run = submitted(cluster, "two", "{slurm: {machines: 2}, workers: 1}", COUNTING.replace("LAST", "2"))
-    listed = packtrain_on(cluster.login, "ls", "--json", "--store", run.store.url)
-    assert json.loads(listed.stdout)[0]["queue"].startswith("1 PENDING"), listed.stderr
-    cluster.command("scontrol", "update", "PartitionName=main", "State=UP")
-    wait_until_all_left(run)
-    result = run.result()
-    assert result is not None
-    assert result.status == "finished", (result, cluster.logs())
-    assert sorted(said(run)) == ["rank 0 of 2 from 0 canary", "rank 1 of 2 from 0 canary"]
-    kept = run.store.get(run.key("slurm.sh")).decode()
-    assert "srun" in kept
-    assert "canary" not in kept
-    wait_until(lambda: settled(cluster), "an empty queue")
-
-
 def test_one_of_an_array_is_queued_again_alone(cluster: Cluster) -> None:
     """It is the one whose job has the number of the whole array. The other goes on without it."""
     run = submitted(cluster, "array", "{slurm: {machines: 1..2}, workers: 1}", COUNTING.replace("LAST", "100000"))
@@ -276,9 +259,17 @@ def settled(cluster: Cluster) -> bool:
     return cluster.command("squeue", "-h", "-t", "PENDING,RUNNING,COMPLETING") == ""
 
 
-def test_a_notice_before_the_time_limit_queues_the_run_again_where_it_was(cluster: Cluster) -> None:
+def test_two_nodes_wait_in_the_queue_and_after_a_notice_reach_the_goal_from_where_they_were(cluster: Cluster) -> None:
+    cluster.command("scontrol", "update", "PartitionName=main", "State=DOWN")
     run = submitted(cluster, "again", "{slurm: {machines: 2}, workers: 1}", COUNTING.replace("LAST", "100000"))
+    listed = packtrain_on(cluster.login, "ls", "--json", "--store", run.store.url)
+    assert json.loads(listed.stdout)[0]["queue"].startswith("1 PENDING"), listed.stderr
+    cluster.command("scontrol", "update", "PartitionName=main", "State=UP")
     wait_until(lambda: len(said(run)) == 2, "both workers")
+    assert sorted(said(run)) == ["rank 0 of 2 from 0 canary", "rank 1 of 2 from 0 canary"]
+    kept = run.store.get(run.key("slurm.sh")).decode()
+    assert "srun" in kept
+    assert "canary" not in kept
     [job] = json.loads(run.store.get(run.key("slurm.json")))
     agents = [
         process

@@ -16,6 +16,7 @@ from packtrain.fleet import fleet_of
 from packtrain.fleet.remote import Remote, advice, split_destination
 from packtrain.fleet.ssh import Ready, SshFleet
 from packtrain.places import Ssh
+from packtrain.runs import open_run
 from packtrain.store import Store, open_store
 from parts import hosts
 from parts.fields import bucket_on
@@ -116,22 +117,15 @@ def test_the_last_words_of_a_tied_agent_are_kept(
 def test_three_hosts_reach_the_goal_as_one_machine_does(
     network: Network, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    here = packtrain(
-        "run",
-        write_job(tmp_path, tmp_path / "store", "{local: {machines: 1}, workers: 3}"),
-        directory=tmp_path,
-        environment=environment,
-    )
-    assert here.returncode == 0, here.stderr + here.stdout
-    store = network.shared / "three"
-    job = write_job(tmp_path, store, "{ssh: {hosts: [host1, host2, host3]}, workers: 1}")
-    done = packtrain("run", job, directory=tmp_path, environment=environment)
-    assert done.returncode == 0, done.stderr + done.stdout
-    run = newest(store)
+    store = network.shared / "three"  # the pack of the first run is that of the second
+    for fleet in ("{local: {machines: 1}, workers: 3}", "{ssh: {hosts: [host1, host2, host3]}, workers: 1}"):
+        done = packtrain("run", write_job(tmp_path, store, fleet), directory=tmp_path, environment=environment)
+        assert done.returncode == 0, done.stderr + done.stdout
+    here, run = (open_run(open_store(str(store)), name) for name in ("small-1", "small-2"))
     wait_until_all_left(run)
     [generation] = run.generations()
     assert {member.address for member in generation.members} == {host.address for host in network}
-    assert losses(run) == losses(newest(tmp_path / "store"))
+    assert losses(run) == losses(here)
     assert left_on(network) == []
     for host in network:  # the log of an agent that did well is gone, as is what the nodes kept
         assert list((host.home / ".cache/packtrain/agents").iterdir()) == []

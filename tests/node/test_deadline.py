@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from packtrain import report as report_module
 from packtrain.cli import app
-from packtrain.errors import EXIT_UNFINISHED, PacktrainError
+from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.job import Budget, Fleet
 from packtrain.node import agent as agent_module
@@ -189,6 +189,11 @@ def test_a_wrong_word_switches_no_machine_off_and_a_job_that_cannot_be_read_does
     ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, *arguments])
     assert isinstance(ended.exception, PacktrainError)
     assert switched_off == [off]
+
+
+def test_a_run_that_is_not_there_gets_no_folder(directory_store: Store) -> None:
+    assert isinstance(CliRunner().invoke(app, ["node", "typo-1", "--store", directory_store.url]).exception, NotFound)
+    assert directory_store.list("") == []
 
 
 def test_fleets_pass_on_that_machines_are_to_be_switched_off(directory_store: Store) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.members import Generation, Member, Node
-from packtrain.node.generations import LeaseWatch, Why, joiner, proposal
+from packtrain.node.generations import LeaseWatch, Why, joiner, proposal, unwanted
 from packtrain.units import Machines
 from parts.runs import a_generation, a_node
 
@@ -158,6 +158,13 @@ def test_a_machine_that_is_not_wanted_takes_part_only_where_it_must() -> None:
         proposed = proposal(a_generation(1), nodes, Machines(least, 3), Why("program", "it broke"), {"a"})
         assert proposed is not None
         assert [member.node for member in proposed.members] == members
+
+
+def test_a_machine_that_ended_two_generations_in_a_row_is_not_wanted_any_more() -> None:
+    assert (
+        unwanted([]) == unwanted([None, None, "a"]) == unwanted(["a", "b", "a"]) == unwanted(["a", None, "a"]) == set()
+    )
+    assert unwanted([None, "a", "a", None, "b", "c", "c"]) == {"a", "c"}
 
 
 def test_a_second_agent_of_a_machine_comes_after_all_machines() -> None:

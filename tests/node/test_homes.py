@@ -154,12 +154,12 @@ def test_what_is_of_another_machine_is_left_to_it(run: Run) -> None:
         os.utime(home, (old, old))  # a run of weeks makes no new folder there
 
 
-def test_what_another_machine_left_that_is_long_dead_is_removed(run: Run, tmp_path: Path) -> None:
+def test_what_another_machine_left_that_is_long_dead_is_removed(run: Run) -> None:
     home = killed(run)
     moved_to(home, "another-machine")
     old = time.time() - 30 * 24 * 3600
     os.utime(home, (old, old))
-    os.utime(tmp_path / "store" / run.key("nodes/dead.json"), (old, old))
+    os.utime(Path(run.store.url) / run.key("nodes/dead.json"), (old, old))
     sweep(run, ignore)
     assert not home.exists()
     assert len(texts(run)) == 4

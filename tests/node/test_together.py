@@ -4,59 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from packtrain.checkpoint import Superseded, commit, committed
-from packtrain.control import Control, WorkerError
-from packtrain.node.agent import Agent
 from packtrain.node.assembly import GROW_FACTOR
 from packtrain.runs import LEASE_LOST_SECONDS, Point, Result
-from packtrain.store import Store, open_store
-from parts.agents import Company, company_of, look_through
+from packtrain.store import Store
+from parts.agents import Company, Make, company_of, look_through
 from parts.faulty import FaultyStore
-from parts.runs import new_run, program_job, recipe_job
+from parts.runs import new_run, program_job
 
-Make = Callable[..., Company]
 LOST = int(LEASE_LOST_SECONDS) + 6
-
-
-@pytest.fixture
-def directory_store() -> Iterator[Store]:
-    """In memory where there is such a place: these tests write thousands of small files, and each is synced."""
-    with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        yield open_store(folder)
-
-
-@pytest.fixture
-def make(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    companies = []
-
-    def make(machines: object, count: int, **sections: object) -> Company:
-        run = new_run(directory_store, recipe_job(fleet={"local": {"machines": machines}, "price": 1.0}, **sections))
-        companies.append(company_of(run, monkeypatch, str(tmp_path / "cache")))
-        company = companies[-1].__enter__()
-        for _ in range(count):
-            company.add()
-        return company
-
-    yield make
-    for company in companies:
-        company.__exit__(None, None, None)
-
-
-def fail(company: Company, agent: Agent, **error: object) -> None:
-    """A worker of this machine gives up, and the workers of all others lose the connection to it."""
-    for one in company.there():
-        assert one._attempt is not None
-        told = {"rank": 0, "text": "Connection closed by peer", "hopeless": False, "time": 2.0}
-        if one is agent:
-            told |= {"text": "it broke", "time": 3.0, **error}
-        Control(one._attempt.directories.control).tell_error(WorkerError(**told))  # type: ignore[arg-type]
-    company.end_workers(1)
 
 
 def made_first_step(company: Company, generation: int, seconds_ago: float) -> None:
@@ -195,7 +155,7 @@ def test_only_one_machine_reads_every_lease(make: Make, directory_store: Store) 
 def test_what_one_machine_knows_explains_the_errors_of_the_others(make: Make) -> None:
     company = make(3, 3)
     company.wait(10)
-    fail(company, company.agents[2], cause="memory", step=7)
+    company.fail(company.agents[2], cause="memory", step=7)
     company.wait(8)
     latest = company.run.latest_generation()
     assert latest is not None
@@ -216,7 +176,7 @@ def test_the_same_step_twice_ends_the_run(make: Make) -> None:
     company = make(2, 2)
     for _ in range(2):
         company.wait(10)
-        fail(company, company.agents[1], step=7)
+        company.fail(company.agents[1], step=7)
     company.wait(10)
     result = company.run.result()
     assert result is not None
@@ -227,7 +187,7 @@ def test_lost_machines_are_told_from_errors_that_they_cause(make: Make) -> None:
     company = make("1..2", 2)
     company.wait(10)
     company.kill(company.agents[1])
-    fail(company, company.agents[1])
+    company.fail(company.agents[1])
     company.wait(LOST)
     latest = company.run.latest_generation()
     assert latest is not None
@@ -239,7 +199,7 @@ def test_a_store_that_is_away_never_counts(make: Make) -> None:
     company = make(1, 1)
     for _ in range(6):
         company.wait(5)
-        fail(company, company.agents[0], cause="store", text="the store is away")
+        company.fail(company.agents[0], cause="store", text="the store is away")
     company.wait(5)
     assert company.run.result() is None
     assert company.causes() == ["start", *["store"] * 6]

@@ -6,52 +6,24 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from packtrain.checkpoint import commit
-from packtrain.control import Control, WorkerError
+from packtrain.control import Control
 from packtrain.errors import Mistake
 from packtrain.node import agent as agent_module
 from packtrain.node import program as program_module
-from packtrain.node.agent import Agent
 from packtrain.node.trouble import Trouble
 from packtrain.runs import Point, Result
-from packtrain.store import Store, StoreError, open_store
-from parts.agents import Company, company_of, look_through
+from packtrain.store import Store, StoreError
+from parts.agents import Company, Make, look_through
 from parts.faulty import FaultyStore
-from parts.runs import new_run, program_job, recipe_job
+from parts.runs import program_job
 
-Make = Callable[..., Company]
 REFUSED = StoreError("s3://b: the session token is not valid (any more)")
-
-
-@pytest.fixture
-def directory_store() -> Iterator[Store]:
-    with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        yield open_store(folder)
-
-
-@pytest.fixture
-def make(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    companies = []
-
-    def make(machines: object, count: int, job: Any = recipe_job, **sections: object) -> Company:
-        fleet = {"local": {"machines": machines}, "price": 1.0}
-        run = new_run(directory_store, job(fleet=fleet, **sections))
-        companies.append(company_of(run, monkeypatch, str(tmp_path / "cache")))
-        company = companies[-1].__enter__()
-        for _ in range(count):
-            company.add()
-        return company
-
-    yield make
-    for company in companies:
-        company.__exit__(None, None, None)
 
 
 def full(*_: object) -> None:
@@ -223,20 +195,12 @@ def test_a_run_whose_checkpoints_cannot_be_used_has_failed(make: Make, monkeypat
 # Machines.
 
 
-def fail(company: Company, agent: Agent, text: str) -> None:
-    for one in company.there():
-        if one._attempt is not None:
-            error = WorkerError(0, text if one is agent else "Connection closed by peer", False, 2.0)
-            Control(one._attempt.directories.control).tell_error(error)
-    company.end_workers(1)
-
-
 def test_a_machine_that_fails_twice_is_left_out_while_there_are_enough_others(make: Make, tmp_path: Path) -> None:
     company = make("2..3", 3)
     company.wait(10)
     for _ in range(2):
         assert company.members() == [0, 1, 2]
-        fail(company, company.agents[1], "CUDA driver initialization failed")
+        company.fail(company.agents[1], "CUDA driver initialization failed")
         company.wait(14)
     assert company.members() == [0, 2]
     (tmp_path / "w").write_bytes(b"x")
@@ -254,11 +218,25 @@ def test_a_machine_that_fails_twice_is_left_out_while_there_are_enough_others(ma
     assert company.members() == [0, 1], "better than none"
 
 
+def test_a_machine_that_is_left_out_stays_so_when_another_decides(make: Make) -> None:
+    company = make("2..4", 4)
+    company.wait(10)
+    for _ in range(2):
+        assert company.members() == [0, 1, 2, 3]
+        company.fail(company.agents[1], "CUDA driver initialization failed")
+        company.wait(14)
+    assert company.members() == [0, 2, 3]
+    assert [one.culprit for one in company.run.generations()] == [None, company.agents[1].name, company.agents[1].name]
+    company.kill(company.agents[0])
+    company.wait(40)
+    assert company.members() == [2, 3]
+
+
 def test_machines_that_fail_in_turn_all_stay(make: Make) -> None:
     company = make("1..2", 2)
     company.wait(10)
     for agent in company.agents:
-        fail(company, agent, "it broke")
+        company.fail(agent, "it broke")
         company.wait(14)
         assert company.members() == [0, 1]
 

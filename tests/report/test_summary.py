@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,10 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.members import Generation, Member, Node, Telemetry
-from packtrain.report.summary import Summary, summarise, summary_of, units_per_second
-from packtrain.runs import Point, Result, Run, create_run
+from packtrain.report.summary import Summary, standing, summarise, summary_of, units_per_second
+from packtrain.runs import Point, Result, Run, create_run, open_run
 from packtrain.store import Store
+from parts.faulty import FaultyStore
 
 
 def trained(step: int, **values: float) -> Point:
@@ -128,6 +131,59 @@ def test_attempts_are_counted_and_everything_is_read_from_the_store(run: Run) ->
     writer.flush()
     summary = summarise(run, "running")
     assert (summary.generations, summary.step) == (2, 1)
+
+
+# How far a run has come, for a list of many.
+
+
+def written(run: Run, generation: int, points: Sequence[Point]) -> None:
+    """Each point in a chunk of its own."""
+    writer = run.point_writer(f"{generation:06d}-rank-0")
+    for point in points:
+        writer.append(point)
+        writer.flush()
+
+
+def chunks_read(store: FaultyStore) -> int:
+    return sum(operation == "find" and "/metrics/" in key for operation, key in store.operations)
+
+
+@pytest.fixture
+def watched(directory_store: Store, tmp_path: Path) -> FaultyStore:
+    store = FaultyStore(directory_store)
+    source = {"bitext": ["a.en", "a.de"]}
+    job = job_of(tmp_path, data={"train": [source], "valid": [source]}, evaluate={"every": "100 steps"})
+    create_run(store, job, b"", None)
+    return store
+
+
+def test_where_a_run_stands_is_what_its_summary_says(watched: FaultyStore) -> None:
+    run = open_run(watched, None)
+    written(run, 1, [Point("start", 1, 0, 0.0, {}), *(trained(step, loss=9.0) for step in range(1, 60))])
+    again = [replace(trained(step, loss=step / 10), generation=2) for step in range(41, 80)]
+    written(run, 2, [Point("start", 2, 40, 0.0, {}), *again, replace(validated(60, bleu=7.0), generation=2)])
+    summary = asdict(summarise(run, "running"))
+    stands = asdict(standing(run, "running"))
+    assert stands == {name: summary[name] for name in stands}
+    assert (stands["step"], stands["scores"]) == (79, {"valid.bleu": 7.0})
+
+
+def test_a_long_run_is_read_no_further_back_than_its_last_evaluation(watched: FaultyStore) -> None:
+    run = open_run(watched, None)
+    written(run, 1, [trained(step) for step in range(1, 201)])
+    written(run, 2, [validated(200, bleu=7.0), *(trained(step) for step in range(201, 281))])
+    watched.operations.clear()
+    assert standing(run, "running").headline == "valid bleu 7.00"
+    assert chunks_read(watched) == 81
+
+
+def test_a_run_that_has_its_scores_is_read_as_far_as_its_loss_goes_back(watched: FaultyStore) -> None:
+    run = open_run(watched, None)
+    written(run, 1, [trained(step) for step in range(1, 201)])
+    run.finish(Result("finished", "reached 200 steps", 200, 99.0, {"test.bleu": 20.0}))
+    watched.operations.clear()
+    assert standing(run, "finished").headline == "test bleu 20.00"
+    assert chunks_read(watched) == 50
 
 
 # Time and speed.

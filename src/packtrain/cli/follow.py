@@ -64,7 +64,11 @@ def _follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
             return EXIT_UNFINISHED
         screen.print("\nstopping: the workers commit a checkpoint and end")
         run.request_stop("Ctrl-C in the foreground")
-        follower.until_ended()
+        try:
+            follower.until_ended()
+        except KeyboardInterrupt:
+            screen.print(f"\nleft [bold]{run.name}[/bold] before it had ended; `packtrain resume {run.name}` goes on")
+            return EXIT_UNFINISHED
     return conclude(run)
 
 
@@ -147,8 +151,8 @@ class Follower:
 
     def _allowed(self, number: int) -> float | None:
         """What the budget left to a generation when it began."""
-        generations = [one for one in self._run.generations() if one.number == number]
-        return generations[0].seconds_left if generations else None
+        since = self._run.generations(after=number - 1)
+        return since[0].seconds_left if since else None
 
     def _left(self) -> float | None:
         return None if self._budget_left is None else self._budget_left - (self._steps[-1].time - self._began)

@@ -21,7 +21,11 @@ from packtrain.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from packtrain.runs import Run
+    from collections.abc import Collection, Sequence
+
+    from packtrain.errors import PacktrainError
+    from packtrain.report.summary import Standing
+    from packtrain.runs import Run, State
 
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # the answer to a request takes long, not the request
@@ -41,50 +45,68 @@ def register(app: typer.Typer) -> None:
 
 def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the runs in a store, the newest first."""
-    from rich.table import Table
-
+    from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
     from packtrain.node.signs import states_now
-    from packtrain.report.summary import summarise
     from packtrain.runs import Run, run_names
-    from packtrain.units import show_seconds
 
     found = find_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
     known = states_now(runs)
     with ThreadPoolExecutor(_READERS) as readers:
-        queued_as = [readers.submit(_queue_of, run, state) for run, state in zip(runs, known, strict=True)]
-        summaries = list(readers.map(summarise, runs, known))
-        queues = [queue.result() for queue in queued_as]
+        asked = [readers.submit(_listed, run, state) for run, state in zip(runs, known, strict=True)]
+        answers = [one.result() for one in asked]
+    listed = [one for one in answers if not isinstance(one, PacktrainError)]
+    unreadable = [one for one in answers if isinstance(one, PacktrainError)]
     if as_json:
-        print_json([{**asdict(one), "queue": queue} for one, queue in zip(summaries, queues, strict=True)])
-        return
-    if not summaries:
+        print_json([{**asdict(one), "queue": queue} for one, queue in listed])
+    elif listed:
+        _print_list(listed)
+    elif not unreadable:
         console().print(f"no runs in {found.url}; [bold]packtrain run JOB[/bold] starts one")
-        return
+    for error in unreadable:  # which is no reason to hide the others
+        print(f"packtrain: {error}", file=sys.stderr)
+    sys.exit(EXIT_FAILED if unreadable else EXIT_DONE)
+
+
+def _print_list(listed: Sequence[tuple[Standing, str | None]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from packtrain.units import show_seconds
+
     table = Table(box=None, pad_edge=False, header_style="dim")
-    queued = ["queue"] if any(queues) else []
+    queued = ["queue"] if any(queue for _, queue in listed) else []
     for column in ("run", "state", *queued, "step", "loss", "score", "time", "what"):
         table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
-    for summary, queue in zip(summaries, queues, strict=True):
-        style = _STATE_STYLES[summary.state]
+    for one, queue in listed:
+        style = _STATE_STYLES[one.state]
         table.add_row(
-            f"[bold]{summary.run}[/bold]",
-            f"[{style}]{summary.state}[/{style}]",
+            f"[bold]{one.run}[/bold]",
+            f"[{style}]{one.state}[/{style}]",
             *([queue or ""] if queued else []),
-            f"{summary.step:,}",
-            "" if summary.loss is None else f"{summary.loss:.3f}",
-            summary.headline,
-            show_seconds(summary.seconds),
-            summary.what,
+            f"{one.step:,}",
+            "" if one.loss is None else f"{one.loss:.3f}",
+            one.headline,
+            show_seconds(one.seconds) if one.seconds else "",
+            escape(one.what),
         )
     console().print(table)
 
 
-def _queue_of(run: Run, state: str) -> str | None:
-    """Where a run that has not ended stands in its fleet's queue, if it has one."""
+def _listed(run: Run, state: State) -> tuple[Standing, str | None] | PacktrainError:
+    """How a run stands, and where in its fleet's queue if it has not ended; or that it cannot be read."""
+    from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
+    from packtrain.report.summary import standing
+    from packtrain.store import StoreError
 
-    return None if state in ("finished", "failed", "stopped") else fleet_of(run.job.fleet.kind).queue(run)
+    try:
+        ended = state in ("finished", "failed", "stopped")
+        return standing(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
+    except StoreError:
+        raise
+    except PacktrainError as error:
+        return error
 
 
 def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -113,7 +135,7 @@ def logs(
     from packtrain.runs import LEASE_LOST_SECONDS
 
     run = find_run(store, name)
-    reader = run.log_lines()
+    reader, ranks = run.log_lines(), set[int | None]()
     ended_at: float | None = None
     while True:
         if ended_at is None and run.result() is not None:
@@ -124,12 +146,23 @@ def logs(
             and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(node.left for node in run.nodes()))
         )
         for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
+            ranks.add(line.rank)
             if rank is None or line.rank == rank:
                 who = "launcher" if line.rank is None else f"rank {line.rank}"
                 print(f"[{who}] {line.text}", flush=True)
         if over:
-            return
+            break
         time.sleep(1.0)
+    if not ranks or (rank is not None and rank not in ranks):
+        print(f"packtrain: {run.name}: {_why_no_lines(ranks, rank, ended_at is None)}", file=sys.stderr)
+
+
+def _why_no_lines(ranks: Collection[int | None], rank: int | None, going: bool) -> str:
+    workers = sorted(one for one in ranks if one is not None)
+    if rank is not None and workers:
+        return f"no lines of rank {rank}; there are those of {', '.join(map(str, workers))}"
+    who = "its workers have" if rank is None else f"rank {rank} has"
+    return f"{who} written nothing" + (" so far; with -f this command waits for it" if going else "")
 
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:

@@ -128,7 +128,11 @@ def examine(
     kind: FleetKind, location: str, environment_names: Sequence[str] = (), public_address: bool = False
 ) -> Iterator[Check]:
     """Every step in order, as soon as it is known; those that depend on a failed one are left out."""
-    yield from _programs(kind)
+    programs = list(_programs(kind))
+    yield from programs
+    if not all(check.ok for check in programs):
+        yield Check("all machines", "reach", False, "needs what is not there", "see above, then ask again", tried=False)
+        return
     store = open_store(location)
     key = f"scratch/doctor-{uuid.uuid4().hex}"
     secrets = {

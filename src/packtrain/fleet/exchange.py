@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
+from typing import TYPE_CHECKING
 
 from packtrain.errors import PacktrainError
 from packtrain.node.launch import interface_of
 from packtrain.store import Store, open_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 SECONDS = 5.0
 MEET_SECONDS = 60.0
@@ -35,14 +39,23 @@ class Measured:
     bytes_per_second: float
 
 
-def meet(store: Store, key: str, rank: int, address: str) -> tuple[str, int]:
-    """Where the first machine waits for the others."""
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind((address, 0))
-            port = int(free.getsockname()[1])
+def meet(store: Store, key: str, rank: int, world: int, address: str) -> TCPStore:
+    """Where the machines find each other: the first one listens on its address and no other, and says so."""
+    from torch._C._distributed_c10d import TCPStore
+
+    patience = timedelta(seconds=MEET_SECONDS)
+    if rank > 0:
+        return TCPStore(*_place_of_the_first(store, key), world, False, patience, wait_for_workers=False)
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        port = int(listener.getsockname()[1])
         store.put(key, json.dumps([address, port]).encode())
-        return address, port
+        fd = listener.detach()
+        # Left to itself it would listen on every interface, and whoever reaches it could join.
+        return TCPStore(address, port, world, True, patience, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _place_of_the_first(store: Store, key: str) -> tuple[str, int]:
     deadline = time.monotonic() + MEET_SECONDS
     while time.monotonic() < deadline:
         data = store.find(key)
@@ -53,12 +66,12 @@ def meet(store: Store, key: str, rank: int, address: str) -> tuple[str, int]:
     raise PacktrainError(f"the first machine did not say where it is within {MEET_SECONDS:g} s")
 
 
-def measure(place: tuple[str, int], rank: int, world: int, backend: str, seconds: float) -> Measured:
+def measure(meeting: TCPStore, rank: int, world: int, backend: str, seconds: float) -> Measured:
     import torch
     import torch.distributed as dist
 
-    where, patience = f"tcp://{place[0]}:{place[1]}", timedelta(seconds=MEET_SECONDS)
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world, timeout=patience)
+    patience = timedelta(seconds=MEET_SECONDS)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     small, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
 
@@ -99,9 +112,9 @@ def main(given: Sequence[str]) -> None:
     if interface is not None:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     store = open_store(options.store)
-    place = meet(store, options.key, options.rank, address)
     try:
-        measured = measure(place, options.rank, options.world, options.backend, options.seconds)
+        meeting = meet(store, options.key, options.rank, options.world, address)
+        measured = measure(meeting, options.rank, options.world, options.backend, options.seconds)
     except RuntimeError as error:  # of torch, with a page of addresses in it
         raise PacktrainError(str(error).splitlines()[0]) from None
     print(json.dumps(asdict(measured)), flush=True)

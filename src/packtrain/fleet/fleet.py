@@ -12,6 +12,7 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.job import Job
 from packtrain.node.notices import Notices
+from packtrain.places import FleetKind
 from packtrain.runs import Run
 from packtrain.store import Store
 
@@ -98,10 +99,12 @@ class Fleet(ABC):
         raise Mistake(f"{run.name}: its machines have no shell to open from here ({machine or 'any'})")
 
 
-def node_arguments(run: Run, python: str, interface: str | None = None) -> tuple[str, ...]:
+def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None = None) -> tuple[str, ...]:
     """The one command that every fleet starts."""
     where = () if interface is None else ("--interface", interface)
-    return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where)
+    # The job says it, too; but a machine that the store does not answer cannot read it there.
+    off = ("--power-off",) if kind.power_off else ()
+    return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where, *off)
 
 
 def passed_on(job: Job) -> tuple[str, ...]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import builtins
 import os
+import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from packtrain.errors import Mistake
 from packtrain.fleet import agents
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, silent
 from packtrain.fleet.remote import end_with_client
+from packtrain.node.notices import SECONDS_VARIABLE
 from packtrain.places import Local
 from packtrain.runs import Run
 
@@ -35,7 +38,7 @@ class LocalFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
-        arguments = (*node_arguments(run, sys.executable), "--address", _ADDRESS)
+        arguments = (*node_arguments(run, sys.executable, self._settings), "--address", _ADDRESS)
         return [Start(HERE, arguments)] * self._settings.machines.most
 
     def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:  # noqa: ARG002
@@ -48,7 +51,9 @@ class LocalFleet(Fleet):
     def end(self, run: Run) -> None:
         agents.end(run.name, run.store.url)
 
-    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:  # noqa: ARG002
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        if machine not in (None, HERE, socket.gethostname(), *(node.node for node in run.nodes())):
+            raise Mistake(f"{run.name} has no machine {machine!r}: it is on this one alone; leave that word out")
         return (os.environ.get("SHELL") or "/bin/sh",)
 
 
@@ -61,6 +66,7 @@ def start_here(start: Start, tied: bool) -> Started:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={SECONDS_VARIABLE: f"{agents.END_SECONDS:.0f}", **os.environ},
             start_new_session=True,
             preexec_fn=end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
         )

@@ -52,7 +52,7 @@ class MpiFleet(Fleet):
             *(word for name in names for word in ("-x", name)),
             "-x", f"{SECONDS_VARIABLE}={END_SECONDS:.0f}",
             *settings.options,
-            *node_arguments(run, settings.python or sys.executable, settings.interface),
+            *node_arguments(run, settings.python or sys.executable, settings, settings.interface),
         )  # fmt: skip
         return [Start(", ".join(hosts), command, names, run.store.url)]
 

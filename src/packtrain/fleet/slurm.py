@@ -166,7 +166,7 @@ def script(run: Run, settings: Slurm) -> str:
 
 def script_of(run: Run, job: Job, settings: Slurm) -> str:
     """The same for a run that is yet to be made."""
-    command = node_arguments(run, settings.python or sys.executable, settings.interface)
+    command = node_arguments(run, settings.python or sys.executable, settings, settings.interface)
     return _SCRIPT.format(
         run=run.name,
         keep="slurm.sh",

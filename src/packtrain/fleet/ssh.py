@@ -60,7 +60,8 @@ class SshFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
-        command = node_arguments(run, self._settings.python or "python", self._settings.interface)
+        settings = self._settings
+        command = node_arguments(run, settings.python or "python", settings, settings.interface)
         names = passed_on(run.job)
         return [
             Start(host, (*Remote(host).arguments(), shlex.join(command)), names, run.store.url)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from packtrain.checkpoint import committed
 from packtrain.members import Generation, Node, Report
 from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_telling, reason_for, verdict
 from packtrain.node.deadline import seconds_left
 from packtrain.node.firststep import seconds_since_first_step
-from packtrain.node.generations import LeaseWatch, Why, joiner, proposal
+from packtrain.node.generations import LeaseWatch, Why, joiner, proposal, unwanted
 from packtrain.node.lease import Lease
 from packtrain.runs import LEASE_SECONDS, Run
 
@@ -41,8 +42,8 @@ class Assembly:
         self._holder: str | None = None
         self._gathering = (0, 0.0)  # for which generation, since when
         self._judged: dict[int, str | None] = {}
-        self._culprits: dict[int, str | None] = {}  # by generation: the one machine that ended it
-        self._unwanted: set[str] = set()
+        self._history: list[Generation] = []
+        self._left_out: set[str] = set()  # of whom it was told
         self._stepped = (0, 0.0)  # which generation, and when it made its first step
 
     @property
@@ -74,7 +75,7 @@ class Assembly:
         part of the time. Of a program nobody knows when it has begun to work."""
         if self._clock() - began < GROW_SECONDS:
             return None
-        newcomer = joiner(generation, self.alive(), self._machines, self._unwanted)
+        newcomer = joiner(generation, self.alive(), self._machines, unwanted(self._culprits(generation)))
         if newcomer is None or self._run.job.program is not None:
             return newcomer
         if self._stepped[0] != generation.number:
@@ -120,16 +121,17 @@ class Assembly:
         step = max((checkpoint.step for checkpoint in committed(self._run)), default=0)
         if ended.cause in COUNTED and latest is not None:
             if latest.number not in self._judged:
-                tried = [one for one in self._run.generations() if one.number <= latest.number]
+                tried = self._up_to(latest)
                 self._judged[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
             if (given_up := self._judged[latest.number]) is not None:
                 return given_up
-        if latest is not None:
-            self._blame(latest, own)
+        culprit = None if latest is None else self._blamed(latest, own)
         alive = self.alive()
         if self._still_gathering(number, len(alive), ended):
             return None
-        proposed = proposal(latest, alive, self._machines, self._why(ended, step, len(alive)), self._unwanted)
+        why = replace(self._why(ended, step, len(alive)), culprit=culprit)
+        culprits = [] if latest is None else self._culprits(latest)
+        proposed = proposal(latest, alive, self._machines, why, unwanted([*culprits, culprit]))
         if proposed is not None:
             self._run.propose(proposed)
         return None
@@ -140,20 +142,33 @@ class Assembly:
         left = seconds_left(self._run.job.budget, self._run.job.fleet, nodes, used, there)
         return Why(ended.cause, reason_for(ended), step, ended.step, used, left)
 
-    def _blame(self, latest: Generation, own: Report | None) -> None:
-        """A machine that alone ended two generations in a row, each by an error of its own, is left out from now on
+    def _up_to(self, latest: Generation) -> list[Generation]:
+        """All generations so far. Of those that were read before, none is read again."""
+        known = self._history[-1].number if self._history else 0
+        if known < latest.number:
+            self._history += self._run.generations(known)
+        return [one for one in self._history if one.number <= latest.number]
+
+    def _culprits(self, latest: Generation) -> list[str | None]:
+        """Which machine ended each generation before the latest, as the records of those after them tell everybody."""
+        return [one.culprit for one in self._up_to(latest)]
+
+    def _blamed(self, latest: Generation, own: Report | None) -> str | None:
+        """The machine that alone ended the latest generation, by an error of its own. After two in a row it is left out
         while there are enough others."""
         told = {name: self._reported(name, latest) for name in (member.node for member in latest.members)}
         told[self.name] = own
         guilty = [name for name, report in told.items() if report is not None and is_own_failure(report)]
-        culprit = guilty[0] if len(guilty) == 1 and len(latest.members) > 1 else None
-        self._culprits[latest.number] = culprit
-        if culprit is None or culprit in self._unwanted or self._culprits.get(latest.number - 1) != culprit:
-            return
-        self._unwanted.add(culprit)
-        report = told[culprit]
-        assert report is not None
-        self._tell("left out", f"{culprit} ended two generations in a row, and others go on without it: {report.text}")
+        if len(guilty) != 1 or len(latest.members) == 1:
+            return None
+        [culprit] = guilty
+        if culprit == latest.culprit and culprit not in self._left_out:
+            self._left_out.add(culprit)
+            report = told[culprit]
+            assert report is not None
+            words = f"{culprit} ended two generations in a row, and others go on without it: {report.text}"
+            self._tell("left out", words)
+        return culprit
 
     def _unsettled(self, latest: Generation, own: Report, since: float) -> bool:
         """Whether another machine of the generation may still say, or be, what is wrong.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from packtrain.control import say
 from packtrain.errors import EXIT_UNFINISHED
+from packtrain.node.lease import hurried
+from packtrain.runs import Event, Run
 from packtrain.store import StoreError
 
 POWER_OFF = ("systemctl", "poweroff")
@@ -35,6 +40,14 @@ def go_through(*steps: Callable[[], object]) -> None:
             step()
         except Exception as error:
             say(f"warning: {type(error).__name__}: {error}")
+
+
+def say_why(run: Run, error: Exception) -> None:
+    """What an agent died of, for those who cannot look at its machine any more."""
+    machine = socket.gethostname()
+    writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
+    writer.append(Event(time.time(), "failure", f"the agent on {machine} ended: {type(error).__name__}: {error}"))
+    go_through(writer.flush)
 
 
 def end_at_once(reason: str, power_off: bool) -> None:

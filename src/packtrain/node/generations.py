@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from packtrain.members import Cause, Generation, Member, Node
 from packtrain.runs import LEASE_LOST_SECONDS
@@ -66,6 +67,12 @@ class Why:
     failed_step: int | None = None
     used_seconds: float = 0.0
     seconds_left: float | None = None
+    culprit: str | None = None
+
+
+def unwanted(culprits: Sequence[str | None]) -> set[str]:
+    """The machines that alone ended two generations in a row; for each generation, which one ended it."""
+    return {one for one, other in pairwise(culprits) if one is not None and one == other}
 
 
 def proposal(
@@ -93,6 +100,7 @@ def proposal(
         why.failed_step,
         why.used_seconds,
         why.seconds_left,
+        why.culprit,
     )
 
 

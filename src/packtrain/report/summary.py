@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import Goodput, goodput
@@ -23,8 +24,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """`goal` is the step at which the run ends, as far as that is known."""
+class Standing:
+    """How far a run has come. `goal` is the step at which it ends, as far as that is known."""
 
     run: str
     state: State
@@ -40,9 +41,6 @@ class Summary:
     seconds: float
     scores: dict[str, float]
     signatures: dict[str, str]
-    generations: int
-    machines: tuple[Machine, ...] = ()
-    goodput: Goodput = field(default_factory=Goodput)
 
     @property
     def headline(self) -> str:
@@ -53,32 +51,33 @@ class Summary:
         return ""
 
 
+@dataclass(frozen=True)
+class Summary(Standing):
+    """All that there is to say about a run."""
+
+    generations: int
+    machines: tuple[Machine, ...] = ()
+    goodput: Goodput = field(default_factory=Goodput)
+
+
+def standing(run: Run, state: State) -> Standing:
+    """Reads the end of a run alone, as far back as its last evaluation."""
+    result = run.result()
+    job = run.job
+    evaluated = job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
+    points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
+    return Standing(**_fields(run, state, points, result))
+
+
 def summarise(run: Run, state: State) -> Summary:
     return summary_of(run, state, run.points().read(), run.result())
 
 
 def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | None) -> Summary:
     """`raw` are the points of all generations, also of those whose steps were lost."""
-    job, generations, points = run.job, run.generations(), surviving(raw)
-    steps = [point for point in points if point.kind == "train"]
-    recent = steps[-_RECENT_STEPS:]
-    unit = job.train.batch.unit if job.recipe else ""
-    goal = int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None
+    generations = run.generations()
     return Summary(
-        run=run.name,
-        state=state,
-        reason=result.reason if result else "",
-        what=_what(run),
-        step=result.step if result and not steps else steps[-1].step if steps else 0,
-        goal=goal,
-        loss=_mean([point.values["loss"] for point in recent]),
-        rate=recent[-1].values["rate"] if recent else None,
-        measure=_measure(run),
-        unit=unit,
-        units_per_second=units_per_second(recent, unit),
-        seconds=result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
-        scores=_scores(points) | (result.scores if result else {}),
-        signatures=result.signatures if result else {},
+        **_fields(run, state, surviving(raw), result),
         generations=len(generations),
         machines=tuple(
             Machine(
@@ -89,6 +88,29 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
         ),
         goodput=goodput(generations, raw, run.spent().read()),
     )  # fmt: skip
+
+
+def _fields(run: Run, state: State, points: Sequence[Point], result: Result | None) -> dict[str, Any]:
+    """What a standing and a summary have in common; `points` are those that survived, or the last of them."""
+    job, steps = run.job, [point for point in points if point.kind == "train"]
+    recent = steps[-_RECENT_STEPS:]
+    unit = job.train.batch.unit if job.recipe else ""
+    return {
+        "run": run.name,
+        "state": state,
+        "reason": result.reason if result else "",
+        "what": _what(run),
+        "step": result.step if result and not steps else steps[-1].step if steps else 0,
+        "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
+        "loss": _mean([point.values["loss"] for point in recent]),
+        "rate": recent[-1].values["rate"] if recent else None,
+        "measure": _measure(run),
+        "unit": unit,
+        "units_per_second": units_per_second(recent, unit),
+        "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
+        "scores": _scores(points) | (result.scores if result else {}),
+        "signatures": result.signatures if result else {},
+    }
 
 
 def _measure(run: Run) -> str:
