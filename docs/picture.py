@@ -21,6 +21,8 @@ WIDTH = 110
 def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     shown = re.sub(r"\x1b\[\?25[hl]", "", Path(sys.argv[1]).read_text())  # the cursor's coming and going
+    shown = re.sub(r"\n{3,}", "\n\n", shown)  # where bars of progress were
+    shown = shown.replace(str(Path.home()), "~")
     console.print(Text.from_ansi(shown))
     console.save_svg(str(PICTURE), title="make demo")
 

@@ -24,11 +24,13 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
-.key { margin-right: .8rem; display: inline-block; } .key::before { content: "\\25CF  "; }
+.key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
+.key::before { content: "\\25CF  "; opacity: var(--shade, 1); } .said { color: var(--ink); }
 .bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; } .bar span { background: currentColor; }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
 .state-finished { color: var(--s2); } .state-failed { color: var(--s1); } .warning td { color: var(--s1); }
+.when { white-space: nowrap; }
 """
 _SHOWN_EVENTS, _SHOWN_RANKS = 200, 64
 
@@ -56,12 +58,17 @@ def _reason(summary: Summary) -> str:
 
 def _cards(summary: Summary) -> str:
     cards = [(name.replace(".", " "), f"{value:.2f}") for name, value in summary.scores.items()]
-    cards += [("steps", show_count(summary.step)), ("time", show_seconds(summary.seconds))]
+    counted = "step" if summary.unit else "commit"  # nobody sees the steps of a program
+    cards += [(_several(counted, summary.step), show_count(summary.step)), ("time", show_seconds(summary.seconds))]
     if summary.units_per_second is not None:
         cards.append((f"{summary.unit} a second", show_count(summary.units_per_second)))
-    cards.append(("attempts", show_count(summary.generations)))
+    cards.append((_several("attempt", summary.generations), show_count(summary.generations)))
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in cards)
     return f'<div class="cards">{boxes}</div>'
+
+
+def _several(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"
 
 
 def _signatures(summary: Summary) -> str:
@@ -104,7 +111,9 @@ def _time_spent(times: Goodput) -> str:
             f'<span class="s{number % 4}" style="width:{100 * share:.2f}%;opacity:{shade:.2f}"'
             f' title="{escape(text)}"></span>'
         )
-        rows.append(f'<span class="key s{number % 4}" style="opacity:{shade:.2f}">{escape(text)}</span>')
+        rows.append(
+            f'<span class="key s{number % 4}" style="--shade:{shade:.2f}"><span class=said>{escape(text)}</span></span>'
+        )
     said = f"{times.fraction:.1%} of {show_seconds(times.seconds)} went into steps that the model has kept."
     return (
         f'<h2>Where the time went</h2><p>{said}</p><div class="bar">{"".join(bars)}</div><p>{"".join(rows)}</p>'
@@ -141,7 +150,7 @@ def _events(events: Sequence[Event]) -> str:
     shown = events[-_SHOWN_EVENTS:]
     rows = "".join(
         f'<tr class="{"warning" if one.kind in ("warning", "failure", "failed", "lost") else ""}">'
-        f"<td>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
+        f"<td class=when>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
         f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
         for one in shown
     )
