@@ -16,8 +16,6 @@ demo: $(VENV)/train
 	@for sentence in $(NEW); do echo "  $$sentence"; done
 	@echo "in German, by the model that was just trained:"
 	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
-	@echo
-	@$(BIN)/packtrain show en-de
 
 test: $(VENV)/dev lint parts
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30

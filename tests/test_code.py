@@ -78,6 +78,12 @@ def test_what_git_ignores_is_left_out(repository: Path, tmp_path: Path) -> None:
     assert kept(repository, tmp_path / "back").keys() == {"train.py", "new.py", ".gitignore"}
 
 
+def test_without_git_the_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path / "code", {"train.py": b"1", "lib/more.py": b"2"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kept(tmp_path / "code", tmp_path / "back") == {"train.py": b"1", "lib/more.py": b"2"}
+
+
 def test_a_file_that_git_knows_and_that_is_gone_is_no_trouble(repository: Path, tmp_path: Path) -> None:
     write_files(repository, {"train.py": b"", "old.py": b""})
     subprocess.run(["git", "-C", repository, "add", "."], check=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.units import Amount, Duration, parse_bytes, parse_seconds
+from packtrain.units import Amount, Duration, counted, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,12 @@ def test_a_duration_that_makes_no_sense_is_refused(text: str, message: str) -> N
     with pytest.raises(ValueError) as refused:
         Duration.parse(text)
     assert str(refused.value) == message
+
+
+def test_what_is_counted_has_its_plural() -> None:
+    assert [counted(number, "worker") for number in (0, 1, 2, 1000)] == [
+        "0 workers", "1 worker", "2 workers", "1,000 workers",
+    ]  # fmt: skip
 
 
 def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:

@@ -80,11 +80,14 @@ def unpack(data: bytes, directory: Path) -> None:
 
 
 def _candidates(directory: Path) -> Iterable[Path]:
-    listed = subprocess.run(
-        ["git", "-C", str(directory), "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        capture_output=True,
-        check=False,
-    )
+    try:
+        listed = subprocess.run(
+            ["git", "-C", str(directory), "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:  # git itself is not there
+        return directory.rglob("*")
     if listed.returncode == 0:
         return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]
     return directory.rglob("*")

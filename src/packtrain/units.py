@@ -163,6 +163,11 @@ def show_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def show_count(count: float) -> str:
     """A whole number with thousands separated: `74,978`."""
     return f"{count:,.0f}"

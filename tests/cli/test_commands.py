@@ -95,6 +95,12 @@ def test_stopping_a_run_that_nobody_works_on_keeps_its_step(directory_store: Sto
     assert (result.step, result.seconds) == (5000, 90.0)
 
 
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_a_run_cannot_be_tied_to_a_command_that_returns_at_once(command: str, tmp_path: Path) -> None:
+    done = packtrain(command, "job", "--foreground", "--detach", cwd=tmp_path)
+    assert_refused(done, 2, "--foreground", "--detach", "give one of them")
+
+
 def test_a_slurm_job_in_the_foreground_is_refused_before_anything_else(tmp_path: Path) -> None:
     change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
     done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)

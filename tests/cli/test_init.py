@@ -34,13 +34,31 @@ def test_a_start_loads_and_its_data_can_be_packed(kind: str, tmp_path: Path) -> 
     assert all((tmp_path / Path(file.split()[0]).name).exists() for file in written.files)
     loaded = load(tmp_path / f"{kind}.yaml", [f"store={tmp_path / 'store'}"])
     assert loaded.job.name == kind
-    manifest = pack_data(loaded, open_store(loaded.job.store), Plain(lambda _: None), HereAlone())
+    said: list[str] = []
+    manifest = pack_data(loaded, open_store(loaded.job.store), Plain(said.append), HereAlone())
+    assert not [line for line in said if "warning" in line]
     if manifest is not None:
         assert manifest.splits["train"].samples > manifest.splits["valid"].samples > 0
         for split in manifest.splits.values():
             assert not split.dropped
     for path in re.findall(r"\S+\.png", written.example):
         assert Path(path).is_file()
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_comments_behind_fields_stand_below_each_other(kind: str, tmp_path: Path) -> None:
+    write_start(Wanted(kind, tmp_path / "job.yaml"))
+    lines = (tmp_path / "job.yaml").read_text().splitlines()
+    columns = [line.index(" # ") for line in lines if " # " in line and not line.lstrip().startswith("#")]
+    assert set(columns) == {35}
+
+
+def test_a_language_of_ones_own_has_longer_to_learn_than_a_few_made_up_words(tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text("a\tb\n")
+    for name, data in (("made-up", ()), ("own", (str(tmp_path / "pairs.tsv"),))):
+        write_start(Wanted("translate", tmp_path / f"{name}.yaml", train=data))
+    made_up, own = (load(tmp_path / f"{name}.yaml", []).job for name in ("made-up", "own"))
+    assert own.train.duration.value > 10 * made_up.train.duration.value
 
 
 def test_the_command_says_what_comes_next(tmp_path: Path) -> None:

@@ -47,6 +47,50 @@ def test_an_error_is_told_with_its_step_but_a_lost_connection_without() -> None:
     assert (lost.cause, lost.step) == ("program", None)
 
 
+SUMMARY = """
+Failures:
+[1]:
+  rank      : {other} (local_rank: {other})
+  exitcode  : {code_of_other} (pid: 11)
+Root Cause (first observed failure):
+[0]:
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 12)  (SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "text"),
+    [
+        ({"other": 0, "code_of_other": 1, "rank": 3, "code": -9}, "rank 3 was ended by SIGKILL"),
+        ({"other": 1, "code_of_other": -11, "rank": 0, "code": 1}, "rank 1 was ended by SIGSEGV"),
+        ({"other": 1, "code_of_other": -9, "rank": 0, "code": -6}, "rank 0 was ended by SIGABRT"),
+        ({"other": 1, "code_of_other": -15, "rank": 0, "code": 1}, "Connection reset by peer"),
+        ({"other": 1, "code_of_other": 1, "rank": 0, "code": -99}, "rank 0 was ended by signal 99"),
+    ],
+)
+def test_who_was_killed_explains_the_connections_that_others_lost(launcher: dict[str, int], text: str) -> None:
+    ended = why_they_ended(3, 1, [error("Connection reset by peer", step=7)], SUMMARY.format(**launcher), 0)
+    assert (ended.cause, ended.text, ended.step) == ("program", text, None)
+
+
+def test_a_programs_own_error_is_told_and_no_other() -> None:
+    said = """
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    raise ValueError(name)
+ValueError: no such column: 'price'
+Traceback (most recent call last):
+torch.distributed.DistNetworkError: Connection was likely closed
+"""
+    text = why_they_ended(3, 1, [], said, 0).text
+    assert text == (
+        "a worker ended with exit code 1 (ValueError: no such column: 'price'); `packtrain logs` has its output"
+    )
+
+
 def test_the_error_that_explains_the_others_comes_first() -> None:
     errors = [error("Connection reset by peer", time=1.0), error("it broke", time=2.0, step=7)]
     assert why_they_ended(3, 1, errors, "", 0).text == "it broke"

@@ -9,7 +9,7 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.members import Generation, Member, Node, Telemetry
-from packtrain.report.summary import Summary, standing, summarise, summary_of, units_per_second
+from packtrain.report.summary import Standing, standing, summarise, summary_of, units_per_second
 from packtrain.runs import Point, Result, Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
@@ -69,12 +69,15 @@ def test_a_running_one_is_where_its_last_step_is(run: Run) -> None:
     assert summary.scores == {"valid.loss": 4.5, "valid.bleu": 1.5}
 
 
-def test_loss_and_speed_are_those_of_the_last_fifty_steps(run: Run) -> None:
+def test_loss_and_speed_are_those_of_the_last_fifty_steps_until_the_end(run: Run) -> None:
     points = [trained(step, loss=100.0, step_seconds=100.0) for step in range(1, 51)]
     points += [trained(step, loss=2.0) for step in range(51, 101)]
     summary = summary_of(run, "running", points, None)
     assert summary.loss == pytest.approx(2.0)
     assert summary.units_per_second == pytest.approx(128)
+    ended = summary_of(run, "finished", points, Result("finished", "reached 100 steps", 100, 99.0))
+    assert ended.loss == pytest.approx(2.0)
+    assert ended.units_per_second == pytest.approx(64 * 100 / (50 * 100 + 50 * 0.5))
 
 
 def test_the_last_value_of_each_score_counts(run: Run) -> None:
@@ -105,7 +108,7 @@ def test_only_steps_are_a_goal_that_is_known(directory_store: Store, tmp_path: P
 
 def headline(**scores: float) -> str:
     named = {name.replace("_", "."): value for name, value in scores.items()}
-    return Summary("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", None, 0.0, named, {}, 0).headline
+    return Standing("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}).headline
 
 
 def test_the_headline_is_the_score_that_says_most() -> None:

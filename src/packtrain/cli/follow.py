@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -22,7 +22,7 @@ from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
 from packtrain.runs import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
 from packtrain.store import StoreError
-from packtrain.units import show_count, show_seconds
+from packtrain.units import counted, show_count, show_seconds
 
 _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0
@@ -129,9 +129,8 @@ class Follower:
     def _refuse_silence(self) -> None:
         """If every node that was started here is gone without a result, something is to be said."""
         if self._nodes and self._all_gone() and self._run.result() is None:
-            said = [words for node in self._nodes if (words := _last_line(node.log))]
-            last = said[0] if said else "it wrote nothing"
-            raise RunFailed(f"the node ended without a result: {last}; `packtrain resume {self._run.name}` tries again")
+            how = _how_it_ended(self._nodes[0])
+            raise RunFailed(f"the node {how}, without a result; `packtrain resume {self._run.name}` tries again")
 
     def _read(self) -> None:
         for event in sorted(self._events.read(), key=lambda event: event.time):
@@ -210,9 +209,13 @@ def _scores(point: Point) -> dict[str, float]:
     return {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
 
 
-def _last_line(log: Path | None) -> str:
+def _how_it_ended(node: Started) -> str:
+    code = node.exit_code() or 0
+    if code < 0:  # its log does not know of it
+        return f"was ended by {signal.Signals(-code).name}"
+    log = node.log
     lines = log.read_text(errors="replace").strip().splitlines() if log is not None and log.exists() else []
-    return lines[-1] if lines else ""
+    return f"ended with exit code {code} ({lines[-1] if lines else 'it wrote nothing'})"
 
 
 def _where_time_went(times: Goodput) -> str:
@@ -244,7 +247,7 @@ def print_summary(screen: Console, run: Run, summary: Summary) -> None:
         if machine.working:
             table.add_row(
                 "machine",
-                f"{machine.node}: {machine.workers} workers, CPU {machine.cpu_fraction:.0%},"
+                f"{machine.node}: {counted(machine.workers, 'worker')}, CPU {machine.cpu_fraction:.0%},"
                 f" memory {machine.memory_fraction:.0%}",
             )
     if run.store.exists(run.key("report.html")):

@@ -93,6 +93,7 @@ def run(
     from packtrain.cli.progress import Bars
     from packtrain.start import create, load
 
+    _refuse_both(foreground, detach)
     loaded = load(job, overrides or ())
     _refuse_tied(loaded.job.fleet.kind, foreground)
     _start_and_follow(create(loaded, Bars(console())), foreground, detach)
@@ -108,6 +109,7 @@ def resume(
     from packtrain.cli.follow import conclude, follow
     from packtrain.start import reopen
 
+    _refuse_both(foreground, detach)
     found = find_run(store, name)
     state = found.state()
     if state == "finished":
@@ -119,6 +121,13 @@ def resume(
     _refuse_tied(found.job.fleet.kind, foreground)
     reopen(found, _tell)
     _start_and_follow(found, foreground, detach)
+
+
+def _refuse_both(foreground: bool, detach: bool) -> None:
+    from packtrain.errors import Mistake
+
+    if foreground and detach:
+        raise Mistake("--foreground ties the run to this command and --detach leaves it alone: give one of them")
 
 
 def _refuse_tied(kind: FleetKind, foreground: bool) -> None:

@@ -81,9 +81,9 @@ def counting() -> Files:
     luck = np.random.default_rng(4)
     rows: Rows = []
     for number in range(2, _UP_TO):
-        for frame, things in zip(luck.integers(len(_FRAMES), size=2), luck.integers(len(_THINGS), size=2), strict=True):
-            before, after, davor, danach = _FRAMES[frame]
-            thing, ding = _THINGS[things]
+        for place in luck.choice(len(_FRAMES) * len(_THINGS), 2, replace=False):
+            before, after, davor, danach = _FRAMES[place // len(_THINGS)]
+            thing, ding = _THINGS[place % len(_THINGS)]
             rows.append((f"{before} {english(number)} {thing}{after}", f"{davor} {german(number)} {ding}{danach}"))
     files: Files = {}
     for split, part in _splits(rows):
@@ -179,17 +179,26 @@ def _png(picture: Image.Image) -> bytes:
 def shapes() -> Files:
     """Pictures of one shape, in a folder for each."""
     luck = np.random.default_rng(2)
-    files: Files = {}
+    drawn: Files = {}
+    seen: set[bytes] = set()
     for shape in _SHAPES:
         for split, count in (("train", 90), ("valid", 10)):
             for number in range(count):
-                picture = Image.new("RGB", (40, 40), (_PAPER,) * 3)
-                colour = list(_COLOURS)[luck.integers(len(_COLOURS))]
-                radius = luck.uniform(9, 15)
-                across, down = luck.uniform(radius + 2, 38 - radius, 2)
-                _draw(picture, shape, colour, (across, down), radius)
-                files[f"{split}/{shape}/{number:02d}.png"] = _png(picture)
-    return files
+                file = _shape(luck, shape)
+                while file in seen:  # those of one split must not be in the other
+                    file = _shape(luck, shape)
+                seen.add(file)
+                drawn[f"{split}/{shape}/{number:02d}.png"] = file
+    return drawn
+
+
+def _shape(luck: np.random.Generator, shape: str) -> bytes:
+    picture = Image.new("RGB", (40, 40), (_PAPER,) * 3)
+    colour = list(_COLOURS)[luck.integers(len(_COLOURS))]
+    radius = luck.uniform(9, 15)
+    across, down = luck.uniform(radius + 2, 38 - radius, 2)
+    _draw(picture, shape, colour, (across, down), radius)
+    return _png(picture)
 
 
 def scenes() -> Files:

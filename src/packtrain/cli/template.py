@@ -16,6 +16,11 @@ from packtrain.cli import samples
 from packtrain.errors import Mistake, nearest
 from packtrain.parts import is_address, is_name
 
+_COMMENT_COLUMN = 36
+_COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
+# What a language takes, and what the few words of the made-up data do.
+_OWN_WORDS = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
+_FEW_WORDS = {"vocabulary": "400", "warmup": "100 steps", "every": "100 steps"}
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
@@ -30,6 +35,8 @@ class Start:
     modules: tuple[str, ...] = ()
     example: str = ""
     """What to give `packtrain predict`, after the first run; `$data` is the folder of the data."""
+    duration: str = ""
+    """How long what `sample` makes takes to be learnt."""
 
 
 STARTS: Mapping[str, Start] = {
@@ -46,6 +53,7 @@ STARTS: Mapping[str, Start] = {
         ("$split.tsv",),
         samples.small_talk,
         example='"what comes after Monday?"',
+        duration="300 steps",
     ),
     "classify": Start(
         "what a picture shows",
@@ -69,6 +77,7 @@ STARTS: Mapping[str, Start] = {
         ("$split.en", "$split.de"),
         samples.counting,
         example='"we need two hundred and six chairs."',
+        duration="500 steps",
     ),
 }
 
@@ -122,9 +131,15 @@ def write_start(wanted: Wanted) -> Written:
             example = Template(start.example).substitute(data=data)
             told = Written([*told.files, f"{data} with made-up data"], f"{name} {example}")
     template = Template(_resource(f"{wanted.kind}.yaml").decode())
-    text = template.substitute(sources, name=name, vocabulary=8000 if wanted.train else 400)
-    _write(wanted.path, {wanted.path: text.encode(), **beside})
+    words = _OWN_WORDS if wanted.train else {**_FEW_WORDS, "duration": start.duration}
+    text = template.substitute(sources, name=name, **words)
+    _write(wanted.path, {wanted.path: _aligned(text).encode(), **beside})
     return told
+
+
+def _aligned(text: str) -> str:
+    """With the comments behind fields below each other, whatever was put in before them."""
+    return _COMMENT.sub(lambda found: f"{found[1]:<{_COMMENT_COLUMN}}# ", text)
 
 
 def start_of(kind: str) -> Start:

@@ -39,6 +39,7 @@ from packtrain.node.trouble import Trouble
 from packtrain.node.watching import QUIET, Lost, watch_others
 from packtrain.runs import Event, Result, Run, Status
 from packtrain.store import StoreError
+from packtrain.units import counted
 
 LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...
 IDLE_SECONDS = 1.0  # ... and while there are none
@@ -106,7 +107,7 @@ class Agent:
         try:
             (self._home.path / "code").mkdir()
             unpack(self._run.store.get(self._run.key("code.tar.zst")), self._home.path / "code")
-            self._tell("node", f"{self.name} has joined with {self._lease.node.workers} workers")
+            self._tell("node", f"{self.name} has joined with {counted(self._lease.node.workers, 'worker')}")
             trouble = Trouble()
             while not self._over:
                 try:
@@ -243,7 +244,7 @@ class Agent:
             raise
         self._lease.sampler.watch_workers_of(attempt.launch.pid)
         workers = sum(member.workers for member in generation.members)
-        self._tell("generation", f"{generation.number} begins with {workers} workers ({generation.reason})")
+        self._tell("generation", f"{generation.number} begins with {counted(workers, 'worker')} ({generation.reason})")
 
     def _cannot_start(self, generation: Generation, error: OSError) -> None:
         report = why_not_started(generation.number, error)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from packtrain.control import WorkerError
 from packtrain.members import Cause, Generation, Report
+from packtrain.units import counted
 
 FAILURE = "failure: "
 
@@ -30,6 +32,9 @@ _MEMORY = re.compile(r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]a
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
+# What torch's launcher says of each worker that failed, the one that did so first at the end.
+_BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
+_ERROR = re.compile(r"^(?!.*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 # What gloo, NCCL and torch's store say when it is another worker that is gone.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
@@ -63,14 +68,32 @@ def why_they_ended(
         return Report(generation, "memory", "the kernel killed a worker: this machine is out of memory")
     if _PORT.search(said):
         return Report(generation, "port", "the port at which the workers were to meet was taken meanwhile")
-    if first is not None and is_consequence(first.text):
-        return Report(generation, "program", first.text)  # without its step: that is the step of another's error
-    text = first.text if first is not None else f"a worker ended with exit code {code}; `packtrain logs` has its output"
-    step = first.step if first is not None else None
+    if first is None or is_consequence(first.text):
+        # Without a step: it would be the step of another's error.
+        text = _ended_by_signal(said) or (first.text if first is not None else _ended_with(code, said))
+        step = None
+    else:
+        text, step = first.text, first.step
     for cause, pattern in (("memory", _MEMORY), ("disk", _DISK)):
-        if pattern.search(said if first is None else first.text):
+        if pattern.search(said if first is None else text):
             return Report(generation, cause, text, step)  # type: ignore[arg-type]
     return Report(generation, "program", text, step)
+
+
+def _ended_by_signal(said: str) -> str | None:
+    """Who was killed, by what the launcher says; it ends the others itself, by SIGTERM."""
+    killed = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(said) if int(number) != signal.SIGTERM]
+    if not killed:
+        return None
+    rank, number = killed[-1]
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"rank {rank} was ended by {name}"
+
+
+def _ended_with(code: int, said: str) -> str:
+    own = [line for line in _ERROR.findall(said) if not is_consequence(line)]
+    error = f" ({own[-1]})" if own else ""
+    return f"a worker ended with exit code {code}{error}; `packtrain logs` has its output"
 
 
 def why_not_started(generation: int, error: OSError) -> Report:
@@ -112,7 +135,7 @@ def verdict(tried: Sequence[Generation], failed: Report, step: int, failures: in
         if same_step or failed.cause == "memory":
             return _with_advice(f"{failed.text} ({at} twice in the same way)", failed.cause)
     if failures_in_a_row(tried, step) >= failures:
-        return _with_advice(f"{failed.text} (after {failures} more attempts)", failed.cause)
+        return _with_advice(f"{failed.text} (after {counted(failures, 'more attempt')})", failed.cause)
     return None
 
 

@@ -17,6 +17,7 @@ from packtrain.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.job import Checkpoint as Settings
 from packtrain.runs import Run
 from packtrain.store import is_key
+from packtrain.units import counted
 
 Fingerprint = dict[str, tuple[int, int]]
 _ATTEMPTS = 5
@@ -79,7 +80,7 @@ class ProgramCheckpoints:
         number = 1 + max((one.step for one in committed(self._run)), default=0)
         checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state})
         self._committed = state
-        self._tell("checkpoint", f"committed {checkpoint.name} ({len(state)} files of the program)")
+        self._tell("checkpoint", f"committed {checkpoint.name} ({counted(len(state), 'file')} of the program)")
         prune(self._run, self._settings.keep_last, 0)
 
 

@@ -37,7 +37,6 @@ class Standing:
     rate: float | None
     measure: str
     unit: str
-    units_per_second: float | None
     seconds: float
     scores: dict[str, float]
     signatures: dict[str, str]
@@ -53,9 +52,10 @@ class Standing:
 
 @dataclass(frozen=True)
 class Summary(Standing):
-    """All that there is to say about a run."""
+    """All that there is to say about a run. Its speed is that of its last steps, and of all once it has ended."""
 
     generations: int
+    units_per_second: float | None
     machines: tuple[Machine, ...] = ()
     goodput: Goodput = field(default_factory=Goodput)
 
@@ -75,10 +75,13 @@ def summarise(run: Run, state: State) -> Summary:
 
 def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | None) -> Summary:
     """`raw` are the points of all generations, also of those whose steps were lost."""
-    generations = run.generations()
+    generations, points = run.generations(), surviving(raw)
+    known = _fields(run, state, points, result)
+    steps = [point for point in points if point.kind == "train"]
     return Summary(
-        **_fields(run, state, surviving(raw), result),
+        **known,
         generations=len(generations),
+        units_per_second=units_per_second(steps if result else steps[-_RECENT_STEPS:], known["unit"]),
         machines=tuple(
             Machine(
                 node.node, node.workers, not node.left and state == "running",
@@ -106,7 +109,6 @@ def _fields(run: Run, state: State, points: Sequence[Point], result: Result | No
         "rate": recent[-1].values["rate"] if recent else None,
         "measure": _measure(run),
         "unit": unit,
-        "units_per_second": units_per_second(recent, unit),
         "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
         "scores": _scores(points) | (result.scores if result else {}),
         "signatures": result.signatures if result else {},
