@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
@@ -42,7 +41,7 @@ class ChunkWriter(Generic[Record]):
         self._collecting, self._flushing = threading.Lock(), threading.Lock()
 
     def append(self, record: Record) -> None:
-        line = json.dumps(asdict(record), ensure_ascii=False)  # type: ignore[call-overload]
+        line = json.dumps(vars(record), default=vars, ensure_ascii=False)  # without the copies that asdict makes
         with self._collecting:
             self._records.append(line)
 
