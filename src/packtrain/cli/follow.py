@@ -235,7 +235,8 @@ def print_summary(screen: Console, run: Run, summary: Summary) -> None:
     )
     table.add_row("what", escape(summary.what))
     goal = f" of {summary.goal:,}" if summary.goal else ""
-    table.add_row("step", f"{summary.step:,}{goal}  in {show_seconds(summary.seconds)}")
+    counts = "step" if summary.unit else "commits"  # what a program calls a step, nobody knows
+    table.add_row(counts, f"{summary.step:,}{goal}  in {show_seconds(summary.seconds)}")
     if summary.units_per_second:
         table.add_row("speed", f"{show_count(summary.units_per_second)} {summary.unit} a second")
     if summary.goodput.fraction is not None:
