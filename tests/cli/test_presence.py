@@ -133,7 +133,7 @@ def test_a_program_is_shown_to_run_once_it_does(directory_store: Store) -> None:
     follower = Follower(run, [], following.console())
     assert "starting" in follower._line()
     events = run.event_writer("a")
-    events.append(Event(0.0, "generation", "1 begins with 1 workers (start)", 1))
+    events.append(Event(0.0, "generation", "1 begins with 1 worker (start)", 1))
     events.flush()
     follower._read()
     assert "running for" in follower._line()

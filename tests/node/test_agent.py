@@ -166,7 +166,7 @@ def test_a_program_that_fails_is_tried_again_and_then_the_run_is_failed(machine:
     assert result is not None
     assert result.status == "failed"
     assert result.reason.startswith("a worker ended with exit code")
-    assert result.reason.endswith("(after 1 more attempts)")
+    assert result.reason.endswith("(after 1 more attempt)")
     reasons = [generation.reason for generation in run.generations()]
     assert reasons[0] == "start"
     assert len(reasons) == 2

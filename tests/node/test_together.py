@@ -281,6 +281,20 @@ def test_a_notice_with_a_deadline_leaves_in_time(make: Make) -> None:
     assert company.agents[1].name in company.gone, "its workers did not end by themselves"
 
 
+def test_a_notice_after_a_stop_leaves_less_time_than_the_stop_did(make: Make) -> None:
+    company = make(1, 1)
+    company.wait(10)
+    company.run.request_stop("enough")
+    company.wait(5)
+    assert not company.gone
+    company.give_notice(company.agents[0], seconds=30)
+    company.wait(28)
+    assert company.agents[0].name in company.gone
+    result = company.run.result()
+    assert result is not None
+    assert result.status == "stopped"
+
+
 # Stops and budgets.
 
 

@@ -269,11 +269,10 @@ class Agent:
         if self._job.program is not None and attempt.is_first:
             attempt.commit_if_due(self._program, self._tell)
         several = len(attempt.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
-        if attempt.asked is not None:
-            warning = attempt.hold_to_grace(self._clock())
-            if warning is not None:
-                self._tell("warning", warning)
-        elif (leaving := self._leaving(stop_too=attempt.is_first)) is not None:
+        leaving = self._leaving(stop_too=attempt.is_first and attempt.asked is None)
+        if attempt.asked is not None and (warning := attempt.hold_to_grace(self._clock())) is not None:
+            self._tell("warning", warning)
+        elif leaving is not None and (attempt.asked is None or leaving.kind == "notice"):
             cause = "notice" if leaving.kind == "notice" else "ended"
             left = self._board.seconds_left() if leaving.kind == "notice" else None
             grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)

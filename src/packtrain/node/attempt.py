@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.checkpoint import Superseded
@@ -75,9 +75,11 @@ class Attempt:
         return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.is_under_way()
 
     def ask_to_stop(self, asked: Asked) -> bool:
-        """Whether this is the first time. Needs no store, and may come from any thread."""
+        """Whether this is the first time; a later one may leave less time. Needs no store; from any thread."""
         with self._asking:
             if self.asked is not None:
+                if asked.at + asked.grace_seconds < self.asked.at + self.asked.grace_seconds:
+                    self.asked = replace(self.asked, at=asked.at, grace_seconds=asked.grace_seconds)
                 return False
             self.asked = asked
         self._ask_workers()
