@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from parts.loopback import served
 from parts.presence import need
 from parts.proxy import Proxy, proxy_before
 from parts.s3 import S3Server, fresh_location, leave_aws
+
+# Tests share the cores already: with a thread for each core in every one of their processes, learning takes four times
+# as long. None of the modules above has loaded torch, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Of the folders and files that take minutes, the longest first: so the processes that share the tests end together.
 LONG = ("test_benchmarks.py", "faults", "fleet", "recipes", "end_to_end", "train", "node")
