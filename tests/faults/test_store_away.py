@@ -43,6 +43,7 @@ def test_it_often_fails_and_is_gone_for_a_minute(
     path = f"{without_power_off(tmp_path / 'bin', switched_off)}:{os.environ['PATH']}"
     place, short = make("place"), make("short", PATH=path)
     short.pace(1)
+    place.pace(0.2)  # so that it is not over before it is slowed
     place.detach()
     every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
     place.wait_for_commit()
