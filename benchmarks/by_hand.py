@@ -27,15 +27,11 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 
 
 def main() -> None:
-    directory, save_every = Path(sys.argv[1]), int(sys.argv[2])
+    directory, store, save_every = Path(sys.argv[1]), open_store(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = load_job(EXAMPLE, [], recipe_defaults).job
-    store = open_store(str(directory / "store"))
-    if rank == 0:
-        pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
-    dist.barrier()
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))  # it is there: the other made it
     recipe = recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
     torch.manual_seed(1)
     model = recipe.build_model()

@@ -75,11 +75,11 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    def __init__(self, directory: Path, save_every: int) -> None:
+    def __init__(self, directory: Path, store: Path, save_every: int) -> None:
         os.environ["PACKTRAIN_CACHE"] = str(directory / "cache")
         settings = [
             "train.duration=100000 steps", f"checkpoint.every={save_every} steps", "evaluate.every=100000 steps",
-            "fleet.workers=2", "fleet.failures=1000", f"store={directory / 'store'}",
+            "fleet.workers=2", "fleet.failures=1000", f"store={store}",
         ]  # fmt: skip
         self._handle: RunHandle = start_run(EXAMPLE, settings)
         self._run: Run = self._handle._run
@@ -106,7 +106,7 @@ class Ours(Contender):
 class ByHand(Contender):
     """torchrun restarts a script that saves with torch.save."""
 
-    def __init__(self, directory: Path, save_every: int) -> None:
+    def __init__(self, directory: Path, store: Path, save_every: int) -> None:
         self._log = directory / "steps.jsonl"
         self._log.touch()
         self._mark = str(directory)
@@ -114,7 +114,7 @@ class ByHand(Contender):
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
                 "--nproc-per-node", "2", "--max-restarts", "1000",
-                str(Path(__file__).parent / "by_hand.py"), str(directory), str(save_every),
+                str(Path(__file__).parent / "by_hand.py"), str(directory), str(store), str(save_every),
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark},
             stdout=subprocess.DEVNULL,
@@ -205,9 +205,11 @@ def main() -> None:
     arguments.add_argument("--save-every", type=int, default=20, help="steps")
     options = arguments.parse_args()
     rows = []
-    for name, kind in (("packtrain", Ours), ("torchrun and torch.save", ByHand)):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-            contender = kind(Path(directory), options.save_every)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        for name, kind in (("packtrain", Ours), ("torchrun and torch.save", ByHand)):
+            directory = Path(place, kind.__name__)
+            directory.mkdir()
+            contender = kind(directory, Path(place, "store"), options.save_every)
             try:
                 rows.append({"run": name, **measure(contender, options)})
             except TimeoutError as error:
