@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,6 +35,7 @@ from packtrain.store import open_store
 from packtrain.train.engine import Engine
 from packtrain.train.evaluation import evaluate
 from packtrain.train.schedule import Moment
+from packtrain.train.worker import leave
 from packtrain.train.world import World
 
 HERE = Path(__file__).parent
@@ -62,8 +63,8 @@ def recipe_of(directory: Path, exchange: str) -> Recipe:
     return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
 
 
-def work(directory: Path, exchange: str, steps: int, measured: bool) -> dict[str, float]:
-    """One worker: makes the steps, and says how fast."""
+def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn:
+    """One worker: makes the steps, says how fast, and ends as a run's workers do."""
     torch.set_num_threads(1)
     world = World.join()
     recipe = recipe_of(directory, EXCHANGES[exchange])
@@ -84,8 +85,8 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> dict[str
         scores = evaluate(engine, recipe, world, "valid", 0, 1)
         assert scores is not None
         found["loss"] = scores.values["loss"]
-    world.leave()
-    return found
+    print(json.dumps(found))
+    leave(0)
 
 
 def on_two_hosts(network: Any, directory: Path, exchange: str, steps: int, measured: bool) -> dict[str, float]:
@@ -115,8 +116,7 @@ def on_two_hosts(network: Any, directory: Path, exchange: str, steps: int, measu
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         directory, exchange, steps, measured = sys.argv[2:]
-        print(json.dumps(work(Path(directory), exchange, int(steps), measured == "1")))
-        return
+        work(Path(directory), exchange, int(steps), measured == "1")
     arguments = bench.parser(__doc__)
     arguments.set_defaults(rounds=1)
     arguments.add_argument("--steps", type=int, default=20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+from typing import NoReturn
 
 from packtrain.train.notice import Notice
 
@@ -11,12 +11,12 @@ from packtrain.train.notice import Notice
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def main() -> int:
+def main() -> NoReturn:
     notice = Notice().listen()
     from packtrain.train.worker import main as work
 
-    return work(notice)
+    work(notice)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

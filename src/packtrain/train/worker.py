@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -34,13 +35,14 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
 
-def main(notice: Notice) -> int:
+def main(notice: Notice) -> NoReturn:
     end_with_parent(signal.SIGKILL)
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     worker = Worker(control, notice)
+    code = 1
     try:
         worker.work()
-        return 0
+        code = 0
     except Exception as error:
         if not isinstance(error, PacktrainError):
             traceback.print_exc()
@@ -50,7 +52,19 @@ def main(notice: Notice) -> int:
         control.tell_error(
             WorkerError(rank, text, is_hopeless(error), time.time(), cause_of(error), worker.step_of_failure())
         )
-    return 1
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process now, without what Python and torch do at their end: all that is to be kept is in the store.
+
+    torch takes down its exchange of gradients while it holds Python's lock, and waits for a thread that may want that
+    lock for the last message it sent: now and then a worker that has done its part would wait for ever.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def compute_exactly(device: torch.device) -> None:
@@ -78,13 +92,10 @@ class Worker:
             world = World.join()
         compute_exactly(world.device)
         generation = int(os.environ[GENERATION_VARIABLE])
-        try:
-            clock = clock_of(world.device)
-            clock.add("start", time.time() - psutil.Process().create_time())
-            self._trainer = Trainer(run, recipe, world, generation, self._control, self._notice, clock)
-            self._trainer.train()
-        finally:
-            world.leave()
+        clock = clock_of(world.device)
+        clock.add("start", time.time() - psutil.Process().create_time())
+        self._trainer = Trainer(run, recipe, world, generation, self._control, self._notice, clock)
+        self._trainer.train()
 
     def step_of_failure(self) -> int | None:
         """The step that was to be made; None before the first."""
