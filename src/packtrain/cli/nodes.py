@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FEW = 3
 
 
-def register(app: typer.Typer) -> None:
+def register_node(app: typer.Typer) -> None:
     app.command()(node)
 
 

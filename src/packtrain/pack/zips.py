@@ -22,7 +22,6 @@ _HEADER = struct.Struct(
     "<4s22xHH"
 )  # a member's own header, in front of its data: mark, lengths of name and extra field
 _ENCRYPTED = 0x1
-_MEMBERS = 2_000_000
 _INFLATED_BYTES = 1 << 30
 
 

@@ -20,9 +20,9 @@ from packtrain.learning import Adam, AdamW, Sgd
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.caption.bleu import SIGNATURE as BLEU_SIGNATURE
+from packtrain.recipes.caption.bleu import BLEU_SIGNATURE
 from packtrain.recipes.caption.bleu import bleu_of, counted
-from packtrain.recipes.caption.cider import SIGNATURE as CIDER_SIGNATURE
+from packtrain.recipes.caption.cider import CIDER_SIGNATURE
 from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
 from packtrain.recipes.caption.shape import shape_of

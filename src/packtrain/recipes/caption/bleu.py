@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from packtrain.recipes.caption.words import SIGNATURE as WORDS
+from packtrain.recipes.caption.words import WORDS
 from packtrain.recipes.caption.words import Ngram, ngrams, words
 
 ORDERS = 4
-SIGNATURE = f"nrefs:var|{WORDS}|smooth:none|length:closest"
+BLEU_SIGNATURE = f"nrefs:var|{WORDS}|smooth:none|length:closest"
 
 
 class Counts(NamedTuple):

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from packtrain.recipes.caption.words import SIGNATURE as WORDS
+from packtrain.recipes.caption.words import WORDS
 from packtrain.recipes.caption.words import Ngram, ngrams, words
 
-ORDERS = 4
 SIGMA = 6.0
-SIGNATURE = f"CIDEr-D|n:{ORDERS}|sigma:{SIGMA:g}|{WORDS}|df:split"
+CIDER_SIGNATURE = f"CIDEr-D|n:{ORDERS}|sigma:{SIGMA:g}|{WORDS}|df:split"
 
 Vector = Mapping[Ngram, float]
 

@@ -11,7 +11,7 @@ Ngram = tuple[str, ...]
 _PIECE = r"(?:\d+(?:[.,:/]\d+)+|\w+)"
 _WORD = re.compile(rf"{_PIECE}(?:[-']{_PIECE})*")
 _BEFORE_CLITIC = re.compile(r"(?<=\w)(?=(?:n't|'(?:s|re|ve|ll|d|m))(?!\w))|(?<=^can)(?=not$)")
-SIGNATURE = "case:lc|tok:words+clitics"
+WORDS = "case:lc|tok:words+clitics"
 
 
 def words(text: str) -> list[str]:
