@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
-from packtrain.jobfile import load_job
+from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.schedule import Moment, rate_of

@@ -22,22 +22,21 @@ import torch
 from torch import nn
 
 import bench
-from packtrain.checkpoint import commit
-from packtrain.code import archive
-from packtrain.control import Control
 from packtrain.data.pack import Pack
-from packtrain.job import Job
-from packtrain.jobfile import load_job
+from packtrain.job.job import Job
+from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
-from packtrain.runs import create_run
+from packtrain.run.checkpoint import commit
+from packtrain.run.code import archive
+from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
-from packtrain.train.clock import Clock
-from packtrain.train.copier import Copier
-from packtrain.train.exchange import Alone
+from packtrain.train.checkpointer import Copier
+from packtrain.train.control import Control
+from packtrain.train.gradient_sync import Alone
 from packtrain.train.optimizer import optimizer_tensors
+from packtrain.train.recorder import Clock
 from packtrain.train.state import Description, Progress, Snapshot
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World

@@ -26,14 +26,13 @@ import torch
 import bench
 from packtrain.data.loader import Order, Position, parts
 from packtrain.data.pack import Pack
-from packtrain.jobfile import load_job
+from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.engine import Engine
-from packtrain.train.evaluation import evaluate
+from packtrain.train.evaluator import evaluate
 from packtrain.train.schedule import Moment
 from packtrain.train.worker import leave
 from packtrain.train.world import World

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import psutil
 
 import bench
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from parts.fields import make_field
 from parts.hosts import hosts, missing
 from parts.places import Place, kill, make_place

@@ -34,7 +34,7 @@ from PIL import Image, ImageDraw
 import bench
 from packtrain.data.images import ImageBatches, random_crop_box
 from packtrain.data.order import permutation
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import SplitReader
 from packtrain.pack.manifest import Shard
 from packtrain.pack.picture import to_tiled
 from packtrain.pack.shard import Columns, Ragged, encode_shard

@@ -28,13 +28,13 @@ from torch.utils.data import DataLoader
 import bench
 from packtrain.data.loader import Order
 from packtrain.data.order import Ids
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import SplitReader
 from packtrain.data.text import likeness, pad
-from packtrain.digest import sha256_of
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.manifest import Shard
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
+from packtrain.system import sha256_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "data" / "en-de"
 VOCABULARY = 4000

@@ -22,10 +22,9 @@ import psutil
 from PIL import Image
 
 import bench
-from packtrain.job import Data
+from packtrain.job.job import Data
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import Processes
+from packtrain.pack.workers import Plain, Processes
 from packtrain.store import open_store
 
 WIDTH, HEIGHT, DISTINCT, CLASSES = 480, 427, 300, 10

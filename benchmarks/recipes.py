@@ -26,19 +26,18 @@ import torch
 from torch import nn
 
 import bench
-from packtrain.code import archive
-from packtrain.control import Control
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
-from packtrain.jobfile import load_job
+from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
-from packtrain.runs import create_run
+from packtrain.run.code import archive
+from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
-from packtrain.train.average import Average
-from packtrain.train.evaluation import spread
+from packtrain.train.control import Control
+from packtrain.train.engine import Average
+from packtrain.train.evaluator import spread
 from packtrain.train.optimizer import optimizer_of
 from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.trainer import Trainer

@@ -29,8 +29,9 @@ import psutil
 import bench
 from packtrain.api import RunHandle
 from packtrain.api import run as start_run
-from packtrain.control import RUN_VARIABLE, end_with_parent
-from packtrain.runs import Run
+from packtrain.run.run import Run
+from packtrain.system import end_with_parent
+from packtrain.train.control import RUN_VARIABLE
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 PATIENCE_SECONDS = 100.0

@@ -29,13 +29,13 @@ from threading import Lock
 from typing import TypeVar
 
 import bench
-from packtrain.code import archive
-from packtrain.job import Job
-from packtrain.members import Telemetry
+from packtrain.job.job import Job
 from packtrain.node import agent as agent_module
 from packtrain.node import lease as lease_module
 from packtrain.node.agent import IDLE_SECONDS, LOOK_SECONDS, Agent
-from packtrain.runs import LEASE_SECONDS, Run, create_run
+from packtrain.run.code import archive
+from packtrain.run.records import Telemetry
+from packtrain.run.run import LEASE_SECONDS, Run, create_run
 from packtrain.store import Entry, Store, open_store
 
 Answer = TypeVar("Answer")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import bench
-from packtrain.runs import open_run
+from packtrain.run.run import open_run
 from packtrain.store import open_store
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"

@@ -28,21 +28,20 @@ import torch
 from torch import nn
 
 import bench
-from packtrain.code import archive
-from packtrain.control import Control
 from packtrain.data.order import Ids, epoch_batches
 from packtrain.data.pack import Pack
 from packtrain.export.predict import Wishes, load_predictor
-from packtrain.job import Job
-from packtrain.jobfile import load_job
+from packtrain.job.job import Job
+from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
 from packtrain.pack.vocabulary import BOS, EOS, UNKNOWN
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Decoding, Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.pairs import PairRecipe
-from packtrain.runs import create_run
+from packtrain.run.code import archive
+from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
+from packtrain.train.control import Control
 from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World

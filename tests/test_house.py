@@ -14,8 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "packtrain"
 
 # From the ground up: a module imports from its own room or from those before it. As in docs/architecture.md.
 ORDER = [
-    "errors", "units", "digest", "store", "parts", "learning", "places", "job", "inline_secrets", "document",
-    "jobfile", "chunks", "members", "runs", "checkpoint", "code", "control", "pack", "data", "recipes", "train",
+    "errors", "units", "system", "store", "backoff", "job", "run", "pack", "data", "recipes", "train",
     "node", "fleet", "report", "export", "start", "api", "cli",
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids
 from packtrain.data.text import pad
 from packtrain.errors import FieldMistake
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes import Batch, Decoding, Measured, Prediction, Recipe, Scores
 

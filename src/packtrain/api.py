@@ -8,9 +8,9 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.export.predict import Wishes, load_predictor
-from packtrain.pack.progress import Plain
+from packtrain.pack.workers import Plain
 from packtrain.report import write_report
-from packtrain.runs import LogLine, Point, Result, Run, State, open_run
+from packtrain.run.run import LogLine, Point, Result, Run, State, open_run
 from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 

@@ -8,24 +8,22 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from packtrain.code import archive, snapshot
-from packtrain.control import cache_directory
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
-from packtrain.digest import sha256_of
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import Started, fleet_of
-from packtrain.job import Data, Job, Source
-from packtrain.jobfile import LoadedJob, load_job
+from packtrain.job.job import Data, Job, Source
+from packtrain.job.load import LoadedJob, load_job
+from packtrain.job.part import is_address
 from packtrain.pack.fetch import local_copy
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Progress
-from packtrain.pack.workers import Processes, Workers
-from packtrain.parts import is_address
+from packtrain.pack.workers import Processes, Progress, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
-from packtrain.runs import Run, create_run
+from packtrain.run.code import archive, snapshot
+from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
+from packtrain.system import cache_directory, sha256_of
 
 Tell = Callable[[str], None]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from packtrain.checkpoint import commit
 from packtrain.cli import app
-from packtrain.runs import LogLine, Result
+from packtrain.run.checkpoint import commit
+from packtrain.run.run import LogLine, Result
 from packtrain.start import load
 from packtrain.store import Store
 from parts.runs import a_generation, a_node, new_run, recipe_job, write_files

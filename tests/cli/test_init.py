@@ -11,8 +11,7 @@ from cli.test_commands import EXAMPLES, assert_refused, packtrain
 from packtrain.cli.samples import english, german
 from packtrain.cli.template import STARTS, Wanted, write_start
 from packtrain.errors import Mistake
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import RECIPES
 from packtrain.start import load, pack_data
 from packtrain.store import open_store

@@ -13,7 +13,7 @@ from packtrain.cli.presence import ASK_SECONDS, Presence, in_words, is_over
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet
-from packtrain.runs import Event, Run
+from packtrain.run.run import Event, Run
 from packtrain.store import Store, StoreError
 from packtrain.units import Machines
 from parts.runs import a_node, new_run, program_job

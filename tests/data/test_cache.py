@@ -230,7 +230,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(remote: Remote, tmp_path: Pa
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were read to be checked."""
     names: list[str] = []
-    from packtrain.digest import sha256_of
+    from packtrain.system import sha256_of
 
     def noted(path: Path) -> str:
         names.append(path.name)

@@ -14,16 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.pictures import difference, photo, quarters
-from packtrain.data.images import (
-    ImageBatches,
-    centre_box,
-    random_crop,
-    random_crop_box,
-    rectangular_plan,
-    resize_into,
-)
+from packtrain.data.images import ImageBatches, centre_box, random_crop, random_crop_box, rectangular_plan, resize_into
 from packtrain.data.order import block, permutation, philox_words, share
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import SplitReader
 from packtrain.data.tiles import Box
 from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import Shard

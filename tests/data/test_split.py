@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.handmade import NAME, Remote, Rows, put_pack, put_shard
-from packtrain.data.pack import Pack
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import Pack, SplitReader
 from packtrain.data.text import pad
 from packtrain.pack.shard import Columns, Ragged, ShardError, encode_shard
 from packtrain.store import Store, open_store
@@ -125,8 +124,8 @@ def test_shards_are_fetched_ahead_of_their_use(tmp_path: Path) -> None:
 def test_more_shards_than_may_be_open_at_once_are_read_all_the_same(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtrain.data.split._OPEN_AT_LEAST", 2)
-    monkeypatch.setattr("packtrain.data.split.resource.getrlimit", lambda _: (4, 4))
+    monkeypatch.setattr("packtrain.data.pack._OPEN_AT_LEAST", 2)
+    monkeypatch.setattr("packtrain.data.pack.resource.getrlimit", lambda _: (4, 4))
     split = reader(1)
     for _ in range(2):
         assert pad(split.column("tokens"), np.arange(len(ROWS)), 0)[:, 0].tolist() == [1, 0, 4, 5, 7, 11, 12]

@@ -11,11 +11,10 @@ from pack.pictures import photo, saved
 from packtrain.data.images import ImageBatches
 from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
-from packtrain.job import Data
+from packtrain.job.job import Data
 from packtrain.pack import images
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.store import Store
 
 SEED, EPOCH, SIZE = 7, 3, 32

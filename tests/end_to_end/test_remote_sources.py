@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.checkpoint import committed
-from packtrain.runs import Point, Run, open_run
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Point, Run, open_run
 from packtrain.store import open_store
 from parts.s3 import S3Server
 

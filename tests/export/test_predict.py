@@ -9,9 +9,9 @@ import torch
 from pack.corpus import GREETINGS, job_of, write_pairs
 from packtrain.errors import Mistake, NotFinished, PacktrainError
 from packtrain.export.predict import Predictor, Wishes, load_predictor
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.recipes import Decoding
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.train.state import MODEL_FILE
 from parts.models import commit_model, packed_run
 from parts.runs import new_run

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from packtrain.checkpoint import committed
+from packtrain.run.checkpoint import committed
 from parts import hosts
 from parts.fields import Field, bucket_on, make_field, wrong_clock
 from parts.hosts import Network

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.store import open_store
 from parts.presence import need
 from parts.runs import new_run, program_job

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.runs import Event, run_names
+from packtrain.run.run import Event, run_names
 from packtrain.store import open_store
 from parts.places import Place, assert_nothing_left, assert_same_as, make_place, wait_until
 from parts.presence import need

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.node.endings import POWER_OFF
+from packtrain.node.preemption import POWER_OFF
 from parts.places import Place, assert_nothing_left, make_place, wait_until
 from parts.places import history as history_of
 from parts.proxy import HANG, REFUSE, SOUND, Proxy, always_sound

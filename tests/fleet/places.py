@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.runs import Run, open_run
+from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
 from parts.hosts import Host, Network
 

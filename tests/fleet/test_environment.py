@@ -15,9 +15,8 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.fleet import environment
-from packtrain.fleet.identity import identity
-from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.fleet.ssh import look
+from packtrain.fleet.facts import identity
+from packtrain.fleet.ssh import Remote, Unreachable, look
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.fleet.keeper import LEAVE_SECONDS, REPLACE_SECONDS, Judge
-from packtrain.members import Node
-from packtrain.runs import LEASE_LOST_SECONDS
+from packtrain.fleet.mpi import LEAVE_SECONDS, REPLACE_SECONDS, Judge
+from packtrain.run.records import Node
+from packtrain.run.run import LEASE_LOST_SECONDS
 from packtrain.store import Store
 from parts.runs import a_node, new_run
 
@@ -90,7 +90,7 @@ def test_what_it_holds_gets_its_signals_and_gives_its_exit_code(number: signal.S
         "time.sleep(600)\n"
     )
     own = ["--run", run.name, "--store", run.store.url, "--least", "1"]
-    command = [sys.executable, "-m", "packtrain.fleet.keeper", *own, "--", sys.executable, "-c", held]
+    command = [sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", sys.executable, "-c", held]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         assert keeper.stdout.readline() == "up\n"
@@ -102,7 +102,7 @@ def test_what_it_holds_ends_with_it(directory_store: Store) -> None:
     run = new_run(directory_store)
     own = ["--run", run.name, "--store", run.store.url, "--least", "1"]
     held = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    command = [sys.executable, "-m", "packtrain.fleet.keeper", *own, "--", sys.executable, "-c", held]
+    command = [sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", sys.executable, "-c", held]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         child = int(keeper.stdout.readline())

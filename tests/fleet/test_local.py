@@ -10,11 +10,10 @@ import psutil
 import pytest
 
 from packtrain.fleet import FLEETS, Start, fleet_of
-from packtrain.fleet.agents import END_SECONDS
-from packtrain.fleet.local import LocalFleet
-from packtrain.job import FLEETS as KINDS
-from packtrain.job import Local
-from packtrain.node.notices import seconds_from
+from packtrain.fleet.local import END_SECONDS, LocalFleet
+from packtrain.job.job import FLEETS as KINDS
+from packtrain.job.job import Local
+from packtrain.node.preemption import seconds_from
 from packtrain.store import Store
 from parts.runs import new_run
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fleet.places import COUNTING, left_on, newest, packtrain_on, wait_until, wait_until_all_left, write_program
-from packtrain.checkpoint import committed
 from packtrain.fleet.mpi import MpiFleet
-from packtrain.places import Mpi
+from packtrain.job.fleets import Mpi
+from packtrain.run.checkpoint import committed
 from packtrain.store import Store
 from parts import hosts, mpi
 from parts.hosts import Network

@@ -23,11 +23,11 @@ from fleet.places import (
     write_program,
 )
 from packtrain.errors import Mistake
-from packtrain.fleet.agents import is_agent
 from packtrain.fleet.fleet import Machine
+from packtrain.fleet.local import is_agent
 from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, script, slurm_time, summed_up
-from packtrain.places import Slurm
-from packtrain.runs import Run
+from packtrain.job.fleets import Slurm
+from packtrain.run.run import Run
 from packtrain.start import start
 from packtrain.store import Store, open_store
 from parts import hosts, slurm

@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 import pytest
 
-from packtrain.checkpoint import committed, fetch_newest
-from packtrain.control import CONTROL_VARIABLE
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED
 from packtrain.node import agent as agent_module
 from packtrain.node.agent import Agent
 from packtrain.node.causes import FAILURE
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.runs import Run
+from packtrain.run.checkpoint import committed, fetch_newest
+from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
+from packtrain.train.control import CONTROL_VARIABLE
 from parts.agents import StandIns, look_through
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.control import WorkerError
-from packtrain.members import Cause, Generation, Report
 from packtrain.node.causes import failures_in_a_row, most_telling, oom_kills, reason_for, verdict, why_they_ended
+from packtrain.run.records import Cause, Generation, Report
+from packtrain.train.control import WorkerError
 from parts.runs import a_generation
 
 KILLED = "exitcode  : -9 (pid: 4242)"

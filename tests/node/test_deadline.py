@@ -14,12 +14,12 @@ from packtrain import report as report_module
 from packtrain.cli import app
 from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
-from packtrain.job import Budget, Fleet
+from packtrain.job.job import Budget, Fleet
 from packtrain.node import agent as agent_module
-from packtrain.node import endings as endings_module
+from packtrain.node import preemption as endings_module
 from packtrain.node.deadline import Deadline, first_bound, in_words, seconds_left
-from packtrain.node.endings import switch_off
-from packtrain.runs import Result, Run
+from packtrain.node.preemption import switch_off
+from packtrain.run.run import Result, Run
 from packtrain.store import Store, StoreError
 from parts.runs import a_node, new_run, recipe_job
 
@@ -219,7 +219,7 @@ endings.end_at_once("the budget is used up", True)
 
 
 def test_dollars_without_a_price_are_refused() -> None:
-    from packtrain.job import Job
+    from packtrain.job.job import Job
 
     with pytest.raises(ValueError, match=r"give fleet\.price"):
         Job.model_validate({"name": "a", "program": ["train.py"], "budget": {"dollars": 1}})

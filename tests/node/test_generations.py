@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.members import Generation, Member, Node
-from packtrain.node.generations import LeaseWatch, Why, joiner, proposal, unwanted
+from packtrain.node.assembly import LeaseWatch, Why, joiner, proposal, unwanted
+from packtrain.run.records import Generation, Member, Node
 from packtrain.units import Machines
 from parts.runs import a_generation, a_node
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.checkpoint import commit, committed
-from packtrain.control import CONTROL_VARIABLE
 from packtrain.errors import Mistake
-from packtrain.node import homes as homes_module
-from packtrain.node.homes import Home, homes_directory, remove_orphans, sweep
-from packtrain.runs import Run
+from packtrain.node import directory as homes_module
+from packtrain.node.directory import Home, remove_orphans, sweep
+from packtrain.run.checkpoint import commit, committed
+from packtrain.run.run import Run
 from packtrain.store import Store, open_store
+from packtrain.system import nodes_directory
+from packtrain.train.control import CONTROL_VARIABLE
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_node, new_run
 
@@ -93,7 +94,7 @@ def test_what_a_dead_node_wrote_last_is_kept_and_its_home_removed(run: Run) -> N
 
 
 def test_lines_that_are_in_the_store_already_do_not_come_twice(run: Run) -> None:
-    from packtrain.runs import LogLine
+    from packtrain.run.run import LogLine
 
     writer = run.log_writer("dead")
     for text in ("one", "two"):
@@ -191,7 +192,7 @@ def test_where_nothing_can_be_locked_it_is_said_what_to_do(run: Run, monkeypatch
     monkeypatch.setattr(homes_module.fcntl, "flock", unsupported)
     with pytest.raises(Mistake, match=r"No locks available\): set PACKTRAIN_CACHE to a directory on a disk of this"):
         Home.make(run, "mine")
-    assert list(homes_directory().iterdir()) == []
+    assert list(nodes_directory().iterdir()) == []
 
 
 def test_a_home_is_removed_with_its_node(run: Run) -> None:
@@ -200,7 +201,7 @@ def test_a_home_is_removed_with_its_node(run: Run) -> None:
     assert owner is not None
     assert (owner.run, owner.node) == (run.name, "mine")
     home.remove()
-    assert list(homes_directory().iterdir()) == []
+    assert list(nodes_directory().iterdir()) == []
 
 
 # Checkpoints that were begun and never committed.

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.members import Generation, Member
 from packtrain.node.launch import (
     Directories,
     Launch,
@@ -24,7 +23,8 @@ from packtrain.node.launch import (
     launcher_arguments,
     worker_environment,
 )
-from packtrain.runs import Run
+from packtrain.run.records import Generation, Member
+from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, program_job
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import pytest
 
-from packtrain.members import Node, Report
 from packtrain.node import lease as lease_module
 from packtrain.node.lease import Lease, hurried
-from packtrain.runs import LEASE_LOST_SECONDS, Run
+from packtrain.run.records import Node, Report
+from packtrain.run.run import LEASE_LOST_SECONDS, Run
 from packtrain.store import Store, open_store
 from parts.faulty import FaultyStore
 from parts.runs import a_node

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.node.logs import LogShipper
-from packtrain.runs import LogLine, Run
+from packtrain.run.run import LogLine, Run
 from packtrain.store import Store, open_store
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from packtrain.node import notices
-from packtrain.node.notices import Notice, NoticeBoard
+from packtrain.node import preemption as notices
+from packtrain.node.preemption import Notice, NoticeBoard
 
 
 @pytest.fixture(autouse=True)

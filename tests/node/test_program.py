@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.checkpoint import Superseded, committed, fetch
-from packtrain.job import Checkpoint as Settings
+from packtrain.job.job import Checkpoint as Settings
 from packtrain.node import program
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.runs import Run
+from packtrain.run.checkpoint import Superseded, committed, fetch
+from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, read_files, write_files
 

@@ -9,12 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from packtrain.members import Gpu, Measured
 from packtrain.node import lease as lease_module
-from packtrain.node.gpus import GpuSampler, gpu_count
 from packtrain.node.lease import Lease
-from packtrain.node.telemetry import TelemetrySampler
-from packtrain.runs import Run
+from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpu_count
+from packtrain.run.records import Gpu, Measured
+from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.runs import a_node
 

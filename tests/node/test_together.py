@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.checkpoint import Superseded, commit, committed
 from packtrain.node.assembly import GROW_FACTOR
-from packtrain.runs import LEASE_LOST_SECONDS, Point, Result
+from packtrain.run.checkpoint import Superseded, commit, committed
+from packtrain.run.run import LEASE_LOST_SECONDS, Point, Result
 from packtrain.store import Store
 from parts.agents import Company, Make, company_of, look_through
 from parts.faulty import FaultyStore

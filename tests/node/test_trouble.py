@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.checkpoint import commit
-from packtrain.control import Control
+from packtrain.backoff import Trouble
 from packtrain.errors import Mistake
 from packtrain.node import agent as agent_module
 from packtrain.node import program as program_module
-from packtrain.node.trouble import Trouble
-from packtrain.runs import Point, Result
+from packtrain.run.checkpoint import commit
+from packtrain.run.run import Point, Result
 from packtrain.store import Store, StoreError
+from packtrain.train.control import Control
 from parts.agents import Company, Make, look_through
 from parts.faulty import FaultyStore
 from parts.runs import program_job

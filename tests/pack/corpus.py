@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packtrain.job import Data, Job
+from packtrain.job.job import Data, Job
 
 Pairs = Sequence[tuple[str, str]]
 

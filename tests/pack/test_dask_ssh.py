@@ -14,11 +14,10 @@ import pytest
 
 from pack.pictures import photo, saved
 from pack.rawsets import write
-from packtrain.job import Data
+from packtrain.job.job import Data
 from packtrain.pack import images
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import Dask, HereAlone, Workers
+from packtrain.pack.workers import Dask, HereAlone, Plain, Workers
 from packtrain.store import open_store
 from parts import sshd
 from parts.presence import need

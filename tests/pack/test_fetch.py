@@ -14,8 +14,7 @@ import pytest
 
 import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import local_copy
-from packtrain.pack.web import Download, Patience, redirected
+from packtrain.pack.fetch import Download, Patience, local_copy, redirected
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.staging import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy

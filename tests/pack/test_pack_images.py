@@ -15,14 +15,13 @@ from PIL import Image
 
 from packtrain.data.tiles import Box, decode_crop
 from packtrain.errors import FieldMistake
-from packtrain.job import Data
+from packtrain.job.job import Data
 from packtrain.pack import images
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
 from packtrain.pack.shard import Columns, open_shard
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
-from packtrain.pack.workers import Dask, HereAlone, Processes, Result, Task, Workers
+from packtrain.pack.workers import Dask, HereAlone, Plain, Processes, Result, Task, Workers
 from packtrain.store import Store, open_store
 
 

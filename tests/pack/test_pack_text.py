@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.corpus import data_of
-from packtrain.pack import text
+from packtrain.pack import pairs as text
+from packtrain.pack.pairs import encode, fault, fingerprint, repeated
 from packtrain.pack.raw import TextPair
-from packtrain.pack.text import encode, fault, fingerprint, repeated
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 
 DATA = data_of(["a.tsv"], max_words=6, max_ratio=3.0)

@@ -9,11 +9,10 @@ import pytest
 
 from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
-from packtrain.job import Data, Job
+from packtrain.job.job import Data, Job
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import digest, pack, settings_of
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.store import Store, open_store
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pack.rawsets import picture, refusal, write, zipped
-from packtrain.pack.zips import is_zip, zip_members
+from packtrain.pack.archive import is_zip, zip_members
 
 PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
 

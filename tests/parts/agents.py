@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from packtrain.control import Control, WorkerError
-from packtrain.members import Telemetry
 from packtrain.node import agent as agent_module
 from packtrain.node import lease as lease_module
 from packtrain.node.agent import Agent
-from packtrain.node.notices import Notice
-from packtrain.runs import Run
+from packtrain.node.preemption import Notice
+from packtrain.run.records import Telemetry
+from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.train.control import Control, WorkerError
 
 
 class StandIn:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packtrain.checkpoint import committed
-from packtrain.pack.progress import Plain
-from packtrain.runs import Run
+from packtrain.pack.workers import Plain
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Run
 from packtrain.start import create, load
 from parts.hosts import Host, Network
 from parts.places import PACE, make_place, set_pace, wait_until

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from packtrain.checkpoint import Checkpoint, commit
-from packtrain.code import archive
 from packtrain.data.pack import Pack
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import recipe_class
-from packtrain.runs import Run, create_run
+from packtrain.run.checkpoint import Checkpoint, commit
+from packtrain.run.code import archive
+from packtrain.run.run import Run, create_run
 from packtrain.store import open_store
 from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress, versions
 

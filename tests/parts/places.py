@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.checkpoint import committed
-from packtrain.control import CONTROL_VARIABLE
-from packtrain.runs import Point, Run, open_run
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Point, Run, open_run
 from packtrain.store import open_store
+from packtrain.train.control import CONTROL_VARIABLE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 120

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from packtrain.code import archive
-from packtrain.job import Job
-from packtrain.members import Generation, Member, Node
-from packtrain.runs import Run, create_run
+from packtrain.job.job import Job
+from packtrain.run.code import archive
+from packtrain.run.records import Generation, Member, Node
+from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 
 

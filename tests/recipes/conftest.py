@@ -10,8 +10,7 @@ import torch
 from pack.corpus import job_of
 from packtrain.data.pack import Pack
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.chat.model import DialogueTransformer
 from packtrain.recipes.chat.shape import ChatShape

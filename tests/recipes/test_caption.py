@@ -15,8 +15,8 @@ from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Decoding, Measured, Scores
 from packtrain.recipes.caption import Caption
-from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.model import Captioner
+from packtrain.recipes.caption.scores import Cider
 from recipes.captioned import THINGS, TRAIN, MakeRecipe, captions_of, make_caption, model_of, tensors, write_set
 
 EVERYTHING = np.arange(len(THINGS))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from packtrain.pack.vocabulary import BOS, EOS
-from packtrain.recipes.caption.decode import captions, places
-from packtrain.recipes.caption.model import Captioner, longest_first
+from packtrain.recipes.caption.model import Captioner, captions, longest_first, places
 from packtrain.recipes.caption.shape import Shape
 from recipes.captioned import outspoken, pictures
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from packtrain.pack.vocabulary import Vocabulary
-from packtrain.recipes.caption.gaze import Gaze, by_word, drawn, heated
+from packtrain.recipes.caption.attention import Gaze, by_word, drawn, heated
 
 PIXELS = np.full((48, 48, 3), 200, np.uint8)
 

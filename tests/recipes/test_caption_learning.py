@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.recipes.caption import Caption
-from packtrain.recipes.caption.bleu import bleu
+from packtrain.recipes.caption.scores import bleu
 from packtrain.start import load
 from recipes.captioned import MakeRecipe
 from recipes.learn import learn

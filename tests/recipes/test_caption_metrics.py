@@ -7,9 +7,7 @@ import math
 import pytest
 from sacrebleu.metrics.bleu import BLEU
 
-from packtrain.recipes.caption.bleu import bleu
-from packtrain.recipes.caption.cider import Cider
-from packtrain.recipes.caption.words import ngrams, words
+from packtrain.recipes.caption.scores import Cider, bleu, ngrams, words
 
 REFERENCES = [
     ["a dog runs on the grass", "the brown dog is running over grass"],

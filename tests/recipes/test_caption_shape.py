@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from packtrain.errors import FieldMistake
-from packtrain.job import Job, Model
+from packtrain.job.job import Job, Model
 from packtrain.recipes import check_recipe
 from packtrain.recipes.caption.shape import SIZES, shape_of
 

@@ -17,10 +17,9 @@ from packtrain.data.images import random_crop
 from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Batch, Decoding, Measured, Recipe, Scores, check_recipe, recipe_class
 from packtrain.recipes.classify import _MEASURED_TOGETHER
 from packtrain.recipes.classify.words import read_words

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from packtrain.data.pack import Pack
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import recipe_class
 from packtrain.start import load
 from packtrain.store import open_store

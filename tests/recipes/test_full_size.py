@@ -16,11 +16,10 @@ from torch import nn
 from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
-from packtrain.job import Job
-from packtrain.learning import Ddp
+from packtrain.job.job import Job
+from packtrain.job.train import Ddp
 from packtrain.pack.packing import pack
-from packtrain.pack.progress import Plain
-from packtrain.pack.workers import HereAlone
+from packtrain.pack.workers import HereAlone, Plain
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.resnet import ResNet
 from packtrain.recipes.resnet_shape import RESNETS

@@ -13,11 +13,11 @@ from pack.pictures import photo, saved
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.export.predict import load_predictor
-from packtrain.pack.progress import Plain
+from packtrain.pack.workers import Plain
 from packtrain.recipes import Recipe, recipe_of
 from packtrain.recipes.classify.shape import SIZES
 from packtrain.recipes.resnet import ResNet
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.start import create, load
 from packtrain.train.engine import Engine
 from packtrain.train.world import World

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import Mistake
-from packtrain.pack.progress import Plain
+from packtrain.pack.workers import Plain
 from packtrain.recipes import own, recipe_class, recipe_of
 from packtrain.recipes.own import unpacked_code
 from packtrain.report.summary import summarise
-from packtrain.runs import Run, open_run
+from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
 from packtrain.store import open_store
 

@@ -7,7 +7,7 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job import SOURCES, Job
+from packtrain.job.job import SOURCES, Job
 from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.recipes.translate import Translate
 

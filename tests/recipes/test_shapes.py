@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.errors import FieldMistake
-from packtrain.job import Model, Option
+from packtrain.job.job import Model, Option
 from packtrain.recipes.chat.shape import SIZES as CHAT_SIZES
 from packtrain.recipes.chat.shape import ChatShape
 from packtrain.recipes.shapes import Shape, read_shape

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtrain.report.chart import HEIGHT, WIDTH, Series, line_chart, nice_ticks, thinned
+from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart, nice_ticks, thinned
 
 Points = list[tuple[float, float]]
 sizes = st.floats(-1e300, 1e300)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.members import Cause, Generation, Member
 from packtrain.report.goodput import COMPUTING, ORDER, goodput, lost_seconds
-from packtrain.runs import Point, Spent
-from packtrain.train.clock import SPANS
+from packtrain.run.records import Cause, Generation, Member
+from packtrain.run.run import Point, Spent
+from packtrain.train.recorder import SPANS
 
 
 def generation(number: int, cause: Cause = "start") -> Generation:

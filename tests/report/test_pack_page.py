@@ -18,15 +18,7 @@ from packtrain.pack.picture import to_tiled
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
-from packtrain.report.pack_page import (
-    PICTURES,
-    TEXTS,
-    THUMBNAIL_PIXELS,
-    evenly,
-    print_stats,
-    sample_page,
-    thumbnail,
-)
+from packtrain.report.pack_page import PICTURES, TEXTS, THUMBNAIL_PIXELS, evenly, print_stats, sample_page, thumbnail
 from packtrain.report.pack_stats import Measure, PackStats, Tally, stats_of
 from report.pages import Page
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pack.corpus import job_of
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.goodput import Goodput
 from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
-from packtrain.runs import Event, Point, Result, Run, Sample, Spent, create_run
+from packtrain.run.run import Event, Point, Result, Run, Sample, Spent, create_run
 from packtrain.store import Store
 from report.pages import Page
 

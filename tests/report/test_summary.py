@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pack.corpus import job_of
-from packtrain.job import Job
-from packtrain.members import Generation, Member, Node, Telemetry
+from packtrain.job.job import Job
 from packtrain.report.summary import Standing, standing, summarise, summary_of, units_per_second
-from packtrain.runs import Point, Result, Run, create_run, open_run
+from packtrain.run.records import Generation, Member, Node, Telemetry
+from packtrain.run.run import Point, Result, Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 

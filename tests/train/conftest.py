@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from nursery import Nursery
 
-from packtrain.control import Control
-from packtrain.train.notice import NOTICES
+from packtrain.train.control import NOTICES, Control
 
 
 @pytest.fixture(scope="session")

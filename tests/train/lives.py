@@ -16,21 +16,19 @@ from numpy.typing import NDArray
 from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 from torch import Tensor, nn
 
-from packtrain.checkpoint import committed
-from packtrain.control import Control
 from packtrain.data.order import Ids
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.recipes import Batch, Measured, Scores
-from packtrain.runs import Point, Run, Sample
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Point, Run, Sample
 from packtrain.store import open_store
-from packtrain.train import watch
-from packtrain.train.clock import Clock
+from packtrain.train import watchdog as watch
+from packtrain.train.control import Control, Notice
 from packtrain.train.engine import Engine
-from packtrain.train.evaluation import evaluate
-from packtrain.train.notice import Notice
+from packtrain.train.evaluator import evaluate
+from packtrain.train.recorder import Clock, encode
 from packtrain.train.schedule import Moment
 from packtrain.train.state import STATE_FILE
-from packtrain.train.tensorboard import encode
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from packtrain.units import Duration

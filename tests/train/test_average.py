@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from packtrain.train.average import Average
+from packtrain.train.engine import Average
 
 
 def test_the_average_follows_the_weights_and_does_not_change_them() -> None:

@@ -13,9 +13,9 @@ from nursery import Nursery
 from tiny import tiny_job, tiny_run
 from torch import Tensor, nn
 
-from packtrain.control import Control
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.train.control import Control
 from packtrain.train.engine import Engine
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World

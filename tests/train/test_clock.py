@@ -10,13 +10,12 @@ from lives import Slow
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
-from packtrain.control import Control
-from packtrain.runs import Run, Spent
+from packtrain.run.run import Run, Spent
 from packtrain.store import Store
-from packtrain.train.ballot import Outcome
-from packtrain.train.clock import SPANS, Clock
+from packtrain.train.control import Control
+from packtrain.train.recorder import SPANS, Clock
 from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
+from packtrain.train.world import Outcome, World
 
 
 def test_marks_leave_nothing_out() -> None:

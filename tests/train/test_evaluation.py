@@ -11,10 +11,10 @@ from tiny import Tiny, tiny_engine, tiny_job
 from torch import nn
 
 from packtrain.data.order import Ids
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.recipes import Measured, Scores
 from packtrain.recipes.recipe import no_pulse
-from packtrain.train.evaluation import Evaluator, LeftEarly, evaluate, spread
+from packtrain.train.evaluator import Evaluator, LeftEarly, evaluate, spread
 from packtrain.train.world import World
 
 

@@ -10,8 +10,8 @@ from lives import losses
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
-from packtrain.checkpoint import committed
-from packtrain.runs import Run
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Run
 from packtrain.store import Store
 
 

@@ -5,12 +5,12 @@ import errno
 import pytest
 import torch
 
-from packtrain.checkpoint import CorruptCheckpoint
-from packtrain.control import WorkerCause
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.store import StoreError
+from packtrain.train.control import WorkerCause
 from packtrain.train.engine import NotANumber
-from packtrain.train.failure import cause_of, in_one_line, is_hopeless
+from packtrain.train.worker import cause_of, in_one_line, is_hopeless
 
 ADVICE = "use a smaller train.micro_batch, or more workers"
 

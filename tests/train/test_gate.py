@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.train.evaluation import LeftEarly
-from packtrain.train.gate import Gate
-from packtrain.train.world import World
+from packtrain.train.evaluator import LeftEarly
+from packtrain.train.world import Gate, World
 
 
 class Others(World):

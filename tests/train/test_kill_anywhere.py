@@ -15,9 +15,9 @@ from lives import history, weights
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
-from packtrain.control import Control
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.train.control import Control
 
 STEPS = 6
 UNHURT = 3  # so many lives in a row that were over before the hour came: there is no later one

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from packtrain.train.notice import NOTICES
+from packtrain.train.control import NOTICES
 
 # Waits as torch's own code does: no handler of Python's is heard until it returns.
 WAITS_OUTSIDE_PYTHON = """

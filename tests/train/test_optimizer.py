@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from packtrain.checkpoint import CorruptCheckpoint
-from packtrain.learning import OPTIMIZERS, Adam, AdamW, Sgd
+from packtrain.job.train import OPTIMIZERS, Adam, AdamW, Sgd
+from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.train.optimizer import load_optimizer, optimizer_of, optimizer_tensors
 
 ENTRIES = [

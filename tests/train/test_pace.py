@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.train.pace import LEAST_SECONDS, MOST_SECONDS, Progressed, Recurring, fraction, reached, save_interval
+from packtrain.train.progress import (
+    LEAST_SECONDS,
+    MOST_SECONDS,
+    Progressed,
+    Recurring,
+    fraction,
+    reached,
+    save_interval,
+)
 from packtrain.units import Duration
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from packtrain.learning import Train
+from packtrain.job.train import Train
 from packtrain.train.precision import (
     CLEAN_STEPS_TO_DOUBLE,
     FIRST_LOSS_SCALE,

@@ -11,9 +11,9 @@ from nursery import Nursery
 from test_schedule import EXAMPLES
 from tiny import tiny_job, tiny_run
 
-from packtrain.checkpoint import committed
-from packtrain.learning import EXCHANGES, OPTIMIZERS, SCHEDULES
-from packtrain.runs import Run
+from packtrain.job.train import EXCHANGES, OPTIMIZERS, SCHEDULES
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Run
 from packtrain.store import Store
 
 WAYS_TO_EXCHANGE: dict[str, list[dict[str, Any]]] = {

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from packtrain.checkpoint import committed
-from packtrain.job import Checkpoint as Settings
-from packtrain.runs import Point, Run
+from packtrain.job.job import Checkpoint as Settings
+from packtrain.run.checkpoint import committed
+from packtrain.run.run import Point, Run
 from packtrain.store import Store
-from packtrain.train.copier import Copier
-from packtrain.train.saver import Saver
+from packtrain.train.checkpointer import Copier, Saver
 from packtrain.train.state import Description, Progress, Snapshot
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run

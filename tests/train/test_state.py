@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
 
-from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
-from packtrain.train.copier import Copier
+from packtrain.run.checkpoint import CorruptCheckpoint
+from packtrain.train.checkpointer import Copier
 from packtrain.train.engine import Engine
 from packtrain.train.schedule import Moment
 from packtrain.train.state import (

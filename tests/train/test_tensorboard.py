@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from packtrain.runs import Point, Run
+from packtrain.run.run import Point, Run
 from packtrain.store import Store, StoreError
-from packtrain.train.tensorboard import TensorBoardWriter
+from packtrain.train.recorder import TensorBoardWriter
 from parts.faulty import FaultyStore
 from parts.runs import new_run
 

@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
 
-from packtrain.checkpoint import Checkpoint, Superseded, committed
-from packtrain.control import Control
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.recipes import Batch, Measured, Scores
-from packtrain.runs import Run
+from packtrain.run.checkpoint import Checkpoint, Superseded, committed
+from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.train import saver
+from packtrain.train import checkpointer as saver
+from packtrain.train.control import NOTICES, Control, Notice
 from packtrain.train.engine import NotANumber
-from packtrain.train.notice import NOTICES, Notice
 from packtrain.train.state import MODEL_FILE, STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -536,7 +535,7 @@ def test_the_best_is_kept_by_the_measure_that_the_job_says(
 def test_saves_are_left_to_the_trainer_where_the_interval_is(
     directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtrain.train.keeper.save_interval", lambda *_: 0.0)
+    monkeypatch.setattr("packtrain.train.checkpointer.save_interval", lambda *_: 0.0)
     run = tiny_run(directory_store, tiny_job(checkpoint={"every": "auto", "keep_last": 20}))
     train(run, control)
     assert len([event for event in run.events().read() if event.kind == "checkpoint"]) > 1

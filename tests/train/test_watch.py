@@ -9,9 +9,9 @@ from lives import losses
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
-from packtrain.control import Control
 from packtrain.store import Store
-from packtrain.train.watch import EXIT_HANG, TIMES_ITS_LIKE, Watch, limit
+from packtrain.train.control import Control
+from packtrain.train.watchdog import EXIT_HANG, TIMES_ITS_LIKE, Watch, limit
 
 
 def test_the_first_of_a_kind_may_take_long() -> None:

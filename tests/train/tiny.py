@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.manifest import FORMAT, Manifest, Shard, Split
 from packtrain.recipes import Batch, Decoding, Measured, Prediction, Recipe, Scores
-from packtrain.runs import Run, create_run
+from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 from packtrain.train.engine import Engine
 from packtrain.train.world import World

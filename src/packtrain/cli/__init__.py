@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli import fleets, jobs, models, nodes, runs
+from packtrain.cli import jobs, machines, models, runs
 from packtrain.errors import PacktrainError
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ def options(
     """Pack your data once, train it anywhere, bring the model home."""
 
 
-for group in (jobs, runs, fleets, models, nodes):
+for group in (jobs, runs, machines, models):
     group.register(app)
 
 

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from packtrain.runs import Run
+    from packtrain.run.run import Run
     from packtrain.store import Store
 
 StoreOption = Annotated[
@@ -42,7 +42,7 @@ def find_store(place: str | None) -> Store:
 
 
 def find_run(place: str | None, name: str | None) -> Run:
-    from packtrain.runs import open_run
+    from packtrain.run.run import open_run
 
     return open_run(find_store(place), name)
 

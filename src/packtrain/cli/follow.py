@@ -16,11 +16,11 @@ from packtrain.cli.common import console
 from packtrain.cli.presence import Presence, Word
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, RunFailed
 from packtrain.fleet import Started
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
-from packtrain.runs import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
+from packtrain.run.run import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
 from packtrain.store import StoreError
 from packtrain.units import counted, show_count, show_seconds
 

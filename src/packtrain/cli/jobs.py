@@ -11,8 +11,8 @@ import typer
 from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run
 
 if TYPE_CHECKING:
-    from packtrain.places import FleetKind
-    from packtrain.runs import Run
+    from packtrain.job.fleets import FleetKind
+    from packtrain.run.run import Run
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return at once.")]
@@ -64,7 +64,7 @@ def pack(
     allow_drops: Annotated[bool, typer.Option("--allow-drops", help="Go on without unusable samples.")] = False,
 ) -> None:
     """Turn the job's raw data into a pack in its store; nothing is done twice."""
-    from packtrain.cli.progress import Bars
+    from packtrain.cli.packs import Bars
     from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
@@ -90,7 +90,7 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Pack if needed, start the run, and follow it. Ctrl-C leaves it going."""
-    from packtrain.cli.progress import Bars
+    from packtrain.cli.packs import Bars
     from packtrain.start import create, load
 
     _refuse_both(foreground, detach)

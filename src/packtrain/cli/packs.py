@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.progress import ProgressColumn as Column
+from rich.text import Text
 
-from packtrain.control import cache_directory
 from packtrain.data.pack import Pack
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
+from packtrain.pack.workers import Advance
 from packtrain.report.pack_page import print_stats, sample_page
 from packtrain.report.pack_stats import stats_of
 from packtrain.store import Store
+from packtrain.system import cache_directory
+from packtrain.units import show_count
 
 
 def show_stats(screen: Console, store: Store, manifest: Manifest) -> None:
@@ -31,3 +38,33 @@ def show_stats(screen: Console, store: Store, manifest: Manifest) -> None:
     key = pack_key(manifest.name, "samples.html")
     store.put(key, sample_page(stats, columns, source, target).encode())
     screen.print(f"samples: {escape(f'{store.url}/{key}')}")
+
+
+# Packing as a person sees it: a bar with rate and time left, and lines that stay.
+
+
+class _Rate(Column):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{show_count(speed)}/s" if speed else "", style="cyan")
+
+
+class Bars:
+    """Progress for a terminal; elsewhere only the lines are printed."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+
+    def say(self, text: str) -> None:
+        style = "yellow" if text.startswith("warning") else "dim"
+        self._screen.print(f"[{style}]pack[/{style}]  {escape(text)}")
+
+    @contextmanager
+    def track(self, what: str, total: int | None) -> Iterator[Advance]:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        with RichProgress(*columns, console=self._screen, transient=True, disable=not self._screen.is_terminal) as bars:
+            task = bars.add_task(what, total=total)
+            yield lambda count: bars.advance(task, count)

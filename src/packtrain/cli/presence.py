@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from packtrain.errors import PacktrainError
 from packtrain.fleet import Machine, fleet_of
 from packtrain.fleet.slurm import summed_up
-from packtrain.node.generations import LeaseWatch
-from packtrain.node.task import Task
-from packtrain.runs import LEASE_SECONDS, Run
+from packtrain.node.assembly import LeaseWatch
+from packtrain.node.attempt import Task
+from packtrain.run.run import LEASE_SECONDS, Run
 from packtrain.units import Machines
 
 ASK_SECONDS = 30.0

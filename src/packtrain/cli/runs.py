@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import (
-    JsonOption,
-    RunArgument,
-    StoreOption,
-    console,
-    find_run,
-    find_store,
-    print_json,
-)
+from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from packtrain.errors import PacktrainError
     from packtrain.report.summary import Standing
-    from packtrain.runs import Run, State
+    from packtrain.run.run import Run, State
 
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # the answer to a request takes long, not the request
@@ -46,8 +38,8 @@ def register(app: typer.Typer) -> None:
 def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the runs in a store, the newest first."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
-    from packtrain.node.signs import states_now
-    from packtrain.runs import Run, run_names
+    from packtrain.run.liveness import states_now
+    from packtrain.run.run import Run, run_names
 
     found = find_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
@@ -113,7 +105,7 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
     """Show how a run stands: its state, scores, machines and last events."""
     from packtrain.cli.follow import print_summary
     from packtrain.report.summary import summarise
-    from packtrain.runs import EXIT_CODES
+    from packtrain.run.run import EXIT_CODES
 
     run = find_run(store, name)
     summary = summarise(run, run.state())
@@ -132,7 +124,7 @@ def logs(
     rank: Annotated[int | None, typer.Option("--rank", help="Only this worker's lines.")] = None,
 ) -> None:
     """Print what the workers wrote, that of all machines together or of one worker."""
-    from packtrain.runs import LEASE_LOST_SECONDS
+    from packtrain.run.run import LEASE_LOST_SECONDS
 
     run = find_run(store, name)
     reader, ranks = run.log_lines(), set[int | None]()
@@ -169,7 +161,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run: its workers commit a checkpoint and end. `resume` goes on from there."""
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
-    from packtrain.node.signs import states_now
+    from packtrain.run.liveness import states_now
 
     run = find_run(store, name)
     result = run.result()
@@ -193,8 +185,8 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
 
 def _finish_alone(run: Run) -> None:
     """Ends a run that no machine works on where it is."""
-    from packtrain.checkpoint import committed
-    from packtrain.runs import Result
+    from packtrain.run.checkpoint import committed
+    from packtrain.run.run import Result
 
     step = max((checkpoint.step for checkpoint in committed(run)), default=0)
     seconds = max((node.used_seconds for node in run.nodes()), default=0.0)

@@ -14,7 +14,7 @@ from string import Template
 
 from packtrain.cli import samples
 from packtrain.errors import Mistake, nearest
-from packtrain.parts import is_address, is_name
+from packtrain.job.part import is_address, is_name
 
 _COMMENT_COLUMN = 36
 _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)

@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from packtrain.digest import sha256_of
 from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import PackFile
 from packtrain.store import Store
 from packtrain.store.base import absent
 from packtrain.store.staging import explained
+from packtrain.system import sha256_of
 
 _TRIES = 3
 _LIMIT_BYTES = 50 * 10**9

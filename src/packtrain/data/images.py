@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, Stream, philox_words
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import SplitReader
 from packtrain.data.tiles import Box, Pixels, decode_crop
 from packtrain.errors import PacktrainError
 

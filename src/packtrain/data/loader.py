@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.control import say
 from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, mixed_epoch, pieces, share, turns_of
 from packtrain.errors import FieldMistake
 from packtrain.store import StoreError
+from packtrain.system import say
 
 Arrays = dict[str, NDArray[Any]]
 

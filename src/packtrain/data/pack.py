@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from packtrain.data.cache import Cache, Lock
-from packtrain.data.split import SplitReader
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.cache import Cache, Lock, Prefetch
+from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.pack.manifest import Manifest, PackFile, pack_key, read_manifest
+from packtrain.pack.manifest import Manifest, PackFile, Shard, pack_key, read_manifest
+from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 
@@ -68,3 +78,162 @@ class Pack:
         yield from (file.sha256 for file in vocabularies if file is not None)
         for split in self.manifest.splits.values():
             yield from (shard.sha256 for shard in split.shards)
+
+
+# A split of many shards, read as one. Shards are opened when they are first needed; nothing of them is copied.
+
+
+_OPEN_AT_LEAST = 16
+
+
+class Piece(NamedTuple):
+    """Rows of one shard."""
+
+    shard: int
+    rows: Ids
+
+
+class ByShard(NamedTuple):
+    """A list of samples shard by shard. `back` has the place of each in the pieces; None: where it was in the list."""
+
+    back: Ids | None
+    pieces: list[Piece]
+
+
+class SplitReader:
+    """The samples of all shards, numbered through. May be used by several threads.
+
+    A mapped file holds a descriptor, so at most half of those that a process may have are used for shards; of more
+    shards than that, the ones that were not used for longest are closed, and opened again when they are needed.
+    """
+
+    def __init__(self, shards: Sequence[Shard], path_of: Callable[[Shard], Path]) -> None:
+        self._shards, self._path_of = tuple(shards), path_of
+        self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
+        self._number_type = np.min_scalar_type(len(shards))  # short ones are sorted faster
+        self._open: OrderedDict[int, Columns] = OrderedDict()
+        self._open_at_most = max(_OPEN_AT_LEAST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._lock = threading.Lock()
+        self._prefetches: list[Prefetch] = []
+        self._lengths: dict[str, NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def shard(self, number: int) -> Columns:
+        with self._lock:
+            columns = self._open.get(number)
+            if columns is not None:
+                self._open.move_to_end(number)
+                return columns
+            prefetches = list(self._prefetches)
+        # Outside of the lock, so that others can read while this one comes from the store.
+        columns = self._opened(self._shards[number])
+        for prefetch in prefetches:
+            prefetch.used(number)
+        with self._lock:
+            columns = self._open.setdefault(number, columns)
+            while len(self._open) > self._open_at_most:
+                self._open.popitem(last=False)
+        return columns
+
+    def _opened(self, shard: Shard) -> Columns:
+        path = self._path_of(shard)
+        columns = open_shard(path)
+        if len(columns) != shard.samples:
+            raise ShardError(f"{path} has {len(columns):,} samples, not {shard.samples:,}; pack the data again")
+        # As plain arrays: numpy takes a microsecond more for every slice of a memmap.
+        ragged = {
+            name: Ragged(np.asarray(column.values), np.asarray(column.offsets))
+            for name, column in columns.ragged.items()
+        }
+        return Columns(ragged, {name: np.asarray(column) for name, column in columns.plain.items()})
+
+    def at(self, sample: int) -> tuple[Columns, int]:
+        """The shard that has the sample, and its row there."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        return self.shard(number), sample - self._start(number)
+
+    def by_shard(self, ids: Ids) -> ByShard:
+        numbers = np.searchsorted(self._ends, ids, side="right").astype(self._number_type)
+        if not len(ids) or (numbers == numbers[0]).all():
+            return ByShard(None, [Piece(int(one), ids - self._start(int(one))) for one in numbers[:1]])
+        order = numbers.argsort(kind="stable")
+        numbers, rows = numbers[order], ids[order]
+        edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(ids)]
+        pieces = [
+            Piece(number := int(numbers[start]), rows[start:end] - self._start(number))
+            for start, end in pairwise(edges)
+        ]
+        back = np.empty_like(order)
+        back[order] = np.arange(len(ids))
+        return ByShard(back, pieces)
+
+    def _start(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0
+
+    def column(self, name: str) -> Column:
+        """A column of unequal rows."""
+        return Column(self, name)
+
+    def lengths(self, name: str) -> NDArray[np.int64]:
+        """How long each sample's row of a column is. Needs all shards, the first time."""
+        if name not in self._lengths:
+            self._lengths[name] = np.concatenate([shard.ragged[name].lengths for shard in self._all()])
+        return self._lengths[name]
+
+    def plain(self, name: str) -> NDArray[Any]:
+        """A column of one number a sample, whole. Needs all shards."""
+        # Copied one by one: views would keep every shard open until the last is read.
+        return np.concatenate([shard.plain[name].copy() for shard in self._all()])
+
+    def _all(self) -> Iterator[Columns]:
+        with self.prefetched(range(len(self._shards))):
+            for number in range(len(self._shards)):
+                yield self.shard(number)
+
+    def order_of_use(self, ids: Ids) -> list[int]:
+        """The shards in the order in which the samples `ids` first need them: what `prefetched` wants to know."""
+        numbers, first = np.unique(np.searchsorted(self._ends, ids, side="right"), return_index=True)
+        return [int(number) for number in numbers[np.argsort(first)]]
+
+    @contextmanager
+    def prefetched(self, order: Sequence[int]) -> Iterator[None]:
+        """Inside, shards are fetched in this order by threads, a few ahead of their use."""
+        with Prefetch(lambda number: self._path_of(self._shards[number]), order) as prefetch:
+            with self._lock:
+                self._prefetches.append(prefetch)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._prefetches.remove(prefetch)
+
+
+class Column:
+    """A column of unequal rows over all shards of a split."""
+
+    def __init__(self, split: SplitReader, name: str) -> None:
+        self._split, self._name = split, name
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitem__(self, sample: int) -> Array:
+        columns, row = self._split.at(sample)
+        return columns.ragged[self._name][row]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self._split.lengths(self._name)
+
+    def by_shard(self, ids: Ids) -> tuple[Ids | None, list[tuple[Ragged, Ids]]]:
+        """`ids` as SplitReader.by_shard has them, with this column of the shards."""
+        back, pieces = self._split.by_shard(ids)
+        return back, [(self._split.shard(number).ragged[self._name], rows) for number, rows in pieces]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids
-from packtrain.data.split import Column
+from packtrain.data.pack import Column
 from packtrain.pack.shard import Array, Ragged
 
 _SHELL = 1 << 32  # more than any difference of two lengths, on either side

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packtrain.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
-from packtrain.checkpoint import best as best_of
-from packtrain.control import cache_directory
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFinished
 from packtrain.pack.raw import quoted
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
-from packtrain.runs import Run
+from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
+from packtrain.run.checkpoint import best as best_of
+from packtrain.run.run import Run
+from packtrain.system import cache_directory
 
 if TYPE_CHECKING:
     from torch import nn

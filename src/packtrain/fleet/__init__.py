@@ -10,7 +10,7 @@ from packtrain.fleet.local import LocalFleet
 from packtrain.fleet.mpi import MpiFleet
 from packtrain.fleet.slurm import SlurmFleet
 from packtrain.fleet.ssh import SshFleet
-from packtrain.places import FleetKind, Local, Mpi, Slurm, Ssh
+from packtrain.job.fleets import FleetKind, Local, Mpi, Slurm, Ssh
 
 __all__ = ["FLEETS", "Fleet", "Machine", "Start", "Started", "fleet_of"]
 

@@ -18,13 +18,11 @@ from typing import Any
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
-from packtrain.fleet.exchange import MEET_SECONDS, SECONDS, Measured
-from packtrain.fleet.facts import PROBE, Facts
-from packtrain.fleet.identity import identity
-from packtrain.fleet.remote import Remote, Unreachable, agents_command, last_line, secrets_line
+from packtrain.fleet.facts import PROBE, Facts, identity
+from packtrain.fleet.link_probe import MEET_SECONDS, SECONDS, Measured
 from packtrain.fleet.slurm import ask
-from packtrain.fleet.ssh import store_advice
-from packtrain.places import FleetKind, Local, Mpi, Slurm, Ssh
+from packtrain.fleet.ssh import Remote, Unreachable, agents_command, last_line, secrets_line, store_advice
+from packtrain.job.fleets import FleetKind, Local, Mpi, Slurm, Ssh
 from packtrain.store import open_store
 from packtrain.units import show_bytes, show_seconds
 

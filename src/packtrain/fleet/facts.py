@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from packtrain.control import cache_directory
+import packtrain
 from packtrain.errors import PacktrainError
-from packtrain.fleet.identity import identity
 from packtrain.store import open_store
+from packtrain.system import cache_directory
 
 PROBE = b"visible"
 
@@ -90,3 +93,36 @@ def _existing(path: Path) -> Path:
 
 def _gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+# Which Packtrain this is: its version and a digest of its source, so that two machines know whether they run the same.
+#
+# Also prints it: `python -m packtrain.fleet.facts`.
+
+
+_DIGITS = 12
+
+
+@cache
+def source() -> dict[str, bytes]:
+    """Every file of the installed package, in one order everywhere. Read once, so that all who ask agree."""
+    root = Path(packtrain.__file__).parent
+    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return dict(sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path in files))
+
+
+@cache
+def identity() -> str:
+    digest = hashlib.sha256()
+    for name, data in source().items():
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(data).digest())
+    try:
+        number = version("packtrain")
+    except PackageNotFoundError:
+        number = "0"
+    return f"{number}-{digest.hexdigest()[:_DIGITS]}"
+
+
+if __name__ == "__main__":
+    print(identity())

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.job import Job
-from packtrain.node.notices import Notices
-from packtrain.places import FleetKind
-from packtrain.runs import Run
+from packtrain.job.fleets import FleetKind
+from packtrain.job.job import Job
+from packtrain.node.preemption import Notices
+from packtrain.run.run import Run
 from packtrain.store import Store
 
 Tell = Callable[[str], None]

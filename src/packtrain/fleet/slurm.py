@@ -22,10 +22,10 @@ from typing import Any
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Mistake
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
-from packtrain.job import Job
-from packtrain.node.notices import SECONDS_VARIABLE
-from packtrain.places import Slurm
-from packtrain.runs import Run
+from packtrain.job.fleets import Slurm
+from packtrain.job.job import Job
+from packtrain.node.preemption import SECONDS_VARIABLE
+from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
 NOTICE_SECONDS = 120

@@ -18,27 +18,24 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from packtrain.checkpoint import Superseded, committed
-from packtrain.chunks import Flusher
-from packtrain.code import unpack
-from packtrain.control import say
+from packtrain.backoff import Trouble
 from packtrain.errors import Mistake
-from packtrain.members import Cause, Generation, Node, Report
-from packtrain.node.assembly import Assembly
-from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, begin
+from packtrain.node.assembly import QUIET, Assembly, Lost, watch_others
+from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, Task, begin
 from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, in_words, left_at_start
-from packtrain.node.endings import Leaving, complain, end_at_once, go_through
-from packtrain.node.homes import Home, remove_orphans, sweep
+from packtrain.node.directory import Home, remove_orphans, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import Lease, hurried
-from packtrain.node.notices import NoticeBoard, Notices
+from packtrain.node.preemption import Leaving, NoticeBoard, Notices, complain, end_at_once, go_through
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.node.task import Task
-from packtrain.node.trouble import Trouble
-from packtrain.node.watching import QUIET, Lost, watch_others
-from packtrain.runs import Event, Result, Run, Status
+from packtrain.run.checkpoint import Superseded, committed
+from packtrain.run.chunks import Flusher
+from packtrain.run.code import unpack
+from packtrain.run.records import Cause, Generation, Node, Report
+from packtrain.run.run import Event, Result, Run, Status
 from packtrain.store import StoreError
+from packtrain.system import say
 from packtrain.units import counted
 
 LOOK_SECONDS = 2.0  # between two looks at the store, while workers work ...

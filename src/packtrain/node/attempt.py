@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from packtrain.checkpoint import Superseded
-from packtrain.chunks import ChunkWriter
-from packtrain.control import Control, say
-from packtrain.members import Cause, Generation, Report
 from packtrain.node.causes import oom_kills, why_they_ended
 from packtrain.node.launch import Directories, Launch, last_words
 from packtrain.node.logs import LogShipper
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.node.task import Task
-from packtrain.runs import LogLine, Run
+from packtrain.run.checkpoint import Superseded
+from packtrain.run.chunks import ChunkWriter
+from packtrain.run.records import Cause, Generation, Report
+from packtrain.run.run import LogLine, Run
+from packtrain.system import say
+from packtrain.train.control import Control
 from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
@@ -170,3 +170,35 @@ def begin(
     first_rank = sum(member.workers for member in generation.members[:rank])
     shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank)
     return Attempt(generation, rank, directories, shipper, run.job.program is not None, now)
+
+
+# Work that takes its time: in a thread, so that the agent goes on looking at the world.
+
+
+class Task:
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended in that time, one way or another."""
+        self._thread.join(seconds)
+        return self.is_done
+
+    def result(self) -> None:
+        """Waits for the end, and raises what the work raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packtrain.control import WorkerError
-from packtrain.members import Cause, Generation, Report
+from packtrain.run.records import Cause, Generation, Report
+from packtrain.train.control import WorkerError
 from packtrain.units import counted
 
 FAILURE = "failure: "

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from packtrain.control import say
-from packtrain.job import Budget as Settings
-from packtrain.job import Fleet
-from packtrain.members import Generation, Node
-from packtrain.runs import Run
+from packtrain.job.job import Budget as Settings
+from packtrain.job.job import Fleet
+from packtrain.run.records import Generation, Node
+from packtrain.run.run import Run
+from packtrain.system import say
 
 MARGIN_SECONDS = 300.0  # for the last checkpoint ...
 _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.control import (
+from packtrain.errors import PacktrainError
+from packtrain.run.records import Generation
+from packtrain.run.run import Run
+from packtrain.system import end_with_parent
+from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
     RUN_VARIABLE,
     STORE_VARIABLE,
-    end_with_parent,
 )
-from packtrain.errors import PacktrainError
-from packtrain.members import Generation
-from packtrain.runs import Run
 
 _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192
@@ -156,7 +156,7 @@ class Launchers:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "packtrain.train.launcher"],
+                [sys.executable, "-m", "packtrain.node.launcher"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.chunks import ChunkWriter
-from packtrain.control import say
-from packtrain.members import Measured, Node, Report, Telemetry
 from packtrain.node.telemetry import TelemetrySampler
-from packtrain.runs import LEASE_SECONDS, Run
+from packtrain.run.chunks import ChunkWriter
+from packtrain.run.records import Measured, Node, Report, Telemetry
+from packtrain.run.run import LEASE_SECONDS, Run
 from packtrain.store import StoreError, open_store
+from packtrain.system import say
 
 ANSWER_SECONDS = 3.0  # a request that is not answered is repeated, twice ...
 OUTAGE_SECONDS = 6.0  # ... before others take the machine for lost

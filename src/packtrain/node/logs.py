@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from packtrain.chunks import ChunkWriter
-from packtrain.runs import LogLine
+from packtrain.run.chunks import ChunkWriter
+from packtrain.run.run import LogLine
 
 _LONGEST_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")

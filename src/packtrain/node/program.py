@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from packtrain.checkpoint import commit, committed, fetch_newest, prune
-from packtrain.job import Checkpoint as Settings
-from packtrain.runs import Run
+from packtrain.job.job import Checkpoint as Settings
+from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
+from packtrain.run.run import Run
 from packtrain.store import is_key
 from packtrain.units import counted
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.pack.archive import tar_members
+from packtrain.pack.archive import is_zip, tar_members, zip_members
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -26,7 +26,6 @@ from packtrain.pack.raw import (
     quoted,
 )
 from packtrain.pack.textfile import is_text, read_json
-from packtrain.pack.zips import is_zip, zip_members
 
 PRECANNED, REJECTED = "precanned caption", "rejected caption"
 ONLY_FILTERED = "image with precanned or rejected captions only"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from packtrain.errors import FieldMistake
-from packtrain.job import Source
+from packtrain.job.job import Source
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.coco import read_coco
 from packtrain.pack.dialogue import read_dialogue

@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.errors import FieldMistake
-from packtrain.pack.contents import Contents, Packing, empty_contents, splits_of
 from packtrain.pack.formats import CAPTIONS, LABELS
 from packtrain.pack.picture import Unusable, to_tiled
 from packtrain.pack.raw import Dropped, RawImage
-from packtrain.pack.shard import Columns, Ragged
-from packtrain.pack.shards import Gathered, Made, Place, put_file
+from packtrain.pack.shard import Columns, Gathered, Made, Place, Ragged, put_file
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
+from packtrain.pack.workers import Contents, Packing, empty_contents, splits_of
 from packtrain.store import open_store
 
 SHARD_BYTES = 20_000_000

@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.digest import sha256_of
 from packtrain.errors import FieldMistake
-from packtrain.job import Data
-from packtrain.pack.contents import Contents, Packing, splits_of
+from packtrain.job.job import Data
 from packtrain.pack.formats import common_kind
 from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key
 from packtrain.pack.pairs import pack_pairs
-from packtrain.pack.progress import Progress
-from packtrain.pack.shards import forget_notes
-from packtrain.pack.workers import Workers
+from packtrain.pack.shard import forget_notes
+from packtrain.pack.workers import Contents, Packing, Progress, Workers, splits_of
 from packtrain.store import Store
+from packtrain.system import sha256_of
 
 PACKERS: Mapping[Kind, Callable[[Packing], Contents]] = {
     "pairs": pack_pairs,

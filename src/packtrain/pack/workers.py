@@ -5,11 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from packtrain.errors import Mistake
+from packtrain.job.job import Data, Source
+from packtrain.pack.manifest import PackFile
+from packtrain.pack.shard import Gathered
+from packtrain.store import Store
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -77,3 +84,72 @@ class Dask(Workers):
 
     def close(self) -> None:
         self._client.close()
+
+
+# What all packers work with, and what they come to.
+
+
+Sources = tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What is packed, where to and by whom. `name` is that of the pack's folder."""
+
+    name: str
+    data: Data
+    store: Store
+    workers: Workers
+    progress: Progress
+
+
+@dataclass
+class Contents:
+    """Splits in the making. `fingerprints` are hashes of raw samples, to find one that is in two splits."""
+
+    gathered: dict[str, Gathered]
+    classes: tuple[str, ...] = ()
+    vocabulary: PackFile | None = None
+    target_vocabulary: PackFile | None = None
+    fingerprints: dict[str, array[int]] = field(default_factory=dict)
+
+
+def splits_of(data: Data) -> dict[str, Sources]:
+    named = {"train": data.train, "valid": data.valid, "test": data.test}
+    return {split: sources for split, sources in named.items() if sources}
+
+
+def empty_contents(data: Data) -> Contents:
+    splits = splits_of(data)
+    return Contents(
+        {split: Gathered(len(sources)) for split, sources in splits.items()},
+        fingerprints={split: array("Q") for split in splits},
+    )
+
+
+# What packing tells while it goes on.
+
+
+Advance = Callable[[int], None]
+
+
+class Progress(Protocol):
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+    def track(self, what: str, total: int | None) -> AbstractContextManager[Advance]:
+        """A bar of that many samples; None where nobody knows."""
+
+
+class Plain:
+    """Lines alone, for scripts."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def say(self, text: str) -> None:
+        self._tell(text)
+
+    @contextmanager
+    def track(self, what: str, total: int | None) -> Iterator[Advance]:  # noqa: ARG002
+        yield lambda _: None

@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 from packtrain.errors import FieldMistake, Mistake, nearest
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.recipes.own import own_recipe, unpacked_code
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
-from packtrain.runs import Run
+from packtrain.run.run import Run
 
 __all__ = [
     "RECIPES",

@@ -14,11 +14,11 @@ from inspect import isclass
 from pathlib import Path
 from types import ModuleType
 
-from packtrain.code import unpack
-from packtrain.control import cache_directory
 from packtrain.errors import Mistake, nearest
 from packtrain.recipes.recipe import Recipe
-from packtrain.runs import Run
+from packtrain.run.code import unpack
+from packtrain.run.run import Run
+from packtrain.system import cache_directory
 
 _TOLD = ("defaults", "unit", "sources", "kind", "measure_of_best")
 

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids
-from packtrain.data.split import Column
+from packtrain.data.pack import Column
 from packtrain.data.text import likeness, pad
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
 from packtrain.recipes.shapes import Shape
-from packtrain.runs import Sample
+from packtrain.run.run import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.pack.manifest import Kind
-from packtrain.runs import Sample
+from packtrain.run.run import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from packtrain.errors import FieldMistake, nearest
-from packtrain.job import Model
+from packtrain.job.job import Model
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packtrain.report.render import render
 from packtrain.report.summary import summary_of
-from packtrain.runs import Run, surviving
+from packtrain.run.run import Run, surviving
 
 __all__ = ["report_place", "write_report"]
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from packtrain.members import Generation
-from packtrain.runs import Point, Spent, surviving
+from packtrain.run.records import Generation
+from packtrain.run.run import Point, Spent, surviving
 
 COMPUTING = ("forward", "backward", "exchange", "wait", "optimizer")
 """Spans in which steps are made; what else there is keeps a run from them."""

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from packtrain.pack.manifest import Drops
 from packtrain.pack.raw import printable
 from packtrain.pack.shard import Columns
-from packtrain.report.chart import HEIGHT, WIDTH, nice_ticks
 from packtrain.report.pack_stats import ClassCount, ColumnsOf, Measure, PackStats, SplitStats
-from packtrain.report.page import POLICY, page
+from packtrain.report.page import HEIGHT, POLICY, WIDTH, nice_ticks, page
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:

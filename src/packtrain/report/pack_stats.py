@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from packtrain.pack.manifest import Drops, Kind, Manifest, Split
 from packtrain.pack.shard import Columns
-from packtrain.report.chart import nice_ticks
+from packtrain.report.page import nice_ticks
 
 if TYPE_CHECKING:
     from packtrain.pack.vocabulary import Vocabulary

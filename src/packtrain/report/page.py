@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """What a page may load: nothing."""
@@ -31,3 +35,98 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
         f"<title>{escape(title)} - Packtrain</title><style>{_STYLE}{extra_style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
+
+
+# Line charts as SVG text: no script, nothing to fetch, the same in every browser and in a mail.
+
+
+WIDTH, HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30
+_MOST_POINTS = 300
+_SMALLEST_STEP = 1e-300  # below, floats run out of digits
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line; `marked` puts a dot on each of its points, for series that have few."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marked: bool = False
+
+
+def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
+    """A chart of all series over a common pair of axes, or nothing if none has a point that can be drawn."""
+    finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
+    drawn = [one for one in finite if one.points]
+    if not drawn:
+        return ""
+    lines = [thinned(one.points) for one in drawn]
+    xs = [x for line in lines for x, _ in line]
+    ys = [y for line in lines for _, y in line]
+    x_low, x_high = min(xs), max(xs)
+    y_ticks = nice_ticks(min(ys), max(ys))
+    y_low, y_high = y_ticks[0], y_ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_low) / ((x_high - x_low) or 1)
+        up = (y - y_low) / ((y_high - y_low) or 1)
+        return (
+            round(_LEFT + across * (WIDTH - _LEFT - _RIGHT), 1),
+            round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),
+        )
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for tick in y_ticks:
+        _, y = place(x_low, tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>')
+    for tick in nice_ticks(x_low, x_high):
+        if x_low <= tick <= x_high:
+            x, _ = place(tick, y_low)
+            parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
+    parts.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
+    for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
+        places = [place(x, y) for x, y in points]
+        line = " ".join(f"{across},{down}" for across, down in places)
+        parts.append(f'<polyline class="line s{number}" points="{line}"/>')
+        if one.marked:
+            parts += [
+                f'<circle class="dot s{number}" cx="{across}" cy="{down}" r="3">'
+                f"<title>{escape(x_label)} {x:,g}: {_number(y)}</title></circle>"
+                for (across, down), (x, y) in zip(places, points, strict=True)
+            ]
+    parts.append("</svg>")
+    legend = "".join(
+        f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
+        for number, one in enumerate(drawn)
+    )
+    return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A few hundred points at most: the means of equal runs of neighbours, with the ends as they are."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    edges = [round(number * len(points) / _MOST_POINTS) for number in range(_MOST_POINTS + 1)]
+    means = []
+    for start, end in pairwise(edges):
+        part = points[start:end]
+        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    return [points[0], *means, points[-1]]
+
+
+def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`."""
+    if high <= low:
+        low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
+    raw = max(high / wanted - low / wanted, _SMALLEST_STEP)
+    exponent = math.floor(math.log10(raw))
+    power = 10.0**exponent
+    step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(number * step, 2 - exponent) for number in range(first, last + 1)]

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from packtrain.job import Job
-from packtrain.report.chart import Series, line_chart
+from packtrain.job.job import Job
 from packtrain.report.goodput import ORDER, Goodput, RankTime
-from packtrain.report.page import page
+from packtrain.report.page import Series, line_chart, page
 from packtrain.report.summary import Summary, step_seconds
-from packtrain.runs import Event, Point, Sample
+from packtrain.run.run import Event, Point, Sample
 from packtrain.units import show_count, show_seconds
 
 _STYLE = """

@@ -8,7 +8,7 @@ from typing import Any
 
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import Goodput, goodput
-from packtrain.runs import Point, Result, Run, State, surviving
+from packtrain.run.run import Point, Result, Run, State, surviving
 
 _RECENT_STEPS = 50
 _BETWEEN = ("start", "evaluation", "save")

@@ -7,7 +7,7 @@ separated by `/`. An object appears whole or not at all, and `put_if_absent` has
 from __future__ import annotations
 
 from packtrain.store.base import Entry, Store, is_key
-from packtrain.store.failure import ObjectNotFound, StoreError
+from packtrain.store.errors import ObjectNotFound, StoreError
 from packtrain.store.location import open_store
 
 __all__ = ["Entry", "ObjectNotFound", "Store", "StoreError", "is_key", "open_store"]

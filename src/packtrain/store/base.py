@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from packtrain.store.failure import ObjectNotFound
+from packtrain.store.errors import ObjectNotFound
 
 TEMPORARY = ".tmp-"
 """How the names of files begin that are not objects (yet)."""

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from packtrain.store.base import Entry, Store, absent, checked_key, checked_prefix, checked_range, is_key
-from packtrain.store.failure import ObjectNotFound, StoreError, explain_server, status_of, tells_of_absence
+from packtrain.store.errors import ObjectNotFound, StoreError, explain_server, status_of, tells_of_absence
 from packtrain.store.staging import CHUNK_BYTES, explained, replace, stage
 
 if TYPE_CHECKING:

@@ -12,17 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store.base import (
-    TEMPORARY,
-    Entry,
-    Store,
-    absent,
-    checked_key,
-    checked_prefix,
-    checked_range,
-    is_key,
-)
-from packtrain.store.failure import StoreError
+from packtrain.store.base import TEMPORARY, Entry, Store, absent, checked_key, checked_prefix, checked_range, is_key
+from packtrain.store.errors import StoreError
 from packtrain.store.staging import chunks_of, claim, explained, make_folder, replace, stage, sync
 
 Published = TypeVar("Published")

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from packtrain.store.base import TEMPORARY
-from packtrain.store.failure import explain_system
+from packtrain.store.errors import explain_system
 
 CHUNK_BYTES = 8 << 20
 

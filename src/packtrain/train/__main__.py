@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from packtrain.train.notice import Notice
+from packtrain.train.control import Notice
 
 # What torch warns of, beside errors, are options that were chosen on purpose and peers that are gone.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

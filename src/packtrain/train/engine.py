@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -12,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from packtrain.data.loader import Loaded
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
-from packtrain.learning import Fsdp, LocalSteps, Train
+from packtrain.job.train import Exchange, Fsdp, LocalSteps, Train
 from packtrain.recipes import Batch, Recipe
-from packtrain.train.average import Average
-from packtrain.train.clock import Clock, clock_of
-from packtrain.train.exchange import exchange_of
+from packtrain.train.gradient_sync import exchange_of
 from packtrain.train.optimizer import optimizer_of, placed
 from packtrain.train.precision import Precision
+from packtrain.train.recorder import Clock, clock_of
 from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.trainer import on_device
 from packtrain.train.world import World
 
 _TINY = 1e-6  # as torch has it, so that a gradient of nothing is not divided by
@@ -158,3 +160,73 @@ def seed_randomness(seed: int, step: int, rank: int, device: torch.device) -> No
         torch.cuda.manual_seed(word)
     np.random.seed(word % 2**32)
     random.seed(word)
+
+
+# The exponential moving average of the weights: a second model that follows the first.
+
+
+class Average:
+    """Early on the average forgets faster, so that the random start does not linger in it."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._decay = decay
+        self._followed = model
+        self._pairs: tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]] | None = None
+
+    def update(self, step: int, steps: int = 1) -> None:
+        """Follows the weights as they are after step number `step`; `steps` were made since the last time."""
+        decay = min(self._decay, (step + 1) / (step + 10)) ** steps
+        # Found at the first step, when weights have been divided among ranks or not: to find them takes a while.
+        self._pairs = averages, followed, buffers = self._pairs or (
+            list(self.model.parameters()),
+            list(self._followed.parameters()),
+            list(zip(self.model.buffers(), self._followed.buffers(), strict=True)),
+        )
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, followed, 1 - decay)
+            for buffer, source in buffers:
+                buffer.copy_(source)  # statistics of norms are averages already
+
+
+# Which samples made a loss that is not finite: each is tried by itself, on weights that have not changed.
+
+
+_TRIED, _NAMED = 256, 5
+
+
+def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, loaded: Loaded) -> str:
+    """A few words that name them; where all ranks come here together, those of every rank."""
+    alone = isinstance(exchange, LocalSteps)
+    model = engine.model if alone else engine.exchange.plain(engine.model, recipe.build_model)
+    guilty = _guilty(engine, model, recipe, world, loaded)
+    if not alone:
+        told = b" ".join(part for part in world.gather(" ".join(map(str, guilty)).encode()) if part)
+        guilty = [int(word) for word in told.split()]
+    if guilty:
+        return f"its samples {_named(recipe, guilty)} make a loss that is not finite"
+    return f"none of its samples alone does it; the batch begins with {_named(recipe, loaded.ids.tolist())}"
+
+
+def _guilty(engine: Engine, model: nn.Module, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
+    found: dict[int, None] = {}  # in their order, each once
+    for at, sample in enumerate(loaded.ids[:_TRIED].tolist()):
+        arrays = recipe.batch_again(loaded.ids[at : at + 1], loaded.at.epoch, loaded.turns[at : at + 1])
+        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
+            found[sample] = None
+    return list(found)
+
+
+def _named(recipe: Recipe, samples: list[int]) -> str:
+    """Samples by their source and their place in it, as a person would look for them."""
+    names = [_place(recipe.pack.manifest.splits["train"].sources, sample) for sample in samples[:_NAMED]]
+    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
+    return ", ".join(names) + more
+
+
+def _place(sources: tuple[int, ...], sample: int) -> str:
+    for number, count in enumerate(sources):
+        if sample < count:
+            return f"{sample} of data.train.{number}"
+        sample -= count
+    return str(sample)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from packtrain.checkpoint import CorruptCheckpoint
-from packtrain.learning import Adam, AdamW, Optimizer, Sgd
+from packtrain.job.train import Adam, AdamW, Optimizer, Sgd
+from packtrain.run.checkpoint import CorruptCheckpoint
 
 # Rates are set before every step by the schedule.
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from packtrain.learning import LocalSteps, Train
+from packtrain.job.train import LocalSteps, Train
 
 FIRST_LOSS_SCALE = 2.0**14
 LEAST_LOSS_SCALE = 2.0**-14  # gradients that overflow even so are not too large for the format: they are wrong

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from packtrain.learning import Constant, Cosine, Noam, OneCycle, Phases, Schedule, StepDown, Train
-from packtrain.train.pace import marks, up_to_rounding
+from packtrain.job.train import Constant, Cosine, Noam, OneCycle, Phases, Schedule, StepDown, Train
+from packtrain.train.progress import marks, up_to_rounding
 from packtrain.units import Duration
 
 

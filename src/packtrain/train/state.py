@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from packtrain.checkpoint import CorruptCheckpoint
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
-from packtrain.train.copier import Copier, Copies
+from packtrain.run.checkpoint import CorruptCheckpoint
+from packtrain.train.checkpointer import Copier, Copies
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
 from packtrain.train.world import World

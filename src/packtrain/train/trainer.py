@@ -16,26 +16,24 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from packtrain.control import Control, WorkerError
-from packtrain.data.loader import STORE_SECONDS, Loaded, Loader
+import torch
+
+from packtrain.data.loader import STORE_SECONDS, Arrays, Loaded, Loader, Order, Position, parts
 from packtrain.errors import PacktrainError
-from packtrain.recipes import Recipe, Scores
-from packtrain.runs import Point, Result, Run
-from packtrain.train.ballot import Ballot, Outcome
-from packtrain.train.books import Books
-from packtrain.train.clock import SPANS, Clock, clock_of
-from packtrain.train.engine import Engine, NotANumber, Stepped
-from packtrain.train.evaluation import Evaluation, Evaluator, LeftEarly
-from packtrain.train.feed import Feed, on_device
-from packtrain.train.gate import ENOUGH, Gate
-from packtrain.train.keeper import Keeper
-from packtrain.train.notice import Notice
-from packtrain.train.pace import Progressed, Recurring, reached
+from packtrain.job.job import Job
+from packtrain.job.train import Fsdp
+from packtrain.recipes import Batch, Recipe, Scores
+from packtrain.run.run import Point, Result, Run
+from packtrain.train.checkpointer import Keeper
+from packtrain.train.control import Control, Notice, WorkerError
+from packtrain.train.engine import Engine, NotANumber, Stepped, suspects
+from packtrain.train.evaluator import Evaluation, Evaluator, LeftEarly
+from packtrain.train.progress import Progressed, Recurring, reached
+from packtrain.train.recorder import SPANS, Books, Clock, clock_of
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Progress
-from packtrain.train.suspects import suspects
-from packtrain.train.watch import DATA, Watch
-from packtrain.train.world import World
+from packtrain.train.watchdog import DATA, Watch
+from packtrain.train.world import ENOUGH, Ballot, Gate, Outcome, World
 
 
 @dataclass(frozen=True)
@@ -393,3 +391,48 @@ def _epochs(loaded: Loaded) -> float:
 
 def _advanced(pending: Pending, seconds: float) -> Progressed:
     return Progressed(pending.number + 1, _epochs(pending.loaded), seconds)
+
+
+# What a rank is fed: its part of every global batch, in the order of the run.
+
+
+class Feed:
+    def __init__(self, recipe: Recipe, job: Job, world: World) -> None:
+        self._recipe, self._settings, self._world = recipe, job.train, world
+        self._order = Order(
+            recipe.costs,
+            recipe.likeness,
+            lambda epoch: job.train.in_epoch(epoch).batch.value,
+            job.train.seed,
+            recipe.lengths,
+            recipe.pack.manifest.splits["train"].sources,
+            tuple(source.weight for source in job.data.train),
+        )
+
+    def epochs_at(self, position: Position) -> float:
+        if not position.batch:
+            return position.epoch
+        return position.epoch + position.batch / len(self._order.batches(position.epoch))
+
+    def from_position(self, start: Position) -> Loader:
+        piece = self._settings.micro_batch
+        return Loader(
+            parts(
+                self._order,
+                self._recipe.batch,
+                start,
+                self._world.rank,
+                self._world.num_ranks,
+                None if piece is None else piece.value,
+                self._recipe.fetching,
+                alike=isinstance(self._settings.exchange, Fsdp),  # every pass through the model is a meeting there
+                again=self._recipe.batch_again,
+            )
+        )
+
+
+def on_device(arrays: Arrays, device: torch.device) -> Batch:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type == "cuda":  # from pinned memory it is copied while the program goes on
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -13,24 +14,24 @@ from typing import NoReturn
 import psutil
 import torch
 
-from packtrain.control import (
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.recipes import recipe_class
+from packtrain.run.run import Run
+from packtrain.store import StoreError, open_store
+from packtrain.system import cache_directory, end_with_parent
+from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
     RUN_VARIABLE,
     STORE_VARIABLE,
     Control,
+    Notice,
+    WorkerCause,
     WorkerError,
-    cache_directory,
-    end_with_parent,
 )
-from packtrain.data.pack import Pack
-from packtrain.errors import PacktrainError
-from packtrain.recipes import recipe_class
-from packtrain.runs import Run
-from packtrain.store import open_store
-from packtrain.train.clock import clock_of
-from packtrain.train.failure import cause_of, in_one_line, is_hopeless
-from packtrain.train.notice import Notice
+from packtrain.train.engine import NotANumber
+from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
@@ -100,3 +101,57 @@ class Worker:
     def step_of_failure(self) -> int | None:
         """The step that was to be made; None before the first."""
         return None if self._trainer is None else self._trainer.step + 1
+
+
+# Why a worker gave up, in one line, with the causes told apart.
+
+
+_ADVICE_ON_MEMORY = "use a smaller train.micro_batch, or more workers"
+_NO_MEMORY_ON_CPU = ("can't allocate memory", "not enough memory")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cause_of(error: BaseException) -> WorkerCause:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "memory"
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_ON_CPU):
+        return "memory"
+    if _is_full(error):
+        return "disk"
+    if isinstance(error, StoreError) and error.temporary:
+        return "store"
+    if isinstance(error, NotANumber):
+        return "number"
+    return "mistake" if isinstance(error, Mistake) else "program"
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+def in_one_line(error: BaseException) -> str:
+    cause = cause_of(error)
+    if cause == "memory":
+        where = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        return f"{where} is out of memory: {_first_line(error)}; {_ADVICE_ON_MEMORY}"
+    if cause == "disk" and not isinstance(error, PacktrainError):
+        return f"the disk is full: {_first_line(error)}"
+    if isinstance(error, PacktrainError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_first_line(error)}{where}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no more is known"
+
+
+def is_hopeless(error: BaseException) -> bool:
+    """Whether starting again would end the same way."""
+    return cause_of(error) in ("number", "mistake")

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
+
+from packtrain.train.evaluator import LeftEarly
 
 _TIMEOUT = timedelta(hours=1)  # hangs are found sooner, by the watch and by leases; this must outlast an evaluation
 _MESSAGE_BYTES = 250 * 2**20
@@ -131,3 +134,69 @@ class World:
         rows = [torch.empty_like(values) for _ in range(self.num_ranks)]
         dist.all_gather(rows, values)
         return rows
+
+
+# What ranks tell each other with every step: one row of numbers, added up while the next step is computed.
+
+
+_LOSS, _STOP, _SHORT, _SAVE, _SECONDS, _EXCHANGE = range(6)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The same on all ranks. `seconds` is the first rank's clock, and `save` its wish; `short` if one is of data."""
+
+    loss: float
+    stop: bool
+    short: bool
+    save: bool
+    seconds: float
+    exchange_seconds: tuple[float, ...]
+
+    def waited(self, rank: int) -> float:
+        """How long a rank waited for the slowest, which itself only exchanged: all of them are done at once."""
+        return self.exchange_seconds[rank] - min(self.exchange_seconds)
+
+
+class Ballot:
+    def __init__(
+        self, world: World, loss: Tensor, stop: bool, short: bool, save: bool, seconds: float, exchange: float
+    ) -> None:
+        row = [0.0] * (_EXCHANGE + world.num_ranks)
+        row[_STOP], row[_SHORT] = float(stop), float(short)
+        if world.is_first:
+            row[_SAVE], row[_SECONDS] = float(save), seconds
+        row[_EXCHANGE + world.rank] = exchange
+        self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
+        self._row[_LOSS] = loss
+        self._work: dist.Work | None = world.begin_sum(self._row)
+
+    def count(self) -> Outcome:
+        if self._work is not None:
+            self._work.wait()
+        loss, stop, short, save, seconds, *exchange = self._row.tolist()
+        return Outcome(loss, stop > 0, short > 0, save > 0, seconds, tuple(exchange))
+
+
+# Where ranks wait for each other's data, so that none is inside an exchange of gradients when a stop comes.
+#
+# A rank that is cannot leave: the others would have to join it, with data that they do not have. So all of them come
+# here
+# before a step for which one of them may lack its batch, and vote until every one has it, or until a stop takes all of
+# them along after the same step. How many batches each rank has at hand is told with every step (ballot), and where all
+# have enough nobody comes here.
+
+
+ENOUGH = 2  # batches at hand after a step: for the next one, and for the one after it, which is begun knowing this
+
+
+class Gate:
+    def __init__(self, world: World, asked_to_stop: Callable[[], bool]) -> None:
+        self._world, self._asked_to_stop = world, asked_to_stop
+
+    def vote(self, ready: bool) -> bool:
+        """Whether every rank has its data. All of them vote; LeftEarly on all, if one has none and one is to stop."""
+        lacking, stop = self._world.count(not ready, self._asked_to_stop())
+        if lacking and stop:
+            raise LeftEarly
+        return not lacking

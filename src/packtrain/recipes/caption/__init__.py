@@ -15,22 +15,17 @@ from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack
 from packtrain.data.text import pad
 from packtrain.errors import FieldMistake
-from packtrain.job import Job
-from packtrain.learning import Adam, AdamW, Sgd
+from packtrain.job.job import Job
+from packtrain.job.train import Adam, AdamW, Sgd
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.caption.bleu import BLEU_SIGNATURE
-from packtrain.recipes.caption.bleu import bleu_of, counted
-from packtrain.recipes.caption.cider import CIDER_SIGNATURE
-from packtrain.recipes.caption.cider import Cider
 from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
+from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu_of, counted
 from packtrain.recipes.caption.shape import shape_of
-from packtrain.recipes.copies import Copies
-from packtrain.recipes.pictured import Pictured
-from packtrain.recipes.pictures import read_picture
+from packtrain.recipes.images import Copies, Pictured, read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
-from packtrain.runs import Sample
+from packtrain.run.run import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -172,8 +167,7 @@ class Caption(Pictured[CaptionedBatches]):
         import torch
         from torch.nn.functional import cross_entropy
 
-        from packtrain.recipes.caption.decode import captions
-        from packtrain.recipes.caption.model import longest_first
+        from packtrain.recipes.caption.model import captions, longest_first
 
         captioner = _captioner(model)
         loss, tokens = 0.0, 0
@@ -257,8 +251,8 @@ class Caption(Pictured[CaptionedBatches]):
     def _told(self, model: Captioner, picture: Tiled, beam: int) -> Prediction:
         import torch
 
-        from packtrain.recipes.caption.decode import captions, places
-        from packtrain.recipes.caption.gaze import by_word, drawn
+        from packtrain.recipes.caption.attention import by_word, drawn
+        from packtrain.recipes.caption.model import captions, places
 
         pixels, size = whole_of(picture), self.job.train.in_epoch(_LAST_EPOCH).size
         with torch.inference_mode():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from packtrain.errors import FieldMistake, nearest
-from packtrain.job import Model
+from packtrain.job.job import Model
 from packtrain.recipes.resnet_shape import RESNETS, ResNetShape
 
 CELLS = ("gru", "lstm")

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
-from packtrain.job import Job
+from packtrain.job.job import Job
 from packtrain.recipes.chat.prompts import Cut, seen
 from packtrain.recipes.chat.shape import SIZES, ChatShape
 from packtrain.recipes.pairs import PairRecipe, Sides

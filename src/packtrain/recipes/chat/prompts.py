@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.split import SplitReader
+from packtrain.data.pack import SplitReader
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.recipes.pairs import Sides
 

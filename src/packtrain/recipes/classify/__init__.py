@@ -13,15 +13,13 @@ from packtrain.data.images import ImageBatches, RectangularBatch, rectangular_pl
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.data.tiles import Pixels
-from packtrain.job import Job
-from packtrain.learning import EpochSettings
+from packtrain.job.job import Job
+from packtrain.job.train import EpochSettings
 from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
-from packtrain.recipes.copies import Copies
-from packtrain.recipes.pictured import Pictured
-from packtrain.recipes.pictures import middle_of, read_picture
+from packtrain.recipes.images import Copies, Pictured, middle_of, read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
-from packtrain.runs import Sample
+from packtrain.run.run import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

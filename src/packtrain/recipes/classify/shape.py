@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from packtrain.errors import FieldMistake, nearest
-from packtrain.job import Model
+from packtrain.job.job import Model
 from packtrain.recipes.resnet_shape import RESNETS, ResNetShape
 
 # Tiny learns pictures of about 32 pixels in minutes on two CPU cores; a quiet start would take the first of them.

@@ -1,0 +1,293 @@
+"""Documents: YAML as plain data with the line of every field, and each mistake in one line.
+
+The text is read as a stream of events rather than composed by PyYAML: that lets depth, aliases and size be
+refused while they come in, and leaves scalars to the rules of YAML 1.2 (`no` and `12:30` are texts).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from packtrain.errors import Mistake
+from packtrain.job.part import MAX_WHOLE, Location, faults
+from packtrain.job.secrets import INLINE, has_plain_secret, has_secret, is_secret_argument, mentions_aws, names_secret
+
+MAX_NODES = 10_000
+MAX_DEPTH = 32
+MAX_KEY = 200
+
+# An event loader with libyaml when it is there: ten times faster, with the same events.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_WHOLE = re.compile(r"[-+]?[0-9]+")
+_BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+Refuse = Callable[[int, Location, str], Mistake]
+"""Makes the error for a line, a field and a text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data with the place of each field: its line in the file, or None when `--set` gave it."""
+
+    name: str
+    text: str
+    data: Mapping[str, Any]
+    places: Mapping[Location, int | None]
+
+    def place(self, location: Location) -> int | None:
+        """The place of a field, or of what stands nearest above it.
+
+        Steps that the file does not have are passed over: a short form, such as one source where a list
+        may stand, has none.
+        """
+        known: Location = ()
+        for step in location:
+            if (*known, step) in self.places:
+                known = (*known, step)
+        for length in range(len(location), len(known) - 1, -1):
+            if location[:length] in self.places:
+                known = location[:length]
+                break
+        return self.places.get(known, 1)
+
+    def mistake(self, location: Location, text: str, needed: bool = False, more: int = 0) -> Mistake:
+        """What is wrong with a field, as the one line that a person reads."""
+        line = self.place(location)
+        field = ".".join(shown(str(step)) for step in location)
+        also = f" (and {more} more)" if more else ""
+        if line is None:
+            return Mistake(f"--set {field}{'' if needed else ':'} {text}{also}")
+        where = f"{shown(self.name, len(self.name))}:{line}:"
+        return Mistake(f"{where} {field}{'' if needed or not field else ':'} {text}{also}")
+
+    def first_mistake(self, error: ValidationError) -> Mistake:
+        """The first by line of what a validation found, with the number of the others.
+
+        Fields that are not there come last: a misspelt key explains a missing one.
+        """
+        found = faults(error)
+
+        def order(fault: tuple[Location, str, bool]) -> tuple[bool, bool, int]:
+            line = self.place(fault[0])
+            return fault[2], line is None, line or 0
+
+        location, text, needed = min(found, key=order)
+        return self.mistake(location, text, needed, more=len(found) - 1)
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A name as errors show it: short, and nothing in it that a terminal would act on."""
+    short = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
+
+
+# From text to plain data.
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value as written, and how many nodes and levels it takes when it is written out."""
+
+    line: int
+    value: object  # a scalar, list[Node] or dict[str, Node]
+    size: int = 1
+    height: int = 0
+
+
+class _Reader:
+    """One YAML document from events to nodes."""
+
+    def __init__(self, text: str, refuse: Refuse) -> None:
+        self.refuse = refuse
+        self.aws_lines = {number for number, line in enumerate(text.split("\n"), 1) if mentions_aws(line)}
+        self.events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
+        self.anchors: dict[str, Node] = {}
+        self.open_anchors: set[str] = set()
+        self.count = 0
+
+    def document(self) -> Node | None:
+        """The only document of the text; None when there is none."""
+        try:
+            next(self.events)  # the stream's start
+            if isinstance(next(self.events), yaml.StreamEndEvent):
+                return None
+            node = self._node(next(self.events), (), 1)
+            next(self.events)  # the document's end
+            after = next(self.events)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else 1
+            raise self.refuse(line, (), f"not valid YAML: {error.problem or error.context}") from None
+        except (yaml.YAMLError, ValueError, OverflowError):  # the last two without libyaml: "\U00110000"
+            raise self.refuse(1, (), "not valid YAML: it has a character that YAML does not allow") from None
+        if not isinstance(after, yaml.StreamEndEvent):
+            raise self.refuse(after.start_mark.line + 1, (), "a second document starts here; only one is read")
+        return node
+
+    def _node(self, event: Any, path: Location, depth: int) -> Node:
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(str(event.anchor), line, path, depth)
+        self._add(1, line, path)
+        if event.tag is not None:
+            raise self.refuse(line, path, "YAML tags are not allowed; write the value alone")
+        if event.anchor is not None:
+            self.open_anchors.add(event.anchor)
+        if isinstance(event, yaml.ScalarEvent):
+            node = Node(line, self._scalar(event, line, path))
+        else:
+            if depth > MAX_DEPTH:
+                raise self.refuse(line, path, f"nested deeper than {MAX_DEPTH} levels")
+            read = self._mapping if isinstance(event, yaml.MappingStartEvent) else self._sequence
+            node = read(line, path, depth)
+        if event.anchor is not None:
+            self.open_anchors.discard(event.anchor)
+            self.anchors[event.anchor] = node
+        return node
+
+    def _add(self, nodes: int, line: int, path: Location) -> None:
+        self.count += nodes
+        if self.count > MAX_NODES:
+            raise self.refuse(line, path, f"more than {MAX_NODES:,} values, with aliases written out")
+
+    def _alias(self, anchor: str, line: int, path: Location, depth: int) -> Node:
+        if anchor in self.open_anchors:
+            raise self.refuse(line, path, "an alias that refers to itself")
+        node = self.anchors.get(anchor)
+        if node is None:
+            raise self.refuse(line, path, "an alias without its anchor")
+        self._add(node.size, line, path)
+        if depth - 1 + node.height > MAX_DEPTH:
+            raise self.refuse(line, path, f"nested deeper than {MAX_DEPTH} levels")
+        self._check_text(node.value, line, path)
+        return replace(node, line=line)
+
+    def _scalar(self, event: Any, line: int, path: Location) -> object:
+        try:
+            value = scalar(event.value) if event.implicit[0] else event.value
+        except ValueError as error:
+            raise self.refuse(line, path, str(error)) from None
+        self._check_text(value, line, path)
+        return value
+
+    def _check_text(self, value: object, line: int, path: Location) -> None:
+        if not isinstance(value, str):
+            return
+        if found := _CONTROL.search(value):
+            raise self.refuse(line, path, f"has the control character U+{ord(found[0]):04X} in it")
+        beside_aws = line in self.aws_lines or any(mentions_aws(str(step)) for step in path)
+        if has_secret(value, beside_aws):
+            raise self.refuse(line, path, INLINE)
+
+    def _sequence(self, line: int, path: Location, depth: int) -> Node:
+        entries: list[Node] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            entry = self._node(event, (*path, len(entries)), depth + 1)
+            if entries and is_secret_argument(entries[-1].value, entry.value):
+                raise self.refuse(entry.line, (*path, len(entries)), INLINE)
+            entries.append(entry)
+        return Node(line, entries, 1 + sum(e.size for e in entries), 1 + _tallest(entries))
+
+    def _mapping(self, line: int, path: Location, depth: int) -> Node:
+        entries: dict[str, Node] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            key_line = event.start_mark.line + 1
+            key = self._key(event, key_line, path, depth)
+            if key in entries:
+                first = entries[key].line
+                raise self.refuse(key_line, (*path, key), f"given twice, first on line {first}")
+            if names_secret(key):
+                raise self.refuse(key_line, (*path, key), INLINE)
+            value = self._node(next(self.events), (*path, key), depth + 1)
+            entries[key] = replace(value, line=key_line)
+        nodes = list(entries.values())
+        return Node(line, entries, 1 + sum(1 + n.size for n in nodes), 1 + _tallest(nodes))
+
+    def _key(self, event: Any, line: int, path: Location, depth: int) -> str:
+        if not isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
+            raise self.refuse(line, path, "a key must be a text, not a list or a mapping")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
+            raise self.refuse(line, path, "merge keys (<<) are not allowed; write the fields out")
+        key = self._node(event, path, depth).value
+        if not isinstance(key, str):
+            raise self.refuse(line, path, "a key must be a text; write it in quotes")
+        if len(key) > MAX_KEY:
+            raise self.refuse(line, path, f"a key of more than {MAX_KEY} characters")
+        return key
+
+
+def _tallest(nodes: Sequence[Node]) -> int:
+    return max((node.height for node in nodes), default=0)
+
+
+def scalar(text: str) -> str | int | float | bool | None:
+    """A plain scalar by the core rules of YAML 1.2; what is not finite or does not fit is refused."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    if _WHOLE.fullmatch(text) or _BASED.fullmatch(text):
+        number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 40 else MAX_WHOLE + 1
+        if abs(number) > MAX_WHOLE:
+            raise ValueError("a whole number that is too large")
+        return number
+    if _NOT_FINITE.fullmatch(text):
+        raise ValueError("must be a finite number")
+    if _FLOAT.fullmatch(text):
+        if not math.isfinite(float(text)):
+            raise ValueError("must be a finite number")
+        return float(text)
+    return text
+
+
+def plain(node: Node, path: Location, places: dict[Location, int | None], in_file: bool) -> Any:
+    """The data of a node; `places` gets the place of each value in it."""
+    places[path] = node.line if in_file else None
+    if isinstance(node.value, list):
+        return [plain(entry, (*path, index), places, in_file) for index, entry in enumerate(node.value)]
+    if isinstance(node.value, dict):
+        return {key: plain(entry, (*path, key), places, in_file) for key, entry in node.value.items()}
+    return node.value
+
+
+def read_node(text: str, refuse: Refuse) -> Node | None:
+    """The only value of a text; None when there is none."""
+    if found := _CONTROL.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise refuse(line, (), f"has the control character U+{ord(found[0]):04X} in it")
+    return _Reader(text, refuse).document()
+
+
+def read_text(name: str, text: str) -> Document:
+    """The text of a job file as plain data with the lines of its fields; whatever is wrong with it is a Mistake."""
+
+    def refuse(line: int, location: Location, problem: str) -> Mistake:
+        return Document(name, "", {}, {(): line}).mistake(location, problem)
+
+    node = read_node(text, refuse)
+    if node is None or node.value is None:
+        raise refuse(1, (), "the file is empty; `packtrain init` writes one to start from")
+    if not isinstance(node.value, dict):
+        raise refuse(node.line, (), "must be a mapping of fields, such as `name: en-de`")
+    for number, line_text in enumerate(text.split("\n"), 1):  # comments too
+        if has_plain_secret(line_text):
+            raise refuse(number, (), INLINE)
+    places: dict[Location, int | None] = {}
+    data = plain(node, (), places, in_file=True)
+    return Document(name, text, data, places)

@@ -1,0 +1,208 @@
+"""Job files: reading them, `--set`, and the job that comes of both, or what is wrong in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from packtrain.errors import Mistake
+from packtrain.job.document import Document, Node, plain, read_node, read_text, shown
+from packtrain.job.job import Data, Job, Source, expand
+from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
+from packtrain.job.secrets import INLINE, names_secret
+
+MAX_BYTES = 1_000_000
+
+_STEP = re.compile(r"[A-Za-z0-9_-]+")
+
+DefaultsOf = Callable[[str, Path], Mapping[str, object]]
+
+
+def read_document(path: str | Path) -> Document:
+    """A job file as plain data with the lines of its fields; whatever is wrong with it is a Mistake."""
+    return read_text(str(path), _decode(_read_bytes(path), str(path)))
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    name = shown(str(path), len(str(path)))
+    try:
+        if stat.S_ISDIR(Path(path).stat().st_mode):
+            raise Mistake(f"{name}: is a directory, not a job file")
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise Mistake(f"{name}: is not a regular file")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise Mistake(f"{name}: no such file") from None
+    except OSError as error:
+        raise Mistake(f"{name}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise Mistake(f"{name}: not a path") from None
+    if len(content) > MAX_BYTES:
+        raise Mistake(f"{name}: larger than {MAX_BYTES // 1_000_000} MB, which no job file is")
+    return content
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = error.start + (3 if content.startswith(b"\xef\xbb\xbf") else 0)
+        located = Document(name, "", {}, {(): content.count(b"\n", 0, start) + 1})
+        raise located.mistake((), f"not UTF-8 at byte {start}; save the file as UTF-8") from None
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """The document with each `field.path=value` set, the short forms on its way written out."""
+    data = _copy(expand(document.data))
+    places = dict(document.places)
+    for override in overrides:
+        location, node = _read_override(override)
+        _set(data, places, location, node)
+        data = expand(data)  # the value may be a short form itself, and the next field one below it
+    return replace(document, data=data, places=places)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(entry) for entry in value]
+    return value
+
+
+_SET = Document("", "", {}, {(): None})
+
+
+def _read_override(override: str) -> tuple[Location, Node]:
+    field, equals, text = override.partition("=")
+    field = field.strip()
+    if not equals:
+        raise Mistake(f"--set {shown(field)}: write it as field=value, such as train.seed=2")
+    steps: Location = tuple(int(step) if re.fullmatch("[0-9]{1,4}", step) else step for step in field.split("."))
+    if not all(_STEP.fullmatch(str(step)) for step in steps):
+        raise Mistake(f"--set {shown(field)}: not a field; write it with dots, such as train.seed=2")
+    if any(names_secret(str(step)) for step in steps):
+        raise _SET.mistake(steps, INLINE)
+
+    def refuse(_line: int, location: Location, problem: str) -> Mistake:
+        return _SET.mistake((*steps, *location), problem)
+
+    return steps, read_node(text, refuse) or Node(1, None)
+
+
+def _set(data: Any, places: dict[Location, int | None], location: Location, node: Node) -> None:
+    """Puts a value where a location says, in place; what is not there on the way is made."""
+    path: Location = ()
+    for index, written in enumerate(location):
+        step: Any = str(written) if isinstance(data, dict) else written
+        if isinstance(data, list):
+            if not isinstance(step, int) or step > len(data):
+                count = f"the list has {len(data)}, counted from 0"
+                raise _SET.mistake((*path, step), f"there is no such entry; {count}")
+            if step == len(data):
+                data.append(None)
+        elif not isinstance(data, dict):
+            raise _SET.mistake((*path, step), f"{'.'.join(map(str, path))} is a value and has no fields")
+        path = (*path, step)
+        if index == len(location) - 1:
+            for under in [known for known in places if known[: len(path)] == path]:
+                del places[under]
+            data[step] = plain(node, path, places, in_file=False)
+            return
+        if (data[step] if isinstance(data, list) else data.get(step)) is None:
+            data[step] = [] if isinstance(location[index + 1], int) else {}
+            places[path] = None
+        data = data[step]
+
+
+def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Document:
+    """The document over a recipe's defaults: by section and field; what a field has is never mixed."""
+    data, below = expand(document.data), expand(defaults)
+    for section, fields in below.items():
+        given = data.get(section)
+        if given is None:
+            data[section] = fields
+        elif isinstance(given, Mapping) and isinstance(fields, Mapping):
+            data[section] = {**fields, **given}
+    return replace(document, data=data)
+
+
+def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
+    return {}
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job with the directory of its file, which its code is in."""
+
+    job: Job
+    directory: Path
+    document: Document
+
+    @property
+    def text(self) -> str:
+        """The file as it was written; what `--set` changed is in the job alone."""
+        return self.document.text
+
+    @property
+    def code(self) -> Path:
+        return self.directory / self.job.code
+
+    def mistake(self, field: str, text: str) -> Mistake:
+        """The error for a fault that only a recipe, a fleet or the data can tell, with the field's place."""
+        steps = (int(step) if step.isdecimal() else step for step in field.split("."))
+        return self.document.mistake(tuple(steps), text)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: DefaultsOf = no_defaults) -> LoadedJob:
+    """A job file over its recipe's defaults, with the overrides on top, validated; or one Mistake.
+
+    `defaults_of` gives a recipe's part of a document, and raises Mistake for a recipe that it does not know; it is
+    told the directory of the job's code, which recipes may come from.
+    """
+    document = read_document(path)
+    directory = Path(os.path.normpath(Path(path).absolute())).parent
+    given = apply_overrides(document, overrides).data
+    recipe, code = given.get("recipe"), given.get("code", ".")
+    if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_path_fault(code):
+        try:
+            defaults = defaults_of(recipe, directory / code)
+        except Mistake as mistake:
+            raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
+        document = merge_defaults(document, defaults)
+    document = apply_overrides(document, overrides)
+    try:
+        job = Job.model_validate(document.data)
+    except ValidationError as error:
+        raise document.first_mistake(error) from None
+    if job.program is None:
+        job = job.model_copy(update={"data": _with_absolute_paths(job.data, directory)})
+    return LoadedJob(job, directory, document)
+
+
+def _resolved(path: str, directory: Path) -> str:
+    return path if is_address(path) else os.path.normpath(directory / path)
+
+
+def _with_absolute_paths(data: Data, directory: Path) -> Data:
+    def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(
+            source.model_copy(update={"paths": tuple(_resolved(path, directory) for path in source.paths)})
+            for source in sources
+        )
+
+    return data.model_copy(
+        update={
+            "train": absolute(data.train),
+            "valid": absolute(data.valid),
+            "test": absolute(data.test),
+        }
+    )

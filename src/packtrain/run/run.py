@@ -1,0 +1,385 @@
+"""A run's folder in the store: its names, and reading and writing what is in them.
+
+Any machine that can read the store can follow a run; nothing about it is kept anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFound, PacktrainError
+from packtrain.job.job import Job
+from packtrain.job.part import is_name
+from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
+from packtrain.run.records import Generation, Measured, Node
+from packtrain.store import Store
+
+LEASE_SECONDS = 2.0  # how often a node renews its lease
+LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a node up
+_FEW, _READERS = 4, 16
+WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
+
+Status = Literal["finished", "failed", "stopped"]
+State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
+EXIT_CODES: dict[State, int] = {
+    "finished": EXIT_DONE,
+    "failed": EXIT_FAILED,
+    "stopped": EXIT_STOPPED,
+    "running": EXIT_UNFINISHED,
+    "waiting": EXIT_UNFINISHED,
+    "interrupted": EXIT_UNFINISHED,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in words."""
+
+    time: float
+    kind: str
+    text: str
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model makes of one input, beside what was wanted."""
+
+    input: str
+    wanted: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Measurements at a step. `start` marks the step that a generation goes on from."""
+
+    kind: Literal["start", "train", "valid", "test"]
+    generation: int
+    step: int
+    time: float
+    values: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where a worker's time went since it last said so, by the spans of train.clock."""
+
+    time: float
+    generation: int
+    rank: int
+    step: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LogLine:
+    time: float
+    generation: int
+    node: str
+    rank: int | None
+    stream: Literal["out", "err"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    status: Status
+    reason: str
+    step: int
+    seconds: float
+    scores: dict[str, float] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+    time: float
+
+
+Stored = TypeVar("Stored")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+class Run:
+    """A run by its name; nothing is read until it is asked for."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        if not is_name(name):
+            raise NotFound(f"{name!r} is not the name of a run: names are made of a-z, 0-9 and -")
+        self.store, self.name = store, name
+        self.folder = f"runs/{name}"
+        self._job: Job | None = None
+
+    def key(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            data = self.store.find(self.key("job.json"))
+            if data is None:
+                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` shows those there")
+            try:
+                self._job = Job.model_validate_json(data)
+            except ValidationError as error:
+                raise self._damaged("job.json") from error
+        return self._job
+
+    def pack_name(self) -> str:
+        """The pack that the run learns from."""
+        return self.store.get(self.key("pack.txt")).decode()
+
+    # Streams.
+
+    def events(self) -> ChunkReader[Event]:
+        return ChunkReader(self.store, self.key("events"), Event)
+
+    def points(self) -> ChunkReader[Point]:
+        return ChunkReader(self.store, self.key("metrics"), Point)
+
+    def spent(self) -> ChunkReader[Spent]:
+        return ChunkReader(self.store, self.key("time"), Spent)
+
+    def spent_writer(self, writer: str) -> ChunkWriter[Spent]:
+        return ChunkWriter(self.store, self.key("time"), writer)
+
+    def log_lines(self) -> ChunkReader[LogLine]:
+        return ChunkReader(self.store, self.key("logs"), LogLine)
+
+    def event_writer(self, writer: str) -> ChunkWriter[Event]:
+        return ChunkWriter(self.store, self.key("events"), writer)
+
+    def point_writer(self, writer: str) -> ChunkWriter[Point]:
+        return ChunkWriter(self.store, self.key("metrics"), writer)
+
+    def log_writer(self, writer: str) -> ChunkWriter[LogLine]:
+        return ChunkWriter(self.store, self.key("logs"), writer)
+
+    def telemetry(self) -> ChunkReader[Measured]:
+        return ChunkReader(self.store, self.key("telemetry"), Measured)
+
+    def telemetry_writer(self, writer: str) -> ChunkWriter[Measured]:
+        return ChunkWriter(self.store, self.key("telemetry"), writer)
+
+    def metrics(self) -> list[Point]:
+        """The history of the line that survived, in order: no step twice, none of a lost attempt."""
+        return surviving(self.points().read())
+
+    def recent_points(self, steps: int, evaluated: bool) -> list[Point]:
+        """The end of `metrics`, back to so many steps and, where it is `evaluated`, to the last evaluation.
+
+        Writers are named after their generation: all of one is read before any of an older one, so it is known which
+        of its points were lost.
+        """
+        kept: list[Point] = []
+        starts: dict[int, int] = {}
+        missing = {"train": steps, "valid": int(evaluated)}
+        for chunk in self.points().backward():
+            starts |= _starts(chunk)
+            outlived = [point for point in chunk if _outlived(point, starts)]
+            kept += outlived
+            for kind in missing:
+                missing[kind] -= sum(point.kind == kind for point in outlived)
+            if max(missing.values()) <= 0:
+                break
+        return surviving(kept)
+
+    # Single objects.
+
+    def generations(self, after: int = 0) -> list[Generation]:
+        entries = self.store.list(self.key("generations/"), self._generation_key(after))
+        return [self._read(entry.key, Generation) for entry in entries]
+
+    def latest_generation(self, known: Generation | None = None) -> Generation | None:
+        """What is `known` already is not read again: then this is one listing of what came after it."""
+        after = None if known is None else self._generation_key(known.number)
+        entries = self.store.list(self.key("generations/"), after)
+        return self._read(entries[-1].key, Generation) if entries else known
+
+    def propose(self, generation: Generation) -> bool:
+        """Whether this proposal is the first for its number, and so holds."""
+        return self.store.put_if_absent(self._generation_key(generation.number), _json(generation))
+
+    def _generation_key(self, number: int) -> str:
+        return self.key(f"generations/{number:06d}.json")
+
+    def caller(self, number: int, turn: int, node: str) -> str:
+        """Who is to propose the generation of that number: the first to ask in each turn."""
+        key = self.key(f"callers/{number:06d}-{turn:03d}.txt")
+        return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
+
+    def nodes(self) -> list[Node]:
+        """Every lease there is."""
+        return _each(lambda entry: self._read(entry.key, Node), self.store.list(self.key("nodes/")))
+
+    def node(self, name: str) -> Node | None:
+        return self._find(f"nodes/{name}.json", Node)
+
+    def renew(self, node: Node) -> None:
+        self.store.put(self.key(f"nodes/{node.node}.json"), _json(node))
+
+    def result(self) -> Result | None:
+        return self._find("result.json", Result)
+
+    def finish(self, result: Result) -> bool:
+        """Whether this result is the first, and so holds."""
+        return self.store.put_if_absent(self.key("result.json"), _json(result))
+
+    def stop_request(self) -> Stop | None:
+        return self._find("stop.json", Stop)
+
+    def request_stop(self, reason: str) -> None:
+        self.store.put_if_absent(self.key("stop.json"), _json(Stop(reason, time.time())))
+
+    def reopen(self) -> None:
+        """Takes back the end of a run, so that nodes go on with it."""
+        self.store.delete(self.key("stop.json"))
+        self.store.delete(self.key("result.json"))
+
+    def state(self) -> State:
+        return states([self])[0]
+
+    def _find(self, name: str, kind: type[Stored]) -> Stored | None:
+        data = self.store.find(self.key(name))
+        return None if data is None else self._parse(name, data, kind)
+
+    def _read(self, key: str, kind: type[Stored]) -> Stored:
+        return self._parse(key, self.store.get(key), kind)
+
+    def _parse(self, name: str, data: bytes, kind: type[Stored]) -> Stored:
+        try:
+            return adapter(kind).validate_json(data)
+        except ValidationError as error:
+            raise self._damaged(name) from error
+
+    def _damaged(self, name: str) -> PacktrainError:
+        what = name.removeprefix(self.key(""))
+        return PacktrainError(f"{what} of run {self.name} in {self.store.url} is damaged, or of another version")
+
+
+def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    """The answers in order. Many are asked for at once: the answer to one request takes long, not the request."""
+    if len(items) <= _FEW:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, items))
+
+
+def _json(record: Any) -> bytes:
+    return json.dumps(asdict(record), indent=1).encode()
+
+
+def surviving(points: Iterable[Point]) -> list[Point]:
+    """The points that later generations went on from, in the order of training.
+
+    A generation that starts from step s makes every point after s of those before it void, and what it
+    measures at s again replaces what was measured before.
+    """
+    ordered = sorted(points, key=lambda point: (point.generation, point.step))
+    starts = _starts(ordered)
+    kept = {(point.kind, point.step): point for point in ordered if _outlived(point, starts)}
+    return sorted(kept.values(), key=lambda point: (point.step, point.generation))
+
+
+def _starts(points: Iterable[Point]) -> dict[int, int]:
+    """The step that each generation goes on from."""
+    return {point.generation: point.step for point in points if point.kind == "start"}
+
+
+def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
+    """Whether every later generation went on from this point's step or one after it."""
+    return all(point.step <= step for generation, step in starts.items() if generation > point.generation)
+
+
+def states(runs: Sequence[Run]) -> list[State]:
+    """What each run is doing. A run without a result is watched until a node renews its lease or too long passes.
+
+    One that no machine has ever joined is waiting. All are watched at once, so asking about many takes no longer
+    than asking about one.
+    """
+    results = [run.result() for run in runs]
+    watched = {index: _renewals(run) for index, run in enumerate(runs) if results[index] is None}
+    waiting = {index for index, renewals in watched.items() if renewals is None}
+    alive: set[int] = set()
+    deadline = time.monotonic() + WATCH_SECONDS
+    while watched.keys() - alive - waiting and time.monotonic() < deadline:
+        time.sleep(LEASE_SECONDS / 4)
+        for index in watched.keys() - alive - waiting:
+            before = watched[index] or {}
+            if any(before.get(node) != count for node, count in (_renewals(runs[index]) or {}).items()):
+                alive.add(index)
+    return [
+        result.status if result is not None else "running" if index in alive else "waiting" if index in waiting
+        else "interrupted"
+        for index, result in enumerate(results)
+    ]  # fmt: skip
+
+
+def _renewals(run: Run) -> dict[str, int] | None:
+    """Of the nodes that have not left; None where there never was one."""
+    nodes = run.nodes()
+    return {node.node: node.renewal for node in nodes if not node.left} if nodes else None
+
+
+def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
+    """A new folder named after the job with the next free number; `pack` is what a recipe learns from."""
+    for number in range(1 + last_number(store, job.name), 1_000_000):
+        run = Run(store, f"{_stem(job.name)}-{number}")
+        if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
+            store.put(run.key("code.tar.zst"), code)
+            if pack is not None:
+                store.put(run.key("pack.txt"), pack.encode())
+            return run
+    raise PacktrainError(f"no free number left for runs of {job.name!r}")
+
+
+def last_number(store: Store, job_name: str) -> int:
+    split = [_split(name) for name in store.folders("runs/")]
+    return max((number for stem, number in split if stem == _stem(job_name)), default=0)
+
+
+def _stem(job_name: str) -> str:
+    """What the names of a job's runs begin with: there is room for a number behind it."""
+    return job_name[:56]
+
+
+def _split(run_name: str) -> tuple[str, int]:
+    stem, _, number = run_name.rpartition("-")
+    return stem, int(number) if is_name(run_name) and number.isdigit() else 0
+
+
+def run_names(store: Store) -> list[str]:
+    """The names of the runs in a store, the oldest first; servers know times to the second only."""
+    names = [name for name in store.folders("runs/") if is_name(name)]
+    entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
+    created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]
+    return [name for *_, name in sorted(created)]
+
+
+def open_run(store: Store, name: str | None) -> Run:
+    """The run of that name, the newest run of the job of that name, or the newest of all."""
+    if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
+        return Run(store, name)
+    names = run_names(store)
+    if not names:
+        raise NotFound(f"no runs in {store.url}; `packtrain run JOB` starts one")
+    if name is None:
+        return Run(store, names[-1])
+    of_job = [known for known in names if _split(known)[0] == _stem(name)]
+    if of_job:
+        return Run(store, max(of_job, key=_split))
+    raise NotFound(f"no run {name!r} in {store.url}; the newest are {', '.join(names[:-4:-1])}")

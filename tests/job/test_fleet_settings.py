@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from packtrain.job.fleets import Mpi, Slurm, Ssh
+from packtrain.job.job import Job
+from packtrain.job.part import faults
+from packtrain.units import Machines
+
+
+def job_with(fleet: Any) -> Job:
+    return Job.model_validate({"name": "job", "program": ["train.py"], "fleet": fleet})
+
+
+@pytest.mark.parametrize("word", ["ssh", "mpi"])
+def test_all_hosts_are_wanted_unless_the_job_says_how_many(word: str) -> None:
+    assert job_with({word: {"hosts": ["a", "b", "c"]}}).fleet.kind.machines == Machines(3, 3)
+    assert job_with({word: {"hosts": ["a", "b", "c"], "machines": "1..2"}}).fleet.kind.machines == Machines(1, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Ssh(hosts=("gpu-a", "me@gpu-b:2222", "[fe80::1]"), python="~/train/bin/python", bundle="./wheels"),
+        Mpi(hosts=("a", "me@b"), interface="ib0", options=("--mca", "x", "y")),
+        Slurm.model_validate({"machines": "2..4", "time": "4 h", "gpus": 2, "options": ["--constraint=a100"]}),
+    ],
+    ids=lambda kind: type(kind).__name__,
+)
+def test_a_fleet_is_read_as_it_was_written(kind: Any) -> None:
+    word = type(kind).__name__.lower()
+    written = job_with({word: kind.model_dump(mode="json")}).model_dump_json()
+    assert Job.model_validate_json(written).fleet.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("fleet", "place", "words"),
+    [
+        ({"ssh": {}}, ("ssh", "hosts"), "is needed"),
+        ({"ssh": {"hosts": []}}, ("ssh", "hosts"), "at least one host"),
+        ({"ssh": {"hosts": ["a", "a"]}}, ("ssh", "hosts"), "has a host twice"),
+        ({"ssh": {"hosts": ["a"], "machines": 2}}, ("ssh", "machines"), "asks for 2 of 1 hosts"),
+        ({"ssh": {"hosts": ["-oProxyCommand=x"]}}, ("ssh", "hosts", 0), "is not a host"),
+        ({"ssh": {"hosts": ["a b"]}}, ("ssh", "hosts", 0), "is not a host"),
+        ({"ssh": {"hosts": ["a"], "python": "python; rm"}}, ("ssh", "python"), "is not the path of a Python"),
+        ({"mpi": {"hosts": ["a:22"]}}, ("mpi", "hosts", 0), "takes no port"),
+        ({"slurm": {"options": ["-w x"]}}, ("slurm", "options", 0), "one long option"),
+        ({"slurm": {"options": ["--a\n--b"]}}, ("slurm", "options", 0), "one long option"),
+        ({"slurm": {"time": "1 min"}}, ("slurm", "time"), "at least 5 min"),
+        ({"slurm": {"partition": "--x"}}, ("slurm", "partition"), "is not a name"),
+    ],
+)
+def test_what_cannot_be_is_refused(fleet: Any, place: tuple[str | int, ...], words: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        job_with(fleet)
+    [(where, text, _)] = faults(refused.value)
+    assert where == ("fleet", *place)
+    assert words in text

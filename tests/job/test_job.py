@@ -1,0 +1,306 @@
+# ruff: noqa: E501 (what is expected stands on one line, as a person reads it)
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from packtrain.job import job as jobs
+from packtrain.job import train as learning
+from packtrain.job.job import Bitext, Job, Local
+from packtrain.job.part import faults, is_name
+from packtrain.job.train import Adam, Constant, Noam
+from packtrain.units import Duration
+
+RECIPE: Mapping[str, Any] = {
+    "name": "en-de",
+    "recipe": "translate",
+    "data": {
+        "train": [{"bitext": ["train.en", "train.de"], "weight": 2.0}],
+        "valid": {"bitext": "valid.tsv"},
+    },
+    "model": {"size": "base", "dropout": 0.3, "shared": True},
+    "train": {
+        "duration": "50000 steps",
+        "batch": "25000 tokens",
+        "schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0}},
+    },
+}
+PROGRAM: Mapping[str, Any] = {"name": "mine", "program": ["train.py", "--lr", "0.1"]}
+
+
+def with_field(document: Mapping[str, Any], field: str, value: object) -> dict[str, Any]:
+    changed: Any = deepcopy(dict(document))
+    inner, *steps = changed, *field.split(".")
+    for step in steps[:-1]:
+        inner = inner[int(step)] if isinstance(inner, list) else inner.setdefault(step, {})
+    inner[int(steps[-1]) if isinstance(inner, list) else steps[-1]] = value
+    return changed  # type: ignore[no-any-return]
+
+
+def refusals(document: object) -> list[str]:
+    with pytest.raises(ValidationError) as refused:
+        Job.model_validate(document)
+    return [f"{'.'.join(map(str, location))}: {text}" for location, text, _needed in faults(refused.value)]
+
+
+def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
+    job = Job.model_validate(RECIPE)
+    assert job.data.train == (Bitext(paths=("train.en", "train.de"), weight=2.0),)
+    assert job.data.valid == (Bitext(paths=("valid.tsv",)),)
+    assert (job.data.train[0].kind, job.data.vocabulary, job.data.max_words) == ("bitext", 8000, 80)
+    assert (job.model.size, job.model.options) == ("base", {"dropout": 0.3, "shared": True})
+    assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)
+    assert job.train.optimizer == Adam(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
+    assert (job.train.precision, job.train.clip, job.train.seed) == ("auto", None, 1)
+    assert (job.checkpoint.every, job.checkpoint.keep_last) == (Duration(300, "seconds"), 2)
+    assert (job.fleet.kind, job.fleet.workers) == (Local(machines=1), None)
+    assert (job.store, job.code, job.environment, job.budget.dollars) == ("./store", ".", (), None)
+
+
+def test_a_program_s_job_has_no_recipe_sections() -> None:
+    job = Job.model_validate(PROGRAM)
+    assert job.program == ("train.py", "--lr", "0.1")
+    assert [getattr(job, section) for section in ("data", "model", "train", "evaluate")] == [None] * 4
+    assert job.checkpoint.keep_best == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "short", "full"),
+    [
+        ("model", "base", {"size": "base"}),
+        ("fleet", "local", {"local": {"machines": 1}}),
+        ("fleet", {"workers": 2}, {"local": {}, "workers": 2}),
+        ("train.optimizer", "adam", {"adam": {}}),
+        ("train.optimizer", {"adam": None}, {"adam": {}}),
+        ("data.train", {"bitext": "a.tsv"}, [{"bitext": ["a.tsv"]}]),
+        ("budget", None, {}),
+    ],
+)
+def test_short_forms_mean_their_full_ones(field: str, short: object, full: object) -> None:
+    assert Job.model_validate(with_field(RECIPE, field, short)) == Job.model_validate(with_field(RECIPE, field, full))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        RECIPE,
+        PROGRAM,
+        with_field(RECIPE, "train.schedule", {"constant": {"rate": 1e-3}}),
+        with_field(RECIPE, "train.schedule", {"noam": {"warmup": "10 steps", "peak": 3e-3}}),
+        with_field(RECIPE, "evaluate", {"every": "0.5 epochs", "samples": 0, "beam": 1}),
+        with_field(RECIPE, "fleet", {"local": {"machines": 3}, "workers": 2, "failures": 0}),
+        with_field(PROGRAM, "environment", ["WANDB_API_KEY"]),
+        with_field(PROGRAM, "budget", {"hours": 0.5}),
+        with_field(with_field(PROGRAM, "fleet", {"local": {}, "price": 0.5}), "budget", {"dollars": 60}),
+        with_field(RECIPE, "fleet", {"local": {"machines": "2..4", "power_off": True}, "public_address": True}),
+    ],
+)
+def test_a_job_reads_back_what_it_writes(document: Mapping[str, Any]) -> None:
+    job = Job.model_validate(document)
+    assert Job.model_validate_json(job.model_dump_json()) == job
+    assert Job.model_validate(job.model_dump()) == job
+
+
+def test_units_are_written_as_texts_and_kinds_as_words() -> None:
+    written = Job.model_validate(RECIPE).model_dump(mode="json")
+    assert written["train"]["duration"] == "50000 steps"
+    assert written["checkpoint"]["every"] == "300 seconds"
+    assert written["train"]["schedule"] == {"noam": {"warmup": "8000 steps", "scale": 2.0, "peak": None}}
+    assert written["data"]["train"] == [{"bitext": ["train.en", "train.de"], "weight": 2.0}]
+    assert written["fleet"] == {
+        "local": {"machines": 1, "power_off": False},
+        "workers": None,
+        "failures": 3,
+        "price": None,
+        "public_address": False,
+    }
+    assert written["model"] == {"size": "base", "dropout": 0.3, "shared": True}
+
+
+def test_a_job_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Job.model_validate(RECIPE).name = "other"
+
+
+def test_a_job_can_be_made_from_parts() -> None:
+    job = Job.model_validate(RECIPE)
+    made = Job(name="en-de", recipe="translate", data=job.data, model=job.model, train=job.train)
+    assert made == job
+
+
+UNIT = "must be a number with a unit, such as"
+SCHEDULE_KINDS = "constant, cosine, noam, one_cycle, phases, step"
+OUTSIDE = "must be a relative path that stays inside the job file's directory"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refusal"),
+    [
+        ("nmae", "x", "nmae: unknown key; did you mean 'name'?"),
+        ("train.bacth", "1 tokens", "train.bacth: unknown key; did you mean 'batch'?"),
+        ("data.vocabulary", "8000", "data.vocabulary: must be a whole number, not a text; write it without quotes"),
+        ("data.vocabulary", "many", "data.vocabulary: must be a whole number, not a text"),
+        ("data.vocabulary", True, "data.vocabulary: must be a whole number, not true or false"),
+        ("data.vocabulary", 8000.0, "data.vocabulary: must be a whole number, not a number with a fraction"),
+        ("data.vocabulary", 299, "data.vocabulary: must be at least 300"),
+        ("data.max_ratio", 0.5, "data.max_ratio: must be at least 1"),
+        ("data.train", [], "data.train: must have at least one source"),
+        ("data.train", "a.tsv", "data.train: must be a list, not a text"),
+        ("data.train", ["a.tsv"], "data.train.0: must be a mapping such as {bitext: [train.en, train.de]}, not a text"),
+        ("data.train.0.bitext", ["a", "b", "c"],
+         "data.train.0.bitext: takes 1 or 2 paths, not 3, as in [train.en, train.de]"),
+        ("data.train.0.bitext", ["a", 1], "data.train.0.bitext.1: must be a text, not a whole number; write it in quotes"),
+        ("data.train.0.bitext", ["a", "../b"],
+         "data.train.0.bitext.1: '../b' leaves the job file's directory; use an absolute path for data elsewhere"),
+        ("data.train.0.bitext", "x/../../b",
+         "data.train.0.bitext.0: 'x/../../b' leaves the job file's directory; use an absolute path for data elsewhere"),
+        ("data.train.0.bitext", "a\0b", "data.train.0.bitext.0: has a control character in it"),
+        ("data.train.0.bitext", "~/a", "data.train.0.bitext.0: '~/a': ~ is not expanded; write the path out"),
+        ("data.train.0.bitext", "ftp://a/b",
+         "data.train.0.bitext.0: 'ftp://a/b': data comes from a path or from s3://, http://, https://, store:"),
+        ("data.train.0.weight", 0, "data.train.0.weight: must be more than 0"),
+        ("data.train.0.weight", -1.5, "data.train.0.weight: must be more than 0"),
+        ("data.train.0.weigth", 1, "data.train.0.weigth: unknown key; did you mean 'weight'?"),
+        ("data.train.0", {"weight": 1}, "data.train.0: must name one kind, not none; known: bitext, coco, dialogue, folder, imagenet, vizwiz"),
+        ("model", 5, "model: must be a mapping, not a whole number"),
+        ("model.dropout", [1], "model.dropout: must be a number, a text, or true or false, not a list"),
+        ("model.dropout", float("nan"), "model.dropout: must be a finite number"),
+        ("model.Drop-out", 1, "model.Drop-out: 'Drop-out' is not the name of an option"),
+        ("train.duration", 500, "train.duration: a unit is missing: write it as in '500 steps'"),
+        ("train.duration", None, f"train.duration: {UNIT} '500 steps', not nothing"),
+        ("train.duration", "5 stesp", "train.duration: unknown unit 'stesp' in '5 stesp'; did you mean 'step'?"),
+        ("train.batch", "100 steps", "train.batch: unknown unit 'steps' in '100 steps'; known: sample, samples, token, tokens"),
+        ("train.batch", "-5 tokens", "train.batch: '-5 tokens' must be more than zero and less than 1e+15"),
+        ("train.precision", "bf61", "train.precision: 'bf61' is not one of auto, fp32, bf16, fp16; did you mean 'bf16'?"),
+        ("train.precision", 16, "train.precision: must be one of auto, fp32, bf16, fp16, not a whole number"),
+        ("train.clip", float("inf"), "train.clip: must be a finite number"),
+        ("train.label_smoothing", 1.0, "train.label_smoothing: must be less than 1"),
+        ("train.ema", 0.0, "train.ema: must be more than 0"),
+        ("train.seed", -1, "train.seed: must be at least 0"),
+        ("train.seed", 2**63, f"train.seed: must be at most {2**63 - 1}"),
+        ("train.schedule", {}, f"train.schedule: must name one kind, not none; known: {SCHEDULE_KINDS}"),
+        ("train.schedule", {"noam": {}, "constant": {}},
+         f"train.schedule: must name one kind, not 2; known: {SCHEDULE_KINDS}"),
+        ("train.schedule", {"naom": {}}, "train.schedule.naom: unknown key; did you mean 'noam'?"),
+        ("train.schedule", {"noam": {"warmup": "1 epochs", "peak": 1.0}},
+         "train.schedule.noam.warmup: must be counted in steps, such as '500 steps'"),
+        ("train.schedule", {"noam": {"warmup": "10 steps"}},
+         "train.schedule.noam: exactly one of scale and peak is needed"),
+        ("train.schedule", {"noam": {"warmup": "10 steps", "peak": 1.0, "scale": 1.0}},
+         "train.schedule.noam: exactly one of scale and peak is needed"),
+        ("train.schedule", {"constant": {}}, "train.schedule.constant.rate: is needed"),
+        ("train.optimizer", {"adam": {"betas": [0.9]}}, "train.optimizer.adam.betas.1: is needed"),
+        ("train.optimizer", {"adam": {"betas": [0.9, 1.0]}}, "train.optimizer.adam.betas.1: must be less than 1"),
+        ("evaluate", {"beam": 0}, "evaluate.beam: must be at least 1"),
+        ("checkpoint", {"keep_last": 0}, "checkpoint.keep_last: must be at least 1"),
+        ("fleet", {"local": {"machines": 0}}, "fleet.local.machines: must be at least 1"),
+        ("fleet", {"local": {"machines": "4..2"}}, "fleet.local.machines: '4..2' begins with more machines than it ends with; write the smaller number first"),
+        ("fleet", {"local": {"machines": "many"}}, "fleet.local.machines: 'many' is not a number of machines, such as '3' or '2..4'"),
+        ("fleet", {"local": {"machines": 2.4}}, "fleet.local.machines: must be a number of machines, such as 3 or 2..4, not a number with a fraction"),
+        ("budget", {"dollars": 60}, "budget.dollars: needs to know what a machine costs: give fleet.price, in dollars an hour"),
+        ("fleet", {"lcoal": {}}, "fleet.lcoal: unknown key; did you mean 'local'?"),
+        ("fleet", "lcoal", "fleet.lcoal: unknown key; did you mean 'local'?"),
+        ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: failures, local, mpi, price, public_address, slurm, ssh, workers"),
+        ("budget", {"dollars": 0}, "budget.dollars: must be more than 0"),
+        ("name", "En_De", "name: 'En_De' must be 1 to 63 of the characters a-z, 0-9 and -"),
+        ("name", "a" * 64, f"name: '{'a' * 57}...' must be 1 to 63 of the characters a-z, 0-9 and -"),
+        ("store", "../elsewhere", "store: '../elsewhere' leaves the current directory; use an absolute path for a store elsewhere"),
+        ("code", "..", f"code: '..' {OUTSIDE}"),
+        ("code", "/etc", f"code: '/etc' {OUTSIDE}"),
+        ("environment", ["A=b"], "environment.0: must be the name of a variable alone; its value is read where the job is started"),
+        ("environment", ["9a"], "environment.0: '9a' is not the name of a variable"),
+        ("program", ["train.py"], "program: a job has a recipe or a program, not both"),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_s_job_refuses(field: str, value: object, refusal: str) -> None:
+    assert refusals(with_field(RECIPE, field, value)) == [refusal]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refusal"),
+    [
+        ("data", {}, "data: has a meaning for a recipe only, not for a program"),
+        ("train", {"seed": 1}, "train: has a meaning for a recipe only, not for a program"),
+        ("model", "tiny", "model: has a meaning for a recipe only, not for a program"),
+        ("evaluate", {}, "evaluate: has a meaning for a recipe only, not for a program"),
+        ("checkpoint", {"keep_best": 1}, "checkpoint.keep_best: has a meaning for a recipe only, not for a program"),
+        ("checkpoint", {"every": "5 steps"}, "checkpoint.every: must be a time for a program, such as '5 min'"),
+        ("program", [], "program: must name a script, such as [train.py]"),
+        ("program", "train.py", "program: must be a list, not a text"),
+        ("program", ["train.py", 1], "program.1: must be a text, not a whole number; write it in quotes"),
+        ("program", ["/bin/sh"], f"program.0: '/bin/sh' {OUTSIDE}"),
+        ("program", ["a/../../b.py"], f"program.0: 'a/../../b.py' {OUTSIDE}"),
+        ("program", ["-m", "x"], "program.0: must be the path of a script, not an option"),
+        ("program", None, "recipe: is needed, or a program"),
+    ],
+)  # fmt: skip
+def test_what_a_program_s_job_refuses(field: str, value: object, refusal: str) -> None:
+    assert refusals(with_field(PROGRAM, field, value)) == [refusal]
+
+
+def test_every_field_that_a_recipe_s_job_needs_is_asked_for() -> None:
+    assert refusals({"recipe": "translate"}) == [
+        "name: is needed",
+        "data.train: is needed",
+        "model.size: is needed",
+        "train.duration: is needed",
+        "train.batch: is needed",
+        "train.schedule: is needed",
+    ]
+
+
+def test_absolute_data_paths_and_addresses_pass_as_they_are() -> None:
+    for path in (
+        "/data/train.tsv",
+        "/data/../other.tsv",
+        "s3://bucket/a.tsv",
+        "https://host/a.tsv",
+        "a/../b.tsv",
+    ):
+        document = with_field(RECIPE, "data.train.0.bitext", path)
+        assert Job.model_validate(document).data.train[0].paths == (path,)
+
+
+def test_names_of_jobs_and_runs() -> None:
+    assert is_name("en-de-2")
+    assert not any(map(is_name, ("", "En", "a_b", "a\n", "a" * 64, "ä", "a/b", "..")))
+
+
+def test_schedules_are_told_apart_by_their_class() -> None:
+    job = Job.model_validate(with_field(RECIPE, "train.schedule", {"constant": {"rate": 1}}))
+    assert job.train.schedule == Constant(rate=1.0)
+
+
+def models() -> Iterator[type[BaseModel]]:
+    yield from (jobs.Job, jobs.Data, jobs.Model, jobs.Train, jobs.Evaluate, jobs.Checkpoint, jobs.Budget)
+    yield from (learning.Phase,)
+    for kinds in (learning.SCHEDULES, learning.OPTIMIZERS, learning.EXCHANGES, jobs.FLEETS):
+        yield from kinds.values()
+
+
+@pytest.mark.parametrize("model", list(models()), ids=lambda model: model.__name__)
+def test_every_field_is_in_the_reference(model: type[BaseModel]) -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "job.md").read_text("utf-8")
+    internal = {"options"} if model is jobs.Model else set()
+    missing = [name for name in model.model_fields if name not in internal and f"`{name}`" not in reference]
+    assert not missing
+
+
+def test_every_kind_is_in_the_reference() -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "job.md").read_text("utf-8")
+    words = [
+        *learning.SCHEDULES,
+        *learning.OPTIMIZERS,
+        *learning.EXCHANGES,
+        *jobs.FLEETS,
+        *jobs.SOURCES,
+        "weight",
+        "workers",
+        "failures",
+    ]
+    assert [word for word in words if f"`{word}`" not in reference] == []

@@ -1,0 +1,497 @@
+# ruff: noqa: E501 (what is expected stands on one line, as a person reads it)
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.errors import Mistake
+from packtrain.job.document import scalar
+from packtrain.job.job import Job
+from packtrain.job.load import LoadedJob, load_job, read_document
+from packtrain.job.secrets import has_secret, names_secret
+from packtrain.job.train import SCHEDULES, Constant, Noam
+from packtrain.units import Duration
+
+VALID = """\
+name: en-de
+recipe: translate
+data:
+  train: {bitext: [train.en, train.de]}
+  valid:
+    - bitext: valid.tsv
+      weight: 2.0
+model: base
+train:
+  duration: 50000 steps
+  batch: 25000 tokens
+  schedule: {noam: {warmup: 8000 steps, scale: 2.0}}   # as in the paper
+  clip: 1.0
+checkpoint: {every: 5 min}
+"""
+INLINE = "a secret is written here; put it in an environment variable and list its name under `environment`"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> LoadedJob:
+    Path("a.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+    return load_job("a.yaml", overrides, lambda _recipe, _code: defaults or {})
+
+
+def refusal(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> str:
+    with pytest.raises(Mistake) as refused:
+        load(text, *overrides, defaults=defaults)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_job_file_becomes_a_job_with_absolute_sources(directory: Path) -> None:
+    loaded = load(VALID)
+    assert loaded.job.name == "en-de"
+    assert loaded.job.data.train[0].paths == (f"{directory}/train.en", f"{directory}/train.de")
+    assert loaded.job.data.valid[0].paths == (f"{directory}/valid.tsv",)
+    assert (loaded.directory, loaded.code) == (directory, directory)
+    assert loaded.text == VALID
+    assert Job.model_validate_json(loaded.job.model_dump_json()) == loaded.job
+
+
+def test_sources_are_found_from_the_file_and_not_from_where_one_stands(directory: Path) -> None:
+    (directory / "jobs").mkdir()
+    (directory / "jobs" / "b.yaml").write_text(VALID + "store: s3://bucket/runs\n")
+    loaded = load_job("jobs/b.yaml")
+    assert loaded.job.data.valid[0].paths == (f"{directory}/jobs/valid.tsv",)
+    assert loaded.job.store == "s3://bucket/runs"
+
+
+def test_errors_name_the_file_as_it_was_given(directory: Path) -> None:
+    (directory / "jobs").mkdir()
+    (directory / "jobs" / "b.yaml").write_text(VALID.replace("batch:", "bacth:"))
+    with pytest.raises(Mistake) as refused:
+        load_job("jobs/b.yaml", defaults_of=lambda _recipe, _code: {"train": {"batch": "1 tokens"}})
+    assert str(refused.value) == "jobs/b.yaml:11: train.bacth: unknown key; did you mean 'batch'?"
+
+
+@pytest.mark.parametrize(
+    ("written", "meaning"),
+    [
+        *((word, None) for word in ("", "~", "null")),
+        *((word, True) for word in ("true", "True")),
+        *((word, word) for word in ("no", "on", "yes", "off", "y", "12:30", "2024-01-01", "1_000", "nan", "inf", "=")),
+        ("017", 17),
+        ("0o17", 15),
+        ("0xF", 15),
+        ("-5", -5),
+        ("1e-3", 0.001),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("1.", 1.0),
+    ],
+)  # fmt: skip
+def test_plain_scalars_follow_yaml_1_2(written: str, meaning: object) -> None:
+    read = scalar(written)
+    assert read == meaning
+    assert type(read) is type(meaning)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + last] * 10)}]\n" for last, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "a.yaml:1: the file is empty; `packtrain init` writes one to start from"),
+        ("# nothing\n", "a.yaml:1: the file is empty; `packtrain init` writes one to start from"),
+        ("null\n", "a.yaml:1: the file is empty; `packtrain init` writes one to start from"),
+        ("- a\n", "a.yaml:1: must be a mapping of fields, such as `name: en-de`"),
+        ("name: a\nname: b\n", "a.yaml:2: name: given twice, first on line 1"),
+        ("data:\n  train: {}\n  'train': {}\n", "a.yaml:3: data.train: given twice, first on line 2"),
+        ("name: a\n---\nname: b\n", "a.yaml:2: a second document starts here; only one is read"),
+        ("name: !!str a\n", "a.yaml:1: name: YAML tags are not allowed; write the value alone"),
+        ("name: ! a\n", "a.yaml:1: name: YAML tags are not allowed; write the value alone"),
+        ("name: !!python/object/apply:os.system [ls]\n",
+         "a.yaml:1: name: YAML tags are not allowed; write the value alone"),
+        ("!!map {name: a}\n", "a.yaml:1: YAML tags are not allowed; write the value alone"),
+        ("train: &t {seed: 1}\nevaluate:\n  <<: *t\n",
+         "a.yaml:3: evaluate: merge keys (<<) are not allowed; write the fields out"),
+        ("a: &a [*a]\n", "a.yaml:1: a.0: an alias that refers to itself"),
+        ("a: *b\n", "a.yaml:1: a: an alias without its anchor"),
+        (BOMB, "a.yaml:4: d.7: more than 10,000 values, with aliases written out"),
+        (f"a: {nested(32)}\n", f"a.yaml:1: a{'.0' * 31}: nested deeper than 32 levels"),
+        (f"a: {'[' * 100_000}\n", f"a.yaml:1: a{'.0' * 31}: nested deeper than 32 levels"),
+        (f"a: &a {nested(20)}\nb: {'[' * 20}*a{']' * 20}\n", f"a.yaml:2: b{'.0' * 20}: nested deeper than 32 levels"),
+        ("1: a\n", "a.yaml:1: a key must be a text; write it in quotes"),
+        ("train:\n  ~: a\n", "a.yaml:2: train: a key must be a text; write it in quotes"),
+        ("? [a]\n: b\n", "a.yaml:1: a key must be a text, not a list or a mapping"),
+        (f"{'k' * 201}: a\n", "a.yaml:1: a key of more than 200 characters"),
+        ("name: .nan\n", "a.yaml:1: name: must be a finite number"),
+        ("budget: {dollars: -.inf}\n", "a.yaml:1: budget.dollars: must be a finite number"),
+        ("budget: {dollars: 1e999}\n", "a.yaml:1: budget.dollars: must be a finite number"),
+        (f"train: {{seed: {'9' * 5000}}}\n", "a.yaml:1: train.seed: a whole number that is too large"),
+        (b"name: a\nstore: caf\xe9\n", "a.yaml:2: not UTF-8 at byte 18; save the file as UTF-8"),
+        ("name: a\nstore: \x07\n", "a.yaml:2: has the control character U+0007 in it"),
+        ('name: a\nstore: "\\x1b[2J"\n', "a.yaml:2: store: has the control character U+001B in it"),
+        ('name: a\nstore: "a\\0b"\n', "a.yaml:2: store: has the control character U+0000 in it"),
+        ("name: [a\n", "a.yaml:2: not valid YAML: did not find expected ',' or ']'"),
+        ("name: a\n\tstore: b\n", "a.yaml:2: not valid YAML: found a tab character that violates indentation"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_job_file_is_refused(directory: Path, text: str | bytes, line: str) -> None:
+    assert refusal(text) == line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("recipe:", "recpie:", "a.yaml:2: recpie: unknown key; did you mean 'recipe'? (and 1 more)"),
+        ("25000 tokens", "25000", "a.yaml:11: train.batch: a unit is missing: write it as in '4096 tokens'"),
+        ("50000 steps", "-1 steps", "a.yaml:10: train.duration: '-1 steps' must be more than zero and less than 1e+15"),
+        ("clip: 1.0", "clip: no", "a.yaml:13: train.clip: must be a number, not a text"),
+        ("weight: 2.0", "weight: -2", "a.yaml:7: data.valid.0.weight: must be more than 0"),
+        ("[train.en, train.de]", "[a, ../b]", "a.yaml:4: data.train.0.bitext.1: '../b' leaves the job file's directory;"
+         " use an absolute path for data elsewhere"),
+        ("scale: 2.0", "sacle: 2.0", "a.yaml:12: train.schedule.noam.sacle: unknown key; did you mean 'scale'?"),
+        ("  batch: 25000 tokens\n", "", "a.yaml:9: train.batch is needed"),
+        ("name: en-de\n", "", "a.yaml:1: name is needed"),
+        ("recipe: translate\n", "", "a.yaml:1: recipe is needed, or a program"),
+        ("recipe: translate", "program: [a.py]", "a.yaml:3: data: has a meaning for a recipe only, not for a program"
+         " (and 2 more)"),
+        ("name: en-de", "name: En", "a.yaml:1: name: 'En' must be 1 to 63 of the characters a-z, 0-9 and -"),
+        ("base", "[]", "a.yaml:8: model: must be a mapping, not a list"),
+    ],
+)  # fmt: skip
+def test_what_the_job_refuses_is_told_with_its_line(directory: Path, old: str, new: str, line: str) -> None:
+    assert refusal(VALID.replace(old, new)) == line
+
+
+def test_the_first_of_several_mistakes_is_told_and_the_others_counted(directory: Path) -> None:
+    text = VALID.replace("batch:", "bacth:").replace("every:", "evry:").replace("clip:", "clpi:")
+    assert refusal(text) == "a.yaml:11: train.bacth: unknown key; did you mean 'batch'? (and 3 more)"
+
+
+def test_files_that_cannot_be_read_are_refused(directory: Path) -> None:
+    def told(path: str) -> str:
+        with pytest.raises(Mistake) as refused:
+            load_job(path)
+        return str(refused.value)
+
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    Path("large").write_bytes(b"#" * 1_000_001)
+    assert told("none.yaml") == "none.yaml: no such file"
+    assert told(".") == ".: is a directory, not a job file"
+    assert told("pipe") == "pipe: is not a regular file"
+    assert told("/dev/zero") == "/dev/zero: is not a regular file"
+    assert told("loop") == "loop: cannot be read: Too many levels of symbolic links"
+    assert told("large") == "large: larger than 1 MB, which no job file is"
+    assert told("a\0b") == "a\\x00b: not a path"
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(directory: Path) -> None:
+    assert load(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()).job == load(VALID).job
+
+
+def test_aliases_are_written_out(directory: Path) -> None:
+    job = load(VALID.replace("  train: {", "  test: &pairs {") + "budget: {}\n", "data.train={bitext: a.tsv}").job
+    assert job.data.test[0].paths == (f"{directory}/train.en", f"{directory}/train.de")
+    job = load(VALID.replace("  train: {", "  test: &pairs {").replace("  valid:", "  train: *pairs\n  valid:")).job
+    assert job.data.train == job.data.test
+
+
+# Secrets. None of these is one: they only have the shape.
+AWS_ID = "AKIA" + "ABCDEFGHIJKLMNOP"
+AWS_KEY = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzzzzzz0KE"
+
+
+@pytest.mark.parametrize(
+    ("added", "line", "secret"),
+    [
+        ("password: hunter2", "a.yaml:15: password: ", "hunter2"),
+        ("fleet: {local: {awsSecretKey: abcd}}", "a.yaml:15: fleet.local.awsSecretKey: ", "abcd"),
+        ("budget:\n  api-key: abcd", "a.yaml:16: budget.api-key: ", "abcd"),
+        ("budget: {HF_TOKEN: abcd}", "a.yaml:15: budget.HF_TOKEN: ", "abcd"),
+        (f"store: {AWS_ID}", "a.yaml:15: store: ", AWS_ID),
+        (f"environment: [AWS_ACCESS={AWS_KEY}]", "a.yaml:15: environment.0: ", AWS_KEY),
+        (f"# aws\nenvironment:\n  - {AWS_ID}", "a.yaml:17: environment.0: ", AWS_ID),
+        ("store: |\n  -----BEGIN RSA PRIVATE KEY-----\n  abc", "a.yaml:15: store: ", "BEGIN"),
+        ("store: s3://me:pass@host/x", "a.yaml:15: store: ", "pass@"),
+        ("store: https://host/x?X-Amz-Signature=abcdef", "a.yaml:15: store: ", "abcdef"),
+        (f"code: ghp_{'a1' * 18}", "a.yaml:15: code: ", "a1a1"),
+        (f"code: hf_{'aB' * 17}", "a.yaml:15: code: ", "aBaB"),
+        ("code: xoxb-1234567890-abc", "a.yaml:15: code: ", "1234567890"),
+        (f"{AWS_ID}: 1", "a.yaml:15: ", AWS_ID),
+        (f"# my key is {AWS_ID}", "a.yaml:15: ", AWS_ID),
+        ("program: [a.py, --password=hunter2]", "a.yaml:15: program.1: ", "hunter2"),
+        ("program: [a.py, --token, hunter2]", "a.yaml:15: program.2: ", "hunter2"),
+        ("program: [a.py, --hf-token, 12345]", "a.yaml:15: program.2: ", "12345"),
+        ("program: [a.py, -c, 'x --api-key hunter2']", "a.yaml:15: program.2: ", "hunter2"),
+        ("program: [a.py, DB_PASSWORD=hunter2]", "a.yaml:15: program.1: ", "hunter2"),
+    ],
+)
+def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, line: str, secret: str) -> None:
+    told = refusal(VALID + added + "\n")
+    assert told == line + INLINE
+    assert secret not in told
+
+
+@pytest.mark.parametrize("field", ["store", "password", "fleet.local.secret_key"])
+def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str) -> None:
+    assert refusal(VALID, f"{field}={AWS_ID}") == f"--set {field}: {INLINE}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "25000 tokens", "--eos-token=</s>", "--token-budget=4096", "--max-tokens 100", "s3://bucket/a:b/c",
+        "http://host:8080/x", "0123456789abcdef0123456789abcdef01234567", "--password=$PASSWORD", "task-" + "a" * 30,
+        "--password-file=x", "https://host/a@b", "train.en",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_passes(text: str) -> None:
+    assert not has_secret(text)
+
+
+def test_names_that_only_resemble_secrets_pass() -> None:
+    assert not any(map(names_secret, ("max_tokens", "tokenizer", "vocabulary", "key", "passes")))
+    assert all(map(names_secret, ("token", "api_key", "apiKey", "AWS_ACCESS_KEY_ID", "authToken", "my.password")))
+
+
+# Overrides and defaults.
+
+
+def test_any_field_can_be_set(directory: Path) -> None:
+    job = load(
+        VALID,
+        "train.duration=100 steps",
+        "model.dropout=0.1",
+        "data.train.0.weight=3",
+        "data.valid.0.bitext.0=/other.tsv",
+        "data.valid.1={bitext: more.tsv}",
+        "data.test.0.bitext=[a, b]",
+        "train.schedule.noam.warmup=7 steps",
+        "fleet=local",
+        "fleet.local.machines=2",
+        "train.clip=",
+        "budget.hours=1e1",
+    ).job
+    assert job.train.duration == Duration(100, "steps")
+    assert (job.model.size, job.model.options) == ("base", {"dropout": 0.1})
+    assert job.data.train[0].weight == 3
+    assert [source.paths for source in job.data.valid] == [("/other.tsv",), (f"{directory}/more.tsv",)]
+    assert job.data.test[0].paths == (f"{directory}/a", f"{directory}/b")
+    assert job.train.schedule == Noam(warmup=Duration(7, "steps"), scale=2.0)
+    assert (job.fleet.kind.model_dump(), job.train.clip, job.budget.hours) == (
+        {"machines": 2, "power_off": False},
+        None,
+        10,
+    )
+
+
+def test_the_last_of_two_overrides_holds(directory: Path) -> None:
+    assert load(VALID, "train.seed=2", "train.seed=3").job.train.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.duraton=1 steps", "--set train.duraton: unknown key; did you mean 'duration'?"),
+        ("trian.duration=1 steps", "--set trian: unknown key; did you mean 'train'?"),
+        ("train.duration=1 stpes", "--set train.duration: unknown unit 'stpes' in '1 stpes'; did you mean 'steps'?"),
+        ("train.seed", "--set train.seed: write it as field=value, such as train.seed=2"),
+        ("train..seed=1", "--set train..seed: not a field; write it with dots, such as train.seed=2"),
+        ("=1", "--set : not a field; write it with dots, such as train.seed=2"),
+        ("train.seed=[1", "--set train.seed: not valid YAML: did not find expected ',' or ']'"),
+        ("train.seed=!!int 1", "--set train.seed: YAML tags are not allowed; write the value alone"),
+        ("train.clip=.inf", "--set train.clip: must be a finite number"),
+        ("train={seed: 1, seed: 2}", "--set train.seed: given twice, first on line 1"),
+        ("train.clip.x=1", "--set train.clip.x: train.clip is a value and has no fields"),
+        ("data.train.5.weight=1", "--set data.train.5: there is no such entry; the list has 1, counted from 0"),
+        ("data.train.x=1", "--set data.train.x: there is no such entry; the list has 1, counted from 0"),
+        ("data.train.0.weight=-1", "--set data.train.0.weight: must be more than 0"),
+        ("name=\x1b", "--set name: has the control character U+001B in it"),
+        ("name=\udc80", "--set name: has the control character U+DC80 in it"),
+        ("train.schedule={noam: {warmup: 1 steps}}",
+         "--set train.schedule.noam: exactly one of scale and peak is needed"),
+        ("program=[a.py]", "--set program: a job has a recipe or a program, not both"),
+        ("train.schedule.constant.rate=1",
+         f"a.yaml:12: train.schedule: must name one kind, not 2; known: {', '.join(sorted(SCHEDULES))}"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_refused_by_its_name(directory: Path, override: str, line: str) -> None:
+    assert refusal(VALID, override) == line
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "model": {"size": "tiny", "dropout": 0.1},
+    "train": {
+        "duration": "10 steps",
+        "batch": "64 tokens",
+        "clip": 5.0,
+        "schedule": {"constant": {"rate": 1e-3}},
+    },
+    "evaluate": {"every": "100 steps"},
+}
+SHORT = "name: a\nrecipe: translate\ndata: {train: {bitext: a.tsv}}\n"
+
+
+def test_a_recipe_s_defaults_fill_what_the_file_leaves_out(directory: Path) -> None:
+    job = load(SHORT, defaults=DEFAULTS).job
+    assert job.train.schedule == Constant(rate=1e-3)
+    assert (job.model.size, job.train.clip) == ("tiny", 5.0)
+
+
+def test_the_file_wins_field_by_field_and_kinds_never_mix(directory: Path) -> None:
+    job = load(VALID.replace("clip: 1.0", "clip: null"), defaults=DEFAULTS).job
+    assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)
+    assert job.train.clip is None
+    assert (job.model.size, job.model.options) == ("base", {"dropout": 0.1})
+    assert job.evaluate.every == Duration(100, "steps")
+
+
+def test_an_override_goes_on_top_of_the_defaults(directory: Path) -> None:
+    job = load(SHORT, "train.schedule.constant.rate=0.5", "model=big", defaults=DEFAULTS).job
+    assert job.train.schedule == Constant(rate=0.5)
+    assert (job.model.size, job.model.options) == ("big", {})
+
+
+def test_a_field_that_neither_the_file_nor_the_recipe_gives_is_asked_for(directory: Path) -> None:
+    assert refusal(SHORT, defaults={**DEFAULTS, "train": {}}) == "a.yaml:1: train.duration is needed (and 2 more)"
+    assert refusal("name: a\nrecipe: x\n", defaults=DEFAULTS) == "a.yaml:1: data.train is needed"
+
+
+def test_an_unknown_recipe_is_told_with_its_line(directory: Path) -> None:
+    def unknown(recipe: str, _code: Path) -> Mapping[str, object]:
+        raise Mistake(f"unknown recipe {recipe!r}; did you mean 'translate'?")
+
+    Path("a.yaml").write_text(VALID)
+    with pytest.raises(Mistake, match=r"^a\.yaml:2: recipe: unknown recipe 'translate'; did you mean"):
+        load_job("a.yaml", defaults_of=unknown)
+    with pytest.raises(Mistake, match=r"^--set recipe: unknown recipe 'x'; did you mean"):
+        load_job("a.yaml", ["recipe=x"], unknown)
+
+
+def test_the_defaults_of_a_recipe_are_not_changed_by_overrides(directory: Path) -> None:
+    before = repr(DEFAULTS)
+    load(SHORT, "train.schedule.constant.rate=0.5", "evaluate.beam=2", defaults=DEFAULTS)
+    assert repr(DEFAULTS) == before
+
+
+def test_others_can_tell_a_mistake_at_a_field_s_place(directory: Path) -> None:
+    loaded = load(VALID, "model.dropuot=1")
+    assert str(loaded.mistake("train.batch", "too small")) == "a.yaml:11: train.batch: too small"
+    assert str(loaded.mistake("data.valid.0.bitext", "is gone")) == "a.yaml:6: data.valid.0.bitext: is gone"
+    assert str(loaded.mistake("model.dropuot", "unknown")) == "--set model.dropuot: unknown"
+
+
+def test_a_document_knows_the_line_of_every_field(directory: Path) -> None:
+    Path("a.yaml").write_text(VALID)
+    document = read_document("a.yaml")
+    assert document.place(("train", "schedule", "noam", "scale")) == 12
+    assert document.place(("data", "valid", 0, "weight")) == 7
+
+
+# Whatever the file: a job or one line, and soon.
+
+PIECES = (
+    b"&a ", b"*a", b"!!int ", b"<<: ", b"---\n", b"{", b"}", b"[", b"]", b"? ", b": ", b"- ", b"|\n", b"'", b'"', b"\\x00",
+    b"\t", b"\n", b"\r", b"\xff", b"\xe2\x80\xa8", b"\xef\xbf\xbf", b".nan", b"1e999", b"9" * 500, b"null", b"#", b"%TAG ! x\n",
+    b"\xc2\x85", b"\\ud800", b"..", b"/", b"://a:b@", b"  ", b"train:\n", b"0", b"-",
+)  # fmt: skip
+
+
+def job_or_one_line(path: Path, content: bytes, overrides: tuple[str, ...] = ()) -> None:
+    path.write_bytes(content)
+    started = time.process_time()
+    try:
+        job = load_job(path, overrides, lambda _recipe, _code: DEFAULTS).job
+    except Mistake as mistake:
+        line = str(mistake)
+        assert line.isprintable(), line
+        line.encode()
+        assert len(line) < 1000
+    else:
+        assert Job.model_validate_json(job.model_dump_json()) == job
+    assert time.process_time() - started < 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=st.binary(max_size=300) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")))
+def test_any_bytes_give_a_job_or_one_line(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    job_or_one_line(tmp_path_factory.getbasetemp() / "any.yaml", content)
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32), changes=st.integers(1, 4))
+def test_a_damaged_job_file_gives_a_job_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, changes: int
+) -> None:
+    chance = random.Random(seed)  # noqa: S311
+    content = bytearray(VALID.encode())
+    for _ in range(changes):
+        start = chance.randrange(len(content) + 1)
+        end = start + chance.choice((0, 0, 1, 3, 20))
+        content[start:end] = chance.choice((b"", *PIECES, bytes(content[start // 2 : start // 2 + 30])))
+    job_or_one_line(tmp_path_factory.getbasetemp() / "damaged.yaml", bytes(content))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    field=st.sampled_from(["train.seed", "data.train.0.bitext", "model", "fleet", "data.train", "", "a.0.b"]),
+    value=st.text(max_size=40) | st.sampled_from(["{}", "[]", "{a: 1}", "[[]]", "&a [*a]", "-1", "1 steps"]),
+)
+def test_any_override_gives_a_job_or_one_line(tmp_path_factory: pytest.TempPathFactory, field: str, value: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "override.yaml"
+    job_or_one_line(path, VALID.encode(), (f"{field}={value}",))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"-a." * 300_000,
+        b"a: " + b"-a." * 300_000,
+        b"a: '" + b"eyJ" * 300_000 + b"'",
+        b"a: " + b"x" * 999_000,
+        b"[" * 999_000,
+        b"- " * 499_000,
+        b"? " * 499_000,
+        b"{a: " * 249_000,
+        b"".join(b"k%d: 1\n" % number for number in range(4990)),
+        b"train: {" + b", ".join(b"k%d: aws" % number for number in range(4990)) + b"}",
+        b"data: {train: [" + b"{bitxt: a}, " * 3000 + b"]}",
+        b"a: [" + (AWS_KEY.encode() + b" , ") * 9000 + b"]",
+        b"a: " + b"://" * 330_000,
+        b"a: '" + b" " * 900_000 + b"--x" + b" " * 90_000 + b"'",
+        b"&a " * 300_000,
+        b"a:\n" + b" " * 990_000,
+        BOMB.encode(),
+    ],
+    ids=range(17),
+)
+def test_large_and_odd_files_are_told_apart_quickly(tmp_path: Path, content: bytes) -> None:
+    job_or_one_line(tmp_path / "a.yaml", content)
+
+
+def test_the_job_files_in_the_reference_are_valid(directory: Path) -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "job.md").read_text("utf-8")
+    examples = [block.split("```")[0] for block in reference.split("```yaml\n")[1:]]
+    assert len(examples) == 3
+    for example in examples:
+        load(example, defaults=DEFAULTS if "recipe:" in example else {})

@@ -1,0 +1,187 @@
+"""The `train` section: what it means in every epoch, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from packtrain.job.part import faults
+from packtrain.job.train import EXCHANGES, OPTIMIZERS, SCHEDULES, Ddp, EpochSettings, LocalSteps, Train
+from packtrain.train.gradient_sync import EXCHANGES as BUILT_EXCHANGES
+from packtrain.train.optimizer import OPTIMIZERS as BUILT_OPTIMIZERS
+from packtrain.train.schedule import SCHEDULES as BUILT_SCHEDULES
+from packtrain.train.schedule import Moment, rate_of
+from packtrain.units import Amount, Duration
+
+TRAIN: Mapping[str, Any] = {
+    "duration": "50 epochs",
+    "batch": "8192 samples",
+    "schedule": {"constant": {"rate": 0.1}},
+}
+
+# The record of 16 machines: sizes, global batches and rates by epoch.
+DAWNBENCH = [
+    {"until": "6 epochs", "rate": [1.88, 3.76], "size": 128, "batch": "8192 samples"},
+    {"until": "16 epochs", "rate": 3.76, "batch": "16384 samples"},
+    {"until": "19 epochs", "rate": 1.88, "size": 224, "batch": "8192 samples", "min_scale": 0.087},
+    {"until": "31 epochs", "rate": 0.564, "batch": "24576 samples"},
+    {"until": "37 epochs", "rate": 0.0564},
+    {"until": "38 epochs", "rate": 0.0376, "size": 288, "batch": "16384 samples", "rectangular": True},
+    {"until": "50 epochs", "rate": 0.00376},
+]
+
+
+def settings(**fields: Any) -> Train:
+    return Train.model_validate({**TRAIN, **fields})
+
+
+def refusals(**fields: Any) -> list[str]:
+    with pytest.raises(ValidationError) as refused:
+        settings(**fields)
+    return [f"{'.'.join(map(str, location))}: {text}" for location, text, _ in faults(refused.value)]
+
+
+def test_every_kind_that_can_be_written_can_be_built() -> None:
+    assert set(SCHEDULES.values()) == set(BUILT_SCHEDULES)
+    assert set(OPTIMIZERS.values()) == set(BUILT_OPTIMIZERS)
+    assert set(EXCHANGES.values()) == set(BUILT_EXCHANGES)
+
+
+# Phases.
+
+
+@pytest.mark.parametrize(
+    ("epoch", "rate", "size", "batch", "rectangular"),
+    [
+        (0, 1.88, 128, 8192, False),
+        (3, 2.82, 128, 8192, False),
+        (6, 3.76, 128, 16384, False),
+        (15, 3.76, 128, 16384, False),
+        (16, 1.88, 224, 8192, False),
+        (18, 1.88, 224, 8192, False),
+        (19, 0.564, 224, 24576, False),
+        (30, 0.564, 224, 24576, False),
+        (31, 0.0564, 224, 24576, False),
+        (36, 0.0564, 224, 24576, False),
+        (37, 0.0376, 288, 16384, True),
+        (38, 0.00376, 288, 16384, True),
+        (49, 0.00376, 288, 16384, True),
+    ],
+)
+def test_the_phases_of_a_record_give_its_rate_size_and_batch_at_each_epoch(
+    epoch: int, rate: float, size: int, batch: int, rectangular: bool
+) -> None:
+    train = settings(schedule={"phases": DAWNBENCH})
+    assert rate_of(train, width=1)(Moment(10**6, epoch)) == pytest.approx(rate)
+    scale = 0.08 if epoch < 16 else 0.087
+    assert train.in_epoch(epoch) == EpochSettings(Amount(batch, "samples"), size, scale, rectangular)
+
+
+def test_the_rate_goes_with_every_batch_of_an_epoch_and_the_data_with_whole_ones() -> None:
+    train = settings(schedule={"phases": DAWNBENCH})
+    rate = rate_of(train, width=1)
+    assert rate(Moment(0, 5.5)) == pytest.approx(1.88 + (3.76 - 1.88) * 5.5 / 6)
+    assert rate(Moment(0, 5.999999)) == pytest.approx(3.76, rel=1e-5)
+    assert [rate(Moment(0, 37.999)), rate(Moment(0, 38.0))] == [0.0376, 0.00376]
+
+
+def test_after_the_last_phase_all_stays_as_it_was() -> None:
+    train = settings(duration="60 epochs", schedule={"phases": DAWNBENCH})
+    assert rate_of(train, width=1)(Moment(0, 55.0)) == 0.00376
+    assert train.in_epoch(55) == train.in_epoch(49)
+
+
+def test_phases_can_be_counted_in_steps_where_they_leave_the_data_alone() -> None:
+    phases = [{"until": "10 steps", "rate": [0.0001, 1.0], "batch": "64 samples"}, {"until": "30 steps", "rate": 0.5}]
+    train = settings(schedule={"phases": phases})
+    rate = rate_of(train, width=1)
+    assert [rate(Moment(step, 0.0)) for step in (5, 10, 29, 99)] == pytest.approx([0.50005, 0.5, 0.5, 0.5])
+    assert train.in_epoch(40).batch == Amount(64, "samples")
+
+
+def test_without_phases_every_epoch_is_as_the_section_says() -> None:
+    train = settings(size=160, min_scale=0.25, rectangular=True)
+    assert train.in_epoch(0) == train.in_epoch(99) == EpochSettings(Amount(8192, "samples"), 160, 0.25, True)
+
+
+def test_a_section_reads_back_what_it_writes() -> None:
+    for fields in (
+        {"schedule": {"phases": DAWNBENCH}},
+        {"schedule": {"cosine": {"peak": 1.0, "warmup": "2 epochs"}}, "exchange": {"local": {"every": "20 steps"}}},
+        {"optimizer": {"sgd": {"momentum": 0.9, "nesterov": True}}, "micro_batch": "32 samples", "precision": "fp16"},
+    ):
+        train = settings(**fields)
+        assert Train.model_validate_json(train.model_dump_json()) == train
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    train = settings()
+    assert train.exchange == Ddp(compress="no")
+    assert (train.micro_batch, train.ema, train.compile, train.patience) == (None, None, False, Duration(60, "seconds"))
+    assert LocalSteps.model_validate({"every": "50 steps"}).rate == 0.7
+
+
+# Refusals.
+
+
+def phases(*changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"phases": [{"rate": 0.1, **change} for change in changes]}
+
+
+UNITS = "must be in steps or in epochs, the same in all phases"
+WHOLE = "must be a whole number of epochs: the next phase changes the batch or the pictures"
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"schedule": phases()}, "schedule.phases: must have at least one phase"),
+        ({"schedule": phases({"until": "3 epochs"}, {"until": "90 steps"})}, f"schedule.phases.1.until: {UNITS}"),
+        ({"schedule": phases({"until": "3 min"})}, f"schedule.phases.0.until: {UNITS}"),
+        ({"schedule": phases({"until": "3 epochs"}, {"until": "3 epochs"})},
+         "schedule.phases.1.until: must be later than that of the phase before"),
+        ({"schedule": phases({"until": "2.5 epochs"}, {"until": "9 epochs", "batch": "64 samples"})},
+         f"schedule.phases.0.until: {WHOLE}"),
+        ({"schedule": phases({"until": "2.5 epochs"}, {"until": "9 epochs", "size": 224})},
+         f"schedule.phases.0.until: {WHOLE}"),
+        ({"schedule": phases({"until": "20 steps"}, {"until": "90 steps", "batch": "64 samples"})},
+         f"schedule.phases.0.until: {WHOLE}"),
+        ({"schedule": phases({"until": "3 epochs", "batch": "9 tokens"})},
+         "schedule.phases.0.batch: must be counted in samples, as the batch is"),
+        ({"schedule": phases({"until": "3 epochs", "rate": [0.1]})},
+         "schedule.phases.0.rate: must be a rate, or a pair of rates such as [0.5, 2.0]"),
+        ({"schedule": phases({"until": "3 epochs", "rate": [0.1, 0]})}, "schedule.phases.0.rate: must be more than 0"),
+        ({"schedule": phases({"until": "3 epochs", "rate": True})},
+         "schedule.phases.0.rate: must be a rate, or a pair of rates such as [0.5, 2.0]"),
+        ({"schedule": phases({"until": "3 epochs", "size": 4})}, "schedule.phases.0.size: must be at least 8"),
+        ({"duration": "1 hour", "schedule": {"cosine": {"peak": 1.0}}},
+         "duration: must be in steps or epochs: the schedule goes by how much of the run is left"),
+        ({"duration": "1 hour", "schedule": {"one_cycle": {"peak": 1.0}}},
+         "duration: must be in steps or epochs: the schedule goes by how much of the run is left"),
+        ({"schedule": {"cosine": {"peak": 1.0, "warmup": "100 steps"}}},
+         "schedule.cosine.warmup: must be counted in epochs, as the duration is"),
+        ({"schedule": {"cosine": {"peak": 1.0, "warmup": "50 epochs"}}},
+         "schedule.cosine.warmup: must be shorter than the run"),
+        ({"schedule": {"step": {"rate": 1.0, "every": "1 hour"}}}, "schedule.step.every: must be in steps or epochs"),
+        ({"schedule": {"step": {"rate": 1.0, "every": "1 epoch", "warmup": "1 min"}}},
+         "schedule.step.warmup: must be in steps or epochs"),
+        ({"micro_batch": "64 tokens"}, "micro_batch: must be counted in samples, as the batch is"),
+        ({"precision": "fp16", "exchange": {"local": {"every": "20 steps"}}},
+         "precision: fp16 scales the loss for all workers alike, and local steps do not: use bf16 or fp32"),
+        ({"exchange": {"local": {"every": "1 epoch"}}},
+         "exchange.local.every: must be counted in steps, such as '500 steps'"),
+        ({"exchange": {"local": {}}}, "exchange.local.every: is needed"),
+        ({"exchange": {"ddp": {"compress": "int8"}}},
+         "exchange.ddp.compress: 'int8' is not one of no, fp16, bf16; known: bf16, fp16, no"),
+        ({"exchange": {"horovod": {}}}, "exchange.horovod: unknown key; known: ddp, fsdp, local"),
+        ({"optimizer": {"sgd": {"momentum": 0.0, "nesterov": True}}}, "optimizer.sgd.nesterov: needs a momentum"),
+        ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, sgd"),
+        ({"patience": "100 steps"}, "patience: must be counted in seconds, such as '1 min'"),
+        ({"compile": "yes"}, "compile: must be true or false, not a text"),
+    ],
+)  # fmt: skip
+def test_what_the_section_refuses(fields: dict[str, Any], refusal: str) -> None:
+    assert refusals(**fields) == [refusal]

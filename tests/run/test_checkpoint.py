@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.run.checkpoint import (
+    Checkpoint,
+    CorruptCheckpoint,
+    Superseded,
+    best,
+    commit,
+    committed,
+    fetch,
+    fetch_newest,
+    prune,
+    superfluous,
+)
+from packtrain.run.run import Run
+from packtrain.store import Store, StoreError
+from parts.faulty import FaultyStore, Killed
+from parts.runs import a_generation, new_run, read_files, write_files
+
+
+def content(step: int) -> dict[str, bytes]:
+    """Files of which every one tells the step, and one is there at odd steps only."""
+    files = {"model.bin": b"model %d" % step, "deep/er/state.json": b"state %d" % step}
+    return files | ({"odd": b"%d" % step} if step % 2 else {})
+
+
+def save(run: Run, directory: Path, step: int, generation: int = 1, score: float | None = None) -> Checkpoint:
+    return commit(run, step, generation, score, write_files(directory / f"files-{step}", content(step)))
+
+
+def restore(run: Run, directory: Path) -> tuple[Checkpoint | None, dict[str, bytes], list[str]]:
+    directory.mkdir()
+    complaints: list[str] = []
+    found = fetch_newest(run, directory, complaints.append)
+    return found, read_files(directory), complaints
+
+
+def manifest_key(run: Run, checkpoint: Checkpoint) -> str:
+    return run.key(f"checkpoints/{checkpoint.name}/manifest.json")
+
+
+def change_manifest(run: Run, checkpoint: Checkpoint, **changes: Any) -> None:
+    manifest = json.loads(run.store.get(manifest_key(run, checkpoint)))
+    run.store.put(manifest_key(run, checkpoint), json.dumps({**manifest, **changes}).encode())
+
+
+# Committing.
+
+
+def test_a_checkpoint_comes_back_as_it_was(any_store: Store, tmp_path: Path) -> None:
+    run = new_run(any_store)
+    saved = save(run, tmp_path, step=7, score=0.5)
+    assert committed(run) == [saved]
+    assert restore(run, tmp_path / "back") == (saved, content(7), [])
+
+
+def test_a_new_run_has_no_checkpoint(any_store: Store, tmp_path: Path) -> None:
+    assert restore(new_run(any_store), tmp_path / "back") == (None, {}, [])
+
+
+def test_the_manifest_is_written_last(directory_store: Store, tmp_path: Path) -> None:
+    store = FaultyStore(directory_store)
+    saved = save(Run(store, "job-1"), tmp_path, step=1)
+    *files, last = store.changes()
+    assert last == ("put", f"runs/job-1/checkpoints/{saved.name}/manifest.json")
+    assert [operation for operation, _ in files] == ["put_file"] * 3
+
+
+def test_the_order_is_by_generation_and_step_and_not_by_time(any_store: Store, tmp_path: Path) -> None:
+    run = new_run(any_store)
+    for generation, step in ((2, 5), (1, 9), (2, 12), (1, 10)):
+        save(run, tmp_path, step, generation)
+    assert [(one.generation, one.step) for one in committed(run)] == [(1, 9), (1, 10), (2, 5), (2, 12)]
+
+
+def test_a_file_may_have_the_name_of_a_manifest(any_store: Store, tmp_path: Path) -> None:
+    run = new_run(any_store)
+    files = {"manifest.json": b"the program's own", "deep/manifest.json": b"and another"}
+    saved = commit(run, 1, 1, None, write_files(tmp_path / "files", files))
+    assert restore(run, tmp_path / "back") == (saved, files, [])
+
+
+def test_a_generation_that_was_superseded_commits_nothing(any_store: Store, tmp_path: Path) -> None:
+    run = new_run(any_store)
+    run.propose(a_generation(1))
+    old = save(run, tmp_path, step=1)
+    run.propose(a_generation(2))
+    with pytest.raises(Superseded, match="generation 2 has begun; step 2 of 1 is not committed"):
+        save(run, tmp_path, step=2)
+    assert committed(run) == [old]
+
+
+def test_a_generation_that_is_superseded_during_the_upload_commits_nothing(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    store = FaultyStore(directory_store)
+    run = Run(store, "job-1")
+
+    def supersede(operation: str, key: str) -> None:
+        if operation == "put_file":
+            Run(directory_store, "job-1").propose(a_generation(2))
+
+    store.fault = supersede  # type: ignore[assignment]
+    with pytest.raises(Superseded):
+        save(run, tmp_path, step=1)
+    assert committed(run) == []
+
+
+# Every point of the way at which a process can die.
+
+
+def operations_of(store: Store, tmp_path: Path) -> int:
+    counting = FaultyStore(store)
+    run = Run(counting, "counting-1")
+    save(run, tmp_path, step=1)
+    before = len(counting.operations)
+    save(run, tmp_path, step=2)
+    prune(run, keep_last=1, keep_best=0)
+    return len(counting.operations) - before
+
+
+@pytest.mark.parametrize("answers_get_lost", [False, True], ids=["before", "after"])
+def test_whoever_dies_while_committing_and_pruning_leaves_the_old_or_the_new_checkpoint_whole(
+    directory_store: Store, tmp_path: Path, answers_get_lost: bool
+) -> None:
+    steps = []
+    for number in range(operations_of(directory_store, tmp_path)):
+        store = FaultyStore(directory_store)
+        run = Run(store, f"job-{number}")
+        save(run, tmp_path, step=1)
+        store.answers_get_lost = answers_get_lost
+        store.kill_at(number)
+        with pytest.raises(Killed):
+            save(run, tmp_path, step=2)
+            prune(run, keep_last=1, keep_best=0)
+        found, files, complaints = restore(Run(directory_store, run.name), tmp_path / f"back-{number}")
+        assert found is not None
+        assert files == content(found.step)
+        assert complaints == []
+        steps.append(found.step)
+    assert steps == sorted(steps), "once the new one is there it stays"
+    assert set(steps) == {1, 2}
+
+
+def test_a_checkpoint_loses_its_manifest_before_its_files(directory_store: Store, tmp_path: Path) -> None:
+    store = FaultyStore(directory_store)
+    run = Run(store, "job-1")
+    old, new = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
+    store.operations.clear()
+    prune(run, keep_last=1, keep_best=0)
+    deleted = [key for operation, key in store.changes() if operation == "delete"]
+    assert deleted[0] == manifest_key(run, old)
+    assert len(deleted) == 1 + len(old.files)
+    assert committed(run) == [new]
+    assert directory_store.folders("runs/job-1/checkpoints") == [new.name]
+
+
+def test_nothing_is_deleted_where_the_checkpoints_cannot_be_read_back(directory_store: Store, tmp_path: Path) -> None:
+    store = FaultyStore(directory_store)
+    run = Run(store, "job-1")
+    both = [save(run, tmp_path, step=1), save(run, tmp_path, step=2)]
+    store.refuse("find")
+    with pytest.raises(StoreError):
+        prune(run, keep_last=1, keep_best=0)
+    store.refuse()
+    assert committed(run) == both
+
+
+# Damage.
+
+
+def damage(run: Run, checkpoint: Checkpoint, how: str) -> None:
+    key = run.key(f"checkpoints/{checkpoint.name}/files/model.bin")
+    if how == "missing":
+        run.store.delete(key)
+    else:
+        data = run.store.get(key)
+        run.store.put(key, data[:-1] if how == "truncated" else b"M" + data[1:])
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("missing", "checkpoint {} lacks its file model.bin; passed over"),
+        ("truncated", "checkpoint {}: model.bin does not have the hash it should; passed over"),
+        ("corrupt", "checkpoint {}: model.bin does not have the hash it should; passed over"),
+    ],
+)
+def test_a_checkpoint_that_does_not_hold_is_passed_over_for_the_newest_that_does(
+    any_store: Store, tmp_path: Path, how: str, line: str
+) -> None:
+    """The damaged one has a file that the other lacks: nothing of it may stay behind."""
+    run = new_run(any_store)
+    older, damaged = save(run, tmp_path, step=2), save(run, tmp_path, step=3)
+    damage(run, damaged, how)
+    assert restore(run, tmp_path / "back") == (older, content(2), [line.format(damaged.name)])
+
+
+def refusing(error: Exception, *refused: int) -> Callable[[Path], None]:
+    """A check that refuses the checkpoints of these steps."""
+
+    def check(directory: Path) -> None:
+        if int((directory / "model.bin").read_text().split()[1]) in refused:
+            raise error
+
+    return check
+
+
+@pytest.mark.parametrize("error", [CorruptCheckpoint("it is a pickle"), Mistake("it is of another run")])
+def test_a_checkpoint_that_its_reader_refuses_is_passed_over_too(
+    directory_store: Store, tmp_path: Path, error: PacktrainError
+) -> None:
+    run = new_run(directory_store)
+    older, refused = save(run, tmp_path, step=2), save(run, tmp_path, step=3)
+    (tmp_path / "back").mkdir()
+    complaints: list[str] = []
+    assert fetch_newest(run, tmp_path / "back", complaints.append, refusing(error, 3)) == older
+    assert read_files(tmp_path / "back") == content(2)
+    assert complaints == [f"checkpoint {refused.name}: {error}; passed over"]
+
+
+def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginning(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    for step in (1, 2):
+        save(run, tmp_path, step)
+    (tmp_path / "back").mkdir()
+    with pytest.raises(Mistake, match="it is of another run"):
+        fetch_newest(run, tmp_path / "back", lambda _: None, refusing(Mistake("it is of another run"), 1, 2))
+
+
+def test_where_none_holds_that_is_an_error_and_not_a_new_beginning(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    for step in (1, 2):
+        damage(run, save(run, tmp_path, step), "corrupt")
+    newest = committed(run)[-1].name
+    with pytest.raises(Mistake, match=f"none of the 2 checkpoints of job-1 can be used: checkpoint {newest}"):
+        restore(run, tmp_path / "back")
+    assert read_files(tmp_path / "back") == {}
+
+
+def test_where_no_manifest_can_be_read_that_is_no_new_beginning_either(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    directory_store.put(manifest_key(run, save(run, tmp_path, step=1)), b"{")
+    with pytest.raises(Mistake, match="none of the 1 checkpoints of job-1 can be used: the manifest of"):
+        restore(run, tmp_path / "back")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"format": 2, "parts": []}', b"\xff"])
+def test_a_manifest_that_cannot_be_read_is_passed_over_with_a_line(
+    directory_store: Store, tmp_path: Path, data: bytes
+) -> None:
+    run = new_run(directory_store)
+    older, damaged = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
+    directory_store.put(manifest_key(run, damaged), data)
+    line = f"the manifest of checkpoint {damaged.name} cannot be read; passed over"
+    assert restore(run, tmp_path / "back") == (older, content(1), [line])
+
+
+def test_a_foreign_format_is_passed_over_with_a_line(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    older, foreign = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
+    change_manifest(run, foreign, format=2)
+    line = f"checkpoint {foreign.name} has format 2, and this version reads 1: upgrade Packtrain; passed over"
+    assert restore(run, tmp_path / "back") == (older, content(1), [line])
+
+
+def test_checkpoints_of_a_newer_version_are_neither_begun_over_nor_deleted(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    for step in (1, 2, 3):
+        change_manifest(run, save(run, tmp_path, step=step), format=2)
+    with pytest.raises(Mistake, match="has format 2, and this version reads 1: upgrade Packtrain"):
+        restore(run, tmp_path / "back")
+    prune(run, keep_last=1, keep_best=0)
+    assert [one.step for one in committed(run)] == [1, 2, 3]
+
+
+def test_a_score_that_is_not_a_number_is_none(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    for step, score in enumerate((math.nan, 5.0, 1.0, math.nan), 1):
+        save(run, tmp_path, step=step, score=score)
+    chosen = best(committed(run))
+    assert chosen is not None
+    assert chosen.step == 2
+    prune(run, keep_last=1, keep_best=1)
+    assert [one.step for one in committed(run)] == [2, 4]
+
+
+def test_a_manifest_that_was_copied_from_another_checkpoint_is_passed_over(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    older, newer = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
+    directory_store.put(manifest_key(run, older), directory_store.get(manifest_key(run, newer)))
+    assert committed(run) == [newer]
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a/../../escaped", "a//b", "", ".", "a\0b"])
+def test_a_name_that_leaves_the_directory_is_refused(directory_store: Store, tmp_path: Path, name: str) -> None:
+    run = new_run(directory_store)
+    saved = save(run, tmp_path, step=1)
+    change_manifest(run, saved, files=[{"name": name, "bytes": 1, "sha256": "0" * 64}])
+    [hostile] = committed(run)
+    (tmp_path / "back").mkdir()
+    with pytest.raises(CorruptCheckpoint, match="which no checkpoint can have"):
+        fetch(run, hostile, tmp_path / "back")
+    assert read_files(tmp_path / "back") == {}
+
+
+def test_a_store_that_is_away_is_not_taken_for_damage(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    save(run, tmp_path, step=1)
+    store = FaultyStore(directory_store)
+    store.refuse("get_file")
+    with pytest.raises(StoreError, match="the store is away"):
+        restore(Run(store, run.name), tmp_path / "back")
+
+
+# What is kept.
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> list[Checkpoint]:
+    """Checkpoints in the order of `committed`; scores are few, so that many are equal."""
+    scores = draw(st.lists(st.none() | st.sampled_from([-1.0, 0.0, 0.5, 1.0]), max_size=8))
+    return [Checkpoint(1, f"c{step}", step, 1 + step // 3, score, ()) for step, score in enumerate(scores)]
+
+
+@settings(deadline=None)
+@given(lines(), st.integers(0, 4), st.integers(0, 4))
+def test_the_newest_is_never_superfluous_nor_are_the_best(
+    checkpoints: list[Checkpoint], keep_last: int, keep_best: int
+) -> None:
+    dropped = superfluous(checkpoints, keep_last, keep_best)
+    kept = [one for one in checkpoints if one not in dropped]
+    assert kept[-max(1, keep_last) :] == checkpoints[-max(1, keep_last) :]
+    assert len(kept) <= max(1, keep_last) + keep_best
+    if keep_best and any(one.score is not None for one in checkpoints):
+        assert best(kept) == best(checkpoints)
+        best_scores = sorted((one.score for one in checkpoints if one.score is not None), reverse=True)[:keep_best]
+        kept_scores = sorted((one.score for one in kept if one.score is not None), reverse=True)
+        assert kept_scores[: len(best_scores)] == best_scores
+
+
+@settings(deadline=None)
+@given(lines(), st.integers(1, 3), st.integers(0, 3))
+def test_what_is_kept_once_pruned_is_kept_when_pruned_again(
+    checkpoints: list[Checkpoint], keep_last: int, keep_best: int
+) -> None:
+    dropped = superfluous(checkpoints, keep_last, keep_best)
+    kept = [one for one in checkpoints if one not in dropped]
+    assert superfluous(kept, keep_last, keep_best) == []
+
+
+def test_the_best_is_the_one_with_the_most_and_without_scores_the_newest() -> None:
+    made = [Checkpoint(1, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
+    assert best(made) == made[1]
+    assert best(made[2:3]) == made[2]
+    assert best([]) is None

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from packtrain.errors import PacktrainError
+from packtrain.run.chunks import ChunkReader, ChunkWriter, Flusher
+from packtrain.store import Store, StoreError
+from parts.faulty import FaultyStore
+
+
+@dataclass(frozen=True)
+class Note:
+    number: float
+    text: str = ""
+
+
+def writer(store: Store, name: str = "w") -> ChunkWriter[Note]:
+    return ChunkWriter(store, "runs/job-1/notes", name)
+
+
+def reader(store: Store) -> ChunkReader[Note]:
+    return ChunkReader(store, "runs/job-1/notes", Note)
+
+
+def note(writing: ChunkWriter[Note], *numbers: int) -> None:
+    for number in numbers:
+        writing.append(Note(number))
+
+
+def numbers(notes: Sequence[Note]) -> list[float]:
+    return [one.number for one in notes]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another thread; the test's own time limit ends what never comes."""
+    while not condition():
+        threading.Event().wait(0.01)
+
+
+def test_what_was_flushed_is_read_in_order(any_store: Store) -> None:
+    writing, reading = writer(any_store), reader(any_store)
+    note(writing, 1, 2)
+    writing.flush()
+    note(writing, 3)
+    writing.flush()
+    assert numbers(reading.read()) == [1, 2, 3]
+
+
+def test_each_call_of_read_returns_what_has_come_since_the_last(any_store: Store) -> None:
+    writing, reading = writer(any_store), reader(any_store)
+    assert reading.read() == []
+    note(writing, 1)
+    writing.flush()
+    assert numbers(reading.read()) == [1]
+    assert reading.read() == []
+    note(writing, 2)
+    assert reading.read() == []
+    writing.flush()
+    assert numbers(reading.read()) == [2]
+
+
+def test_a_reader_that_starts_late_sees_all(any_store: Store) -> None:
+    writing = writer(any_store)
+    for number in range(12):
+        note(writing, number)
+        writing.flush()
+    assert numbers(reader(any_store).read()) == list(range(12))
+
+
+def test_the_end_of_a_stream_is_read_without_the_rest(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    for name, chunks_of in (("000001", (1, 2)), ("000002", (3, 4))):
+        writing = writer(store, name)
+        for number in chunks_of:
+            note(writing, number, 10 * number)
+            writing.flush()
+    reading = reader(store)
+    chunks = reading.backward()
+    store.operations.clear()
+    assert numbers(next(chunks)) == [4, 40]
+    assert [key for operation, key in store.operations if operation == "find"] == [
+        "runs/job-1/notes/000002/00000001.jsonl"
+    ]
+    assert [numbers(chunk) for chunk in chunks] == [[3, 30], [2, 20], [1, 10]]
+    assert len(reading.read()) == 8
+
+
+def test_writers_do_not_disturb_each_other(any_store: Store) -> None:
+    first, second, reading = writer(any_store, "a"), writer(any_store, "b"), reader(any_store)
+    note(first, 1)
+    first.flush()
+    assert numbers(reading.read()) == [1]
+    note(second, 10)
+    note(first, 2)
+    second.flush()
+    first.flush()
+    assert sorted(numbers(reading.read())) == [2, 10]
+
+
+def test_nothing_is_put_when_nothing_was_collected(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    writing = writer(store)
+    writing.flush()
+    note(writing, 1)
+    writing.flush()
+    writing.flush()
+    assert store.changes() == [("put", "runs/job-1/notes/w/00000000.jsonl")]
+
+
+def test_what_could_not_be_flushed_is_kept_and_put_later_in_order(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    writing, reading = writer(store), reader(directory_store)
+    store.refuse("put")
+    for number in (1, 2, 3):
+        note(writing, number)
+        with pytest.raises(StoreError):
+            writing.flush()
+    assert reading.read() == []
+    store.refuse()
+    note(writing, 4)
+    writing.flush()
+    assert numbers(reading.read()) == [1, 2, 3, 4]
+
+
+@settings(deadline=None)
+@example(["append", "lose the answer", "read", "append", "flush"])
+@given(st.lists(st.sampled_from(["append", "flush", "fail", "lose the answer", "read"]), max_size=30))
+def test_every_record_is_read_once_and_in_order_whatever_fails(tmp_path_factory, deeds) -> None:  # type: ignore[no-untyped-def]
+    """Also where a put fails but has reached the store, and was read there before it is repeated."""
+    from packtrain.store import open_store
+
+    inner = open_store(str(tmp_path_factory.mktemp("store")))
+    store = FaultyStore(inner)
+    writing, reading = writer(store), reader(inner)
+    written, read = 0, []
+    for deed in [*deeds, "flush", "read"]:
+        if deed == "append":
+            note(writing, written)
+            written += 1
+        elif deed == "read":
+            read += numbers(reading.read())
+        else:
+            store.answers_get_lost = deed == "lose the answer"
+            store.refuse(*(() if deed == "flush" else ("put",)))
+            try:
+                writing.flush()
+            except StoreError:
+                assert deed != "flush"
+    assert read == list(range(written))
+    assert numbers(reader(inner).read()) == read
+
+
+def test_a_read_that_fails_half_way_loses_nothing(directory_store: Store) -> None:
+    writing = writer(directory_store)
+    for number in (1, 2):
+        note(writing, number)
+        writing.flush()
+    store = FaultyStore(directory_store)
+    reading = reader(store)
+    store.fault = lambda _operation, key: StoreError("away") if key.endswith("1.jsonl") else None
+    with pytest.raises(StoreError):
+        reading.read()
+    store.refuse()
+    assert numbers(reading.read()) == [1, 2]
+
+
+def test_records_come_back_as_they_were(any_store: Store) -> None:
+    texts = ["", "ä\u2028\n\r\0\x85", '"]},\\', "💡"]
+    writing = writer(any_store)
+    for text in texts:
+        writing.append(Note(0.1, text))
+    writing.flush()
+    assert reader(any_store).read() == [Note(0.1, text) for text in texts]
+
+
+def test_numbers_that_are_not_finite_are_records_too(any_store: Store) -> None:
+    writing = writer(any_store)
+    for number in (math.inf, -math.inf, math.nan):
+        writing.append(Note(number))
+    writing.flush()
+    read = numbers(reader(any_store).read())
+    assert read[:2] == [math.inf, -math.inf]
+    assert math.isnan(read[2])
+
+
+def test_half_a_character_in_a_text_costs_that_character_alone(any_store: Store) -> None:
+    writing = writer(any_store)
+    writing.append(Note(1, "before\udc80after"))
+    writing.flush()
+    assert reader(any_store).read() == [Note(1, "before?after")]
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\n", b'{"text": 5}\n', b"null\n"])
+def test_a_damaged_chunk_is_named_in_one_line(directory_store: Store, data: bytes) -> None:
+    key = "runs/job-1/notes/w/00000000.jsonl"
+    directory_store.put(key, data)
+    with pytest.raises(PacktrainError, match=f"^{key} in .* is damaged: it does not hold records$"):
+        reader(directory_store).read()
+
+
+def test_threads_can_share_a_writer(directory_store: Store) -> None:
+    writing = writer(directory_store)
+
+    def work(first: int) -> None:
+        for number in range(first, first + 50):
+            note(writing, number)
+            if number % 7 == 0:
+                writing.flush()
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 50, 100, 150)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writing.flush()
+    assert sorted(numbers(reader(directory_store).read())) == list(range(200))
+
+
+def test_a_flusher_puts_what_is_collected_by_itself(directory_store: Store) -> None:
+    writing, reading = writer(directory_store), reader(directory_store)
+    flusher = Flusher([writing], complain=lambda _: None, seconds=0.01)
+    note(writing, 1)
+    until(lambda: bool(reading.read()))
+    assert flusher.close()
+
+
+def test_a_flusher_complains_of_a_store_that_is_away_and_goes_on(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    writing, reading = writer(store), reader(directory_store)
+    complaints: list[StoreError] = []
+    store.refuse("put")
+    note(writing, 1)
+    flusher = Flusher([writing], complaints.append, seconds=0.01)
+    until(lambda: len(complaints) > 2)
+    store.refuse()
+    until(lambda: bool(reading.read()))
+    assert flusher.close()
+    assert {str(complaint) for complaint in complaints} == {"the store is away"}
+
+
+def test_closing_a_flusher_flushes_what_is_left_and_says_whether_it_could(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    writing, complaints = writer(store), []
+    store.refuse("put")
+    flusher = Flusher([writing], complaints.append, seconds=60)
+    note(writing, 1)
+    assert not flusher.close()
+    assert len(complaints) == 1
+    store.refuse()
+    flusher = Flusher([writing], complaints.append, seconds=60)
+    assert flusher.close()
+    assert numbers(reader(directory_store).read()) == [1]

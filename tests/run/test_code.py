@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.run import code
+from packtrain.run.code import archive, snapshot, unpack
+from parts.runs import read_files, write_files
+
+
+def kept(directory: Path, back: Path) -> dict[str, bytes]:
+    back.mkdir()
+    unpack(snapshot(directory), back)
+    return read_files(back)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    directory = tmp_path / "code"
+    directory.mkdir()
+    subprocess.run(["git", "init", "-q", directory], check=True)
+    return directory
+
+
+def tar_of(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for entry, data in entries:
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return zstandard.compress(buffer.getvalue())
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, target
+    return entry
+
+
+# What goes in.
+
+
+def test_the_files_come_back_as_they_were(tmp_path: Path) -> None:
+    files = {"train.py": b"print()", "package/deep/module.py": b"", "data.bin": bytes(range(256)), "ä ö.txt": b"x"}
+    write_files(tmp_path / "code", files)
+    assert kept(tmp_path / "code", tmp_path / "back") == files
+
+
+def test_a_script_stays_executable(tmp_path: Path) -> None:
+    write_files(tmp_path / "code", {"run.sh": b"#!/bin/sh\n", "train.py": b""})
+    (tmp_path / "code" / "run.sh").chmod(0o755)
+    kept(tmp_path / "code", tmp_path / "back")
+    assert os.access(tmp_path / "back" / "run.sh", os.X_OK)
+    assert not (tmp_path / "back" / "train.py").stat().st_mode & 0o111
+
+
+def test_the_same_files_give_the_same_bytes_whenever_and_in_whatever_order_they_were_made(tmp_path: Path) -> None:
+    files = {"b.py": b"2", "a/c.py": b"3", "a.py": b"1"}
+    write_files(tmp_path / "one", files)
+    write_files(tmp_path / "other", dict(reversed(files.items())))
+    os.utime(tmp_path / "other" / "b.py", (1, 1))
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "other")
+
+
+def test_what_git_ignores_is_left_out(repository: Path, tmp_path: Path) -> None:
+    write_files(
+        repository,
+        {"train.py": b"", "new.py": b"", ".gitignore": b"data/\n*.log\n", "data/big.bin": b"x", "out.log": b"x"},
+    )
+    subprocess.run(["git", "-C", repository, "add", "train.py"], check=True)
+    assert kept(repository, tmp_path / "back").keys() == {"train.py", "new.py", ".gitignore"}
+
+
+def test_without_git_the_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path / "code", {"train.py": b"1", "lib/more.py": b"2"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kept(tmp_path / "code", tmp_path / "back") == {"train.py": b"1", "lib/more.py": b"2"}
+
+
+def test_a_file_that_git_knows_and_that_is_gone_is_no_trouble(repository: Path, tmp_path: Path) -> None:
+    write_files(repository, {"train.py": b"", "old.py": b""})
+    subprocess.run(["git", "-C", repository, "add", "."], check=True)
+    (repository / "old.py").unlink()
+    assert kept(repository, tmp_path / "back").keys() == {"train.py"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".env",
+        "deep/.env",
+        "host.pem",
+        "host.key",
+        "id_rsa",
+        "id_ed25519.pub",
+        ".ssh/config",
+        ".aws/credentials",
+        ".netrc",
+    ],
+)
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
+def test_what_holds_keys_is_left_out(tmp_path: Path, repository: Path, name: str, tracked: bool) -> None:
+    directory = repository if tracked else tmp_path / "plain"
+    write_files(directory, {"train.py": b"", name: b"CANARY"})
+    if tracked:
+        subprocess.run(["git", "-C", directory, "add", "-f", "."], check=True)
+    assert kept(directory, tmp_path / "back").keys() == {"train.py"}
+
+
+@pytest.mark.parametrize("name", [".git/config", "__pycache__/train.pyc", ".venv/bin/python", "x.egg-info/PKG-INFO"])
+def test_what_can_be_made_again_is_left_out(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path / "code", {"train.py": b"", name: b"x"})
+    assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
+
+
+def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
+    write_files(tmp_path, {"secret": b"CANARY", "elsewhere/module.py": b"CANARY", "code/train.py": b""})
+    (tmp_path / "code" / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "code" / "package").symlink_to(tmp_path / "elsewhere")
+    assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
+
+
+def test_too_much_is_refused_with_the_largest_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "LARGEST_BYTES", 1000)
+    write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
+    with pytest.raises(Mistake, match=r"takes 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
+        snapshot(tmp_path)
+
+
+# What comes out.
+
+HOSTILE = {
+    "an absolute name": (tarfile.TarInfo("/tmp/escaped"), b"x"),
+    "a name that climbs": (tarfile.TarInfo("../escaped"), b"x"),
+    "a name that climbs later": (tarfile.TarInfo("a/../../escaped"), b"x"),
+    "a symbolic link": (special("link", tarfile.SYMTYPE, "/etc/passwd"), b""),
+    "a hard link": (special("link", tarfile.LNKTYPE, "train.py"), b""),
+    "a device": (special("null", tarfile.CHRTYPE), b""),
+    "a pipe": (special("pipe", tarfile.FIFOTYPE), b""),
+    "a directory": (special("folder", tarfile.DIRTYPE), b""),
+    "a sparse file": (special("sparse", tarfile.GNUTYPE_SPARSE), b""),
+}
+
+
+@pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE)
+def test_anything_but_plain_files_inside_the_directory_is_refused(
+    tmp_path: Path, entry: tuple[tarfile.TarInfo, bytes]
+) -> None:
+    (tmp_path / "back").mkdir()
+    with pytest.raises(PacktrainError, match=r"^the run's code .* refused$"):
+        unpack(tar_of((tarfile.TarInfo("train.py"), b""), entry), tmp_path / "back")
+    assert read_files(tmp_path) == {"back/train.py": b""}
+
+
+def test_a_link_cannot_lead_a_later_file_outside(tmp_path: Path) -> None:
+    (tmp_path / "back").mkdir()
+    link = (special("door", tarfile.SYMTYPE, str(tmp_path)), b"")
+    with pytest.raises(PacktrainError):
+        unpack(tar_of(link, (tarfile.TarInfo("door/escaped"), b"x")), tmp_path / "back")
+    assert read_files(tmp_path) == {}
+
+
+@pytest.mark.parametrize("says_its_size", [True, False])
+def test_what_swells_is_refused_whatever_size_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says_its_size: bool
+) -> None:
+    monkeypatch.setattr(code, "_UNPACKED_BYTES", 100_000)
+    bomb = zstandard.ZstdCompressor(write_content_size=says_its_size).compress(bytes(10_000_000))
+    with pytest.raises(PacktrainError, match="takes more than"):
+        unpack(bomb, tmp_path)
+    assert read_files(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not compressed",
+        zstandard.compress(b"not a tar" * 100),
+        archive({"train.py": b"x" * 5000})[:-10],
+        tar_of((tarfile.TarInfo("a"), b"x"), (tarfile.TarInfo("a/b"), b"x")),
+        tar_of((tarfile.TarInfo("."), b"x")),
+    ],
+    ids=["empty", "plain", "no tar", "cut off", "a file as a folder", "no name"],
+)
+def test_what_cannot_be_unpacked_is_said_in_one_line(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(PacktrainError, match=r"^the run's code cannot be unpacked"):
+        unpack(data, tmp_path)

@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import packtrain.run.run as run_module
+from packtrain.errors import NotFound, PacktrainError
+from packtrain.run.records import Generation, Node
+from packtrain.run.run import Point, Result, Run, Sample, create_run, open_run, run_names, states, surviving
+from packtrain.store import Store, open_store
+from parts.runs import a_generation, a_node, new_run, program_job
+
+# Names.
+
+
+def test_runs_of_a_job_are_numbered_from_one(any_store: Store) -> None:
+    assert [new_run(any_store).name for _ in range(3)] == ["job-1", "job-2", "job-3"]
+
+
+def test_the_numbers_of_one_job_do_not_depend_on_another_whose_name_begins_alike(any_store: Store) -> None:
+    for name in ("en", "en-de", "en-de-2"):
+        new_run(any_store, program_job(name))
+    assert new_run(any_store, program_job("en")).name == "en-2"
+    assert new_run(any_store, program_job("en-de")).name == "en-de-2"
+
+
+def test_runs_that_are_created_at_once_get_different_numbers(any_store: Store) -> None:
+    together = threading.Barrier(8)
+
+    def create() -> str:
+        together.wait()
+        return new_run(any_store).name
+
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(lambda _: create(), range(8)))
+    assert sorted(names) == [f"job-{number}" for number in range(1, 9)]
+
+
+def test_a_run_carries_its_job_its_code_and_its_pack(any_store: Store) -> None:
+    created = create_run(any_store, program_job(), b"code", "pack-123")
+    found = Run(any_store, created.name)
+    assert found.job == program_job()
+    assert found.pack_name() == "pack-123"
+    assert any_store.get(found.key("code.tar.zst")) == b"code"
+
+
+def test_a_long_name_leaves_room_for_the_number_and_still_finds_its_runs(directory_store: Store) -> None:
+    job = program_job("x" * 63)
+    names = [new_run(directory_store, job).name for _ in range(2)]
+    assert names == ["x" * 56 + "-1", "x" * 56 + "-2"]
+    assert open_run(directory_store, job.name).name == names[-1]
+
+
+def test_a_run_is_found_by_its_name(any_store: Store) -> None:
+    new_run(any_store)
+    new_run(any_store)
+    assert open_run(any_store, "job-1").name == "job-1"
+
+
+def test_without_a_name_the_newest_run_of_all_is_meant(directory_store: Store) -> None:
+    for name in ("beta", "alpha", "beta"):
+        new_run(directory_store, program_job(name))
+    assert open_run(directory_store, None).name == "beta-2"
+    new_run(directory_store, program_job("alpha"))
+    assert open_run(directory_store, None).name == "alpha-2"
+
+
+def test_a_jobs_name_means_its_newest_run_however_many_there_are(any_store: Store) -> None:
+    for _ in range(11):
+        new_run(any_store)
+    new_run(any_store, program_job("other"))
+    assert open_run(any_store, "job").name == "job-11"
+
+
+def test_runs_are_listed_from_the_oldest_to_the_newest_even_within_a_second(any_store: Store) -> None:
+    names = [new_run(any_store).name for _ in range(11)]
+    assert run_names(any_store) == names
+    assert open_run(any_store, None).name == "job-11"
+
+
+def test_what_is_not_a_run_is_not_listed(any_store: Store) -> None:
+    new_run(any_store)
+    any_store.put("runs/half-1/code.tar.zst", b"its job.json was never written")
+    any_store.put("runs/Not a Name-²/job.json", b"{}")
+    assert run_names(any_store) == ["job-1"]
+    assert new_run(any_store).name == "job-2"
+
+
+def test_an_empty_store_says_how_to_start_a_run(any_store: Store) -> None:
+    with pytest.raises(NotFound, match="packtrain run JOB"):
+        open_run(any_store, None)
+
+
+def test_an_unknown_name_is_answered_with_the_newest_runs(directory_store: Store) -> None:
+    for _ in range(4):
+        new_run(directory_store)
+    with pytest.raises(NotFound, match=r"job-4, job-3, job-2$"):
+        open_run(directory_store, "nothing")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64])
+def test_what_cannot_be_a_name_is_refused_before_the_store_is_asked(directory_store: Store, name: str) -> None:
+    with pytest.raises(NotFound, match="is not the name of a run"):
+        Run(directory_store, name)
+
+
+def test_a_run_that_is_not_there_says_so(any_store: Store) -> None:
+    with pytest.raises(NotFound, match="no run 'job-1'"):
+        _ = Run(any_store, "job-1").job
+
+
+# Objects.
+
+DAMAGED: dict[str, Callable[[Run], object]] = {
+    "job.json": lambda run: run.job,
+    "result.json": lambda run: run.result(),
+    "stop.json": lambda run: run.stop_request(),
+    "generations/000001.json": lambda run: run.latest_generation(),
+    "nodes/a.json": lambda run: run.nodes(),
+}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff{", b'{"status": "splendid"}', b"[" * 100_000])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_object_is_named_in_one_line(directory_store: Store, name: str, data: bytes) -> None:
+    run = Run(directory_store, "job-1")
+    directory_store.put(run.key(name), data)
+    with pytest.raises(PacktrainError) as caught:
+        DAMAGED[name](run)
+    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or of another version"
+
+
+def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:
+    run = new_run(any_store)
+    assert run.latest_generation() is None
+    assert run.propose(a_generation(1, "a", "b"))
+    assert not run.propose(a_generation(1, "c"))
+    assert run.propose(a_generation(2, "c"))
+    assert run.generations() == [a_generation(1, "a", "b"), a_generation(2, "c")]
+    assert run.latest_generation() == a_generation(2, "c")
+
+
+def test_a_generation_that_is_known_is_not_read_again(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.propose(a_generation(1))
+    known = run.latest_generation()
+    assert run.latest_generation(known) is known
+    run.propose(a_generation(2, "b"))
+    assert run.latest_generation(known) == a_generation(2, "b")
+
+
+def test_one_machine_at_a_time_calls_the_next_generation(any_store: Store) -> None:
+    run = new_run(any_store)
+    assert [run.caller(1, 0, node) for node in ("a", "b", "a")] == ["a", "a", "a"]
+    assert run.caller(1, 1, "b") == "b"
+    assert run.caller(2, 0, "b") == "b"
+
+
+def test_many_leases_are_read_as_few_are(any_store: Store) -> None:
+    run = new_run(any_store)
+    nodes = [a_node(f"n{number:02d}", renewal=number) for number in range(30)]
+    for node in nodes:
+        run.renew(node)
+    assert run.nodes() == nodes
+    assert run.node("n07") == nodes[7]
+    assert run.node("nobody") is None
+
+
+def test_a_member_has_a_rank_and_others_have_none() -> None:
+    generation: Generation = a_generation(1, "a", "b")
+    assert [generation.rank_of(node) for node in ("a", "b", "c")] == [0, 1, None]
+
+
+def test_a_lease_is_replaced_when_it_is_renewed(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.renew(a_node("a", renewal=1))
+    run.renew(a_node("a", renewal=2))
+    run.renew(a_node("b", renewal=7))
+    assert run.nodes() == [a_node("a", renewal=2), a_node("b", renewal=7)]
+
+
+def test_the_first_result_holds(any_store: Store) -> None:
+    run = new_run(any_store)
+    first = Result("finished", "done", 10, 1.5, {"test.bleu": 20.0}, {"test.bleu": "x"}, (Sample("a", "b", "c"),))
+    assert run.result() is None
+    assert run.finish(first)
+    assert not run.finish(Result("stopped", "too late", 10, 1.5))
+    assert run.result() == first
+
+
+def test_the_first_request_to_stop_holds(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.request_stop("enough")
+    run.request_stop("more than enough")
+    stop = run.stop_request()
+    assert stop is not None
+    assert stop.reason == "enough"
+
+
+def test_a_run_that_is_opened_again_has_no_end(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.request_stop("enough")
+    run.finish(Result("stopped", "enough", 1, 1.0))
+    run.reopen()
+    assert (run.stop_request(), run.result()) == (None, None)
+    run.reopen()
+
+
+# History.
+
+
+def a_point(kind: str, generation: int, step: int, value: float = 0.0) -> Point:
+    return Point(kind, generation, step, 0.0, {"loss": value})  # type: ignore[arg-type]
+
+
+def test_steps_that_were_lost_and_made_again_count_once() -> None:
+    lost = [a_point("train", 1, step, value=1.0) for step in range(1, 8)]
+    made_again = [a_point("start", 2, 4)] + [a_point("train", 2, step, value=2.0) for step in range(5, 10)]
+    kept = [point for point in surviving(lost + made_again) if point.kind == "train"]
+    assert [point.step for point in kept] == list(range(1, 10))
+    assert [point.generation for point in kept] == [1] * 4 + [2] * 5
+
+
+def test_a_measure_that_is_taken_again_at_the_same_step_replaces_the_first() -> None:
+    points = [a_point("test", 1, 9, value=1.0), a_point("start", 2, 9), a_point("test", 2, 9, value=2.0)]
+    assert [point.values["loss"] for point in surviving(points) if point.kind == "test"] == [2.0]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[list[Point]]:
+    """Generations that each go on from some step that was reached, and end anywhere; some before their start."""
+    attempts, reached = [], 0
+    for generation in range(1, draw(st.integers(1, 6)) + 1):
+        if draw(st.booleans()):
+            start = draw(st.integers(0, reached))
+            end = start + draw(st.integers(0, 6))
+            steps = [a_point("train", generation, step) for step in range(start + 1, end + 1)]
+            valid = [a_point("valid", generation, step) for step in range(start + 1, end + 1) if step % 2 == 0]
+            attempts.append([a_point("start", generation, start), *steps, *valid])
+            reached = end
+    return attempts
+
+
+def naive_line(attempts: list[list[Point]]) -> dict[tuple[str, int], int]:
+    """As a person would do it by hand: strike out what lies after the start, then write on."""
+    line: dict[tuple[str, int], int] = {}
+    for attempt in attempts:
+        start = attempt[0].step
+        line = {(kind, step): generation for (kind, step), generation in line.items() if step <= start}
+        line |= {(point.kind, point.step): point.generation for point in attempt}
+    return line
+
+
+@settings(deadline=None)
+@given(histories(), st.randoms(use_true_random=False))
+def test_the_line_that_survives_is_the_naive_one_in_whatever_order_points_come(attempts, random) -> None:  # type: ignore[no-untyped-def]
+    points = [point for attempt in attempts for point in attempt]
+    random.shuffle(points)
+    kept = surviving(points)
+    assert [point.step for point in kept] == sorted(point.step for point in kept)
+    assert len({(point.kind, point.step) for point in kept}) == len(kept)
+    assert {(point.kind, point.step): point.generation for point in kept} == naive_line(attempts)
+    trained = [point.step for point in kept if point.kind == "train"]
+    assert trained == list(range(1, len(trained) + 1))
+
+
+def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
+    run = new_run(any_store)
+    for generation, steps in ((1, (1, 2, 3)), (2, (3, 4))):
+        writer = run.point_writer(f"{generation}-rank-0")
+        writer.append(a_point("start", generation, steps[0] - 1))
+        for step in steps:
+            writer.append(a_point("train", generation, step))
+        writer.flush()
+    line = [(point.generation, point.step) for point in run.metrics() if point.kind == "train"]
+    assert line == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(histories(), st.integers(1, 8), st.booleans())
+def test_recent_points_are_the_end_of_the_line_that_survives(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
+    with TemporaryDirectory() as place:
+        run = new_run(open_store(place))
+        for attempt in attempts:
+            writer = run.point_writer(f"{attempt[0].generation:06d}-rank-0")
+            for point in sorted(attempt, key=lambda point: point.step):
+                writer.append(point)
+                writer.flush()
+        recent, line = run.recent_points(steps, evaluated), run.metrics()
+    wanted = {"train": steps, "valid": int(evaluated)}
+    for kind, count in wanted.items():
+        found, whole = ([point for point in points if point.kind == kind] for points in (recent, line))
+        assert found == whole[len(whole) - len(found) :]
+        assert len(found) >= min(count, len(whole))
+
+
+def test_the_runs_of_a_full_store_are_listed_in_order(any_store: Store) -> None:
+    names = [new_run(any_store, program_job(name)).name for name in ("b", "c", "a", "e", "d", "f") for _ in range(3)]
+    listed = run_names(any_store)
+    assert sorted(listed) == sorted(names)
+    assert [name for name in listed if name.startswith("a")] == ["a-1", "a-2", "a-3"]
+
+
+# States.
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(run_module, "WATCH_SECONDS", 0.6)
+
+
+@contextmanager
+def renewing(run: Run, node: Node) -> Iterator[None]:
+    over = threading.Event()
+
+    def work() -> None:
+        renewal = node.renewal
+        while not over.wait(0.05):
+            renewal += 1
+            run.renew(a_node(node.node, renewal))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_run_whose_node_renews_its_lease_is_running(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.renew(a_node("a"))
+    with renewing(run, a_node("a")):
+        assert run.state() == "running"
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_run_whose_lease_stands_still_is_interrupted(any_store: Store) -> None:
+    run = new_run(any_store)
+    run.renew(a_node("a", renewal=5))
+    assert run.state() == "interrupted"
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_node_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_node("a", renewal=5))
+    timer = threading.Timer(0.1, lambda: run.renew(a_node("a", renewal=6, left=True)))
+    timer.start()
+    assert run.state() == "interrupted"
+    timer.join()
+
+
+def test_a_run_that_no_machine_has_joined_is_waiting(any_store: Store) -> None:
+    assert new_run(any_store).state() == "waiting"
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_node("a", renewal=5, left=True))
+    timer = threading.Timer(0.1, lambda: run.renew(a_node("b")))
+    timer.start()
+    assert run.state() == "running"
+    timer.join()
+
+
+@pytest.mark.parametrize("status", ["finished", "failed", "stopped"])
+def test_a_run_with_a_result_is_what_the_result_says(directory_store: Store, status: str) -> None:
+    run = new_run(directory_store)
+    run.renew(a_node("a"))
+    run.finish(Result(status, "", 1, 1.0))  # type: ignore[arg-type]
+    assert run.state() == status
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_many_runs_are_watched_together(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is counted in the watcher's own pauses, not measured."""
+    runs = [new_run(directory_store) for _ in range(6)]
+    for run in runs:
+        run.renew(a_node("a"))
+    runs[0].finish(Result("finished", "", 1, 1.0))
+    clock = {"now": 0.0, "pauses": 0}
+
+    def sleep(seconds: float) -> None:
+        clock["now"] += seconds
+        clock["pauses"] += 1
+        runs[2].renew(a_node("a", renewal=int(clock["pauses"])))
+
+    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock["now"])
+    assert states(runs) == ["finished", "interrupted", "running", "interrupted", "interrupted", "interrupted"]
+    assert clock["now"] < 2 * run_module.WATCH_SECONDS
