@@ -32,12 +32,11 @@ from packtrain.run.checkpoint import commit
 from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
-from packtrain.train.checkpointer import Copier
 from packtrain.train.control import Control
 from packtrain.train.gradient_sync import Alone
 from packtrain.train.optimizer import optimizer_tensors
 from packtrain.train.recorder import Clock
-from packtrain.train.state import Description, Progress, Snapshot
+from packtrain.train.state import Copier, Description, Progress, Snapshot
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import EXAMPLE, Timer, TimingClock

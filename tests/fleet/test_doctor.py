@@ -15,7 +15,7 @@ from packtrain.errors import Mistake
 from packtrain.fleet import link_probe as exchange
 from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, Seen, Site, _look, _seen, judged
 from packtrain.fleet.facts import Facts, identity
-from packtrain.fleet.ssh import Unreachable
+from packtrain.fleet.remote import Unreachable
 from packtrain.store import Store
 from parts import hosts
 from parts.hosts import Network

@@ -16,7 +16,8 @@ import pytest
 from packtrain.errors import Mistake
 from packtrain.fleet import environment
 from packtrain.fleet.facts import identity
-from packtrain.fleet.ssh import Remote, Unreachable, look
+from packtrain.fleet.remote import Remote, Unreachable
+from packtrain.fleet.ssh import look
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need

@@ -13,7 +13,8 @@ import pytest
 
 from fleet.places import left_on, losses, newest, packtrain, wait_until, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
-from packtrain.fleet.ssh import Ready, Remote, SshFleet, advice, split_destination
+from packtrain.fleet.remote import Remote, advice, split_destination
+from packtrain.fleet.ssh import Ready, SshFleet
 from packtrain.job.fleets import Ssh
 from packtrain.run.run import open_run
 from packtrain.store import Store, open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from packtrain.train.checkpointer import Copier
+from packtrain.train.state import Copier
 
 
 def test_what_is_copied_at_once_may_change_the_next_moment() -> None:

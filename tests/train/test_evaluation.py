@@ -14,8 +14,8 @@ from packtrain.data.order import Ids
 from packtrain.job.job import Job
 from packtrain.recipes import Measured, Scores
 from packtrain.recipes.recipe import no_pulse
-from packtrain.train.evaluator import Evaluator, LeftEarly, evaluate, spread
-from packtrain.train.world import World
+from packtrain.train.evaluator import Evaluator, evaluate, spread
+from packtrain.train.world import LeftEarly, World
 
 
 @settings(deadline=None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.train.evaluator import LeftEarly
-from packtrain.train.world import Gate, World
+from packtrain.train.world import Gate, LeftEarly, World
 
 
 class Others(World):

@@ -13,8 +13,7 @@ from packtrain.job.job import Checkpoint as Settings
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Point, Run
 from packtrain.store import Store
-from packtrain.train.checkpointer import Copier, Saver
-from packtrain.train.state import Description, Progress, Snapshot
+from packtrain.train.state import Copier, Description, Progress, Saver, Snapshot
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run
 

@@ -12,7 +12,6 @@ from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint
-from packtrain.train.checkpointer import Copier
 from packtrain.train.engine import Engine
 from packtrain.train.schedule import Moment
 from packtrain.train.state import (
@@ -20,6 +19,7 @@ from packtrain.train.state import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
+    Copier,
     Description,
     Progress,
     Snapshot,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.fleet.facts import identity, source
-from packtrain.fleet.ssh import Remote, Unreachable
+from packtrain.fleet.remote import Remote, Unreachable
 
 MAKE_SECONDS = 1800.0
 _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environments"

@@ -25,7 +25,7 @@ from psutil import Process
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, silent
-from packtrain.fleet.ssh import end_with_client
+from packtrain.fleet.remote import end_with_client
 from packtrain.job.fleets import Local
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run

@@ -26,7 +26,8 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import local as agents
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
 from packtrain.fleet.local import END_SECONDS, start_here
-from packtrain.fleet.ssh import SshFleet, end_with_client
+from packtrain.fleet.remote import end_with_client
+from packtrain.fleet.ssh import SshFleet
 from packtrain.job.fleets import Mpi, Ssh
 from packtrain.job.job import Job
 from packtrain.node.assembly import LeaseWatch

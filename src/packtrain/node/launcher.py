@@ -6,17 +6,10 @@ the workers stands in no file and no list of processes. Without one it ends when
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as launch
 
 
@@ -35,57 +28,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# Where launchers meet: as torch's static meeting, but it listens on the address that machines agreed on and no other.
-#
-# torch's own listens on every interface of the first machine, and whoever reaches it can join. The launcher finds this
-# one by the package's entry point `torchrun.handlers`.
-
-
-_TIMEOUT_SECONDS = 900
-
-
-class Meeting(StaticTCPRendezvous):
-    def get_backend(self) -> str:
-        return "packtrain"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            first = self.rank == 0
-            self._store = TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                first,
-                self.timeout,
-                multi_tenant=True,
-                master_listen_fd=_bound(self.master_addr, self.master_port) if first else None,
-            )
-        return super().next_rendezvous()
-
-
-def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    timeout = int(parameters.config.get("timeout", _TIMEOUT_SECONDS))
-    rank = int(parameters.config["rank"])
-    return Meeting(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
-
-
-def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What the entry point names."""
-    return create
-
-
-def _bound(address: str, port: int) -> int | None:
-    """A socket at that address; None where it is none of this machine's own, as behind a router that translates it."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(place)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                return None
-            raise
-        return listener.detach()

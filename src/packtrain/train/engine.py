@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.data.loader import Loaded
+from packtrain.data.loader import Arrays, Loaded
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
 from packtrain.job.train import Exchange, Fsdp, LocalSteps, Train
@@ -23,7 +23,6 @@ from packtrain.train.optimizer import optimizer_of, placed
 from packtrain.train.precision import Precision
 from packtrain.train.recorder import Clock, clock_of
 from packtrain.train.schedule import Moment, rate_of
-from packtrain.train.trainer import on_device
 from packtrain.train.world import World
 
 _TINY = 1e-6  # as torch has it, so that a gradient of nothing is not divided by
@@ -230,3 +229,10 @@ def _place(sources: tuple[int, ...], sample: int) -> str:
             return f"{sample} of data.train.{number}"
         sample -= count
     return str(sample)
+
+
+def on_device(arrays: Arrays, device: torch.device) -> Batch:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type == "cuda":  # from pinned memory it is copied while the program goes on
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -14,14 +14,10 @@ from packtrain.data.order import Ids, block
 from packtrain.recipes import Measured, Recipe, Scores
 from packtrain.recipes.recipe import no_pulse
 from packtrain.train.engine import Engine
-from packtrain.train.world import World
+from packtrain.train.world import LeftEarly, World
 
 _LEFT = b""
 _NONE = np.zeros(0, np.int64)
-
-
-class LeftEarly(Exception):
-    """Raised by a pulse, to leave an evaluation, and wherever else all ranks leave together for a stop."""
 
 
 @dataclass(frozen=True, eq=False)

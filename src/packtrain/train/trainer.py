@@ -16,24 +16,22 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-import torch
-
-from packtrain.data.loader import STORE_SECONDS, Arrays, Loaded, Loader, Order, Position, parts
+from packtrain.data.loader import STORE_SECONDS, Loaded, Loader, Order, Position, parts
 from packtrain.errors import PacktrainError
 from packtrain.job.job import Job
 from packtrain.job.train import Fsdp
-from packtrain.recipes import Batch, Recipe, Scores
+from packtrain.recipes import Recipe, Scores
 from packtrain.run.run import Point, Result, Run
 from packtrain.train.checkpointer import Keeper
 from packtrain.train.control import Control, Notice, WorkerError
-from packtrain.train.engine import Engine, NotANumber, Stepped, suspects
-from packtrain.train.evaluator import Evaluation, Evaluator, LeftEarly
+from packtrain.train.engine import Engine, NotANumber, Stepped, on_device, suspects
+from packtrain.train.evaluator import Evaluation, Evaluator
 from packtrain.train.progress import Progressed, Recurring, reached
 from packtrain.train.recorder import SPANS, Books, Clock, clock_of
 from packtrain.train.schedule import Moment
 from packtrain.train.state import Progress
 from packtrain.train.watchdog import DATA, Watch
-from packtrain.train.world import ENOUGH, Ballot, Gate, Outcome, World
+from packtrain.train.world import ENOUGH, Ballot, Gate, LeftEarly, Outcome, World
 
 
 @dataclass(frozen=True)
@@ -429,10 +427,3 @@ class Feed:
                 again=self._recipe.batch_again,
             )
         )
-
-
-def on_device(arrays: Arrays, device: torch.device) -> Batch:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if device.type == "cuda":  # from pinned memory it is copied while the program goes on
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

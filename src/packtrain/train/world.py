@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from packtrain.train.evaluator import LeftEarly
-
 _TIMEOUT = timedelta(hours=1)  # hangs are found sooner, by the watch and by leases; this must outlast an evaluation
 _MESSAGE_BYTES = 250 * 2**20
 _WAITING = "waits for its data"
+
+
+class LeftEarly(Exception):
+    """Raised by a pulse, to leave an evaluation, and wherever else all ranks leave together for a stop."""
 
 
 class World:

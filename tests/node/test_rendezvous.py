@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from packtrain.node.launcher import create, handler
+from packtrain.node.rendezvous import create, handler
 from parts.loopback import free_port
 
 
