@@ -62,7 +62,7 @@ STARTER = f"""
 import sys, time
 from packtrain.fleet import Start
 from packtrain.fleet.local import LocalFleet
-from packtrain.job import Local
+from packtrain.job.fleets import Local
 tied = sys.argv[1] == "tied"
 [node] = LocalFleet(Local()).start([Start("this machine", {SLEEPER!r})], tied)
 while "up" not in node.log.read_text():

@@ -109,7 +109,7 @@ def test_agents_end_with_mpirun(network: Network) -> None:
     code = (
         "import sys\n"
         "from packtrain.fleet import fleet_of\n"
-        "from packtrain.runs import open_run\n"
+        "from packtrain.run.run import open_run\n"
         "from packtrain.store import open_store\n"
         "run = open_run(open_store(sys.argv[1]), None)\n"
         "fleet = fleet_of(run.job.fleet.kind)\n"

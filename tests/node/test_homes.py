@@ -25,8 +25,8 @@ from parts.runs import a_generation, a_node, new_run
 
 LIVING = """
 import sys, time
-from packtrain.node.homes import Home
-from packtrain.runs import Run
+from packtrain.node.directory import Home
+from packtrain.run.run import Run
 from packtrain.store import open_store
 home = Home.make(Run(open_store(sys.argv[1]), sys.argv[2]), "dead")
 logs = home.path / "000002" / "logs" / "x" / "attempt_0" / "0"

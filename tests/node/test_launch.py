@@ -273,7 +273,7 @@ def test_a_launcher_hears_of_the_death_of_its_agent(nodes: Nodes, has_work: bool
 import os, time
 from pathlib import Path
 from packtrain.node.launch import Directories, Launchers
-from packtrain.runs import Run
+from packtrain.run.run import Run
 from packtrain.store import open_store
 from parts.runs import a_generation
 home = Path({str(nodes.directory / "node")!r})

@@ -81,5 +81,5 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
 
 def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     with Path("/dev/full").open("wb") as full:
-        script = "from packtrain.control import say; say('one'); say('two'); raise SystemExit(7)"
+        script = "from packtrain.system import say; say('one'); say('two'); raise SystemExit(7)"
         assert subprocess.run([sys.executable, "-u", "-c", script], stdout=full).returncode == 7

@@ -11,7 +11,7 @@ from packtrain.train.control import NOTICES
 # Waits as torch's own code does: no handler of Python's is heard until it returns.
 WAITS_OUTSIDE_PYTHON = """
 import ctypes, os, signal
-from packtrain.train.notice import Notice
+from packtrain.train.control import Notice
 
 notice = Notice().listen()
 {before}

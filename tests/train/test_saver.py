@@ -13,7 +13,8 @@ from packtrain.job.job import Checkpoint as Settings
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Point, Run
 from packtrain.store import Store
-from packtrain.train.state import Copier, Description, Progress, Saver, Snapshot
+from packtrain.train.checkpointer import Saver
+from packtrain.train.state import Copier, Description, Progress, Snapshot
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run
 

@@ -29,7 +29,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 # Whether a Python is the one that is wanted, and can train.
 _FITS = """
 torch='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
-fits() { [ "$("$1" -m packtrain.fleet.identity 2>/dev/null)" = "$wanted" ] && "$1" -c "$torch"; }
+fits() { [ "$("$1" -m packtrain.fleet.facts 2>/dev/null)" = "$wanted" ] && "$1" -c "$torch"; }
 """
 
 # $1: what it must be. $2...: where to look. Prints the path of the first that fits.
@@ -46,7 +46,7 @@ echo none
 # $1: the Python. Prints its path, and which Packtrain it has.
 _NAME = """
 python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
-echo "$python"; exec "$python" -m packtrain.fleet.identity
+echo "$python"; exec "$python" -m packtrain.fleet.facts
 """
 
 # $1...: where to look. Any version will do: agents of an older client are to be found and ended as well.
@@ -54,7 +54,7 @@ _FIND_ANY = f"""
 path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")"
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
-  "$python" -c 'import packtrain.fleet.agents' 2>/dev/null && {{ echo "$python"; exit 0; }}
+  "$python" -c 'import packtrain.fleet.local' 2>/dev/null && {{ echo "$python"; exit 0; }}
 done
 echo 'no packtrain there to ask: is its environment gone?' >&2; exit 1
 """
