@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "packtrain"
 
 # From the ground up: a module imports from its own room or from those before it. As in docs/architecture.md.
 ORDER = [
-    "errors", "units", "system", "store", "backoff", "job", "run", "pack", "data", "recipes", "train",
+    "errors", "units", "system", "backoff", "store", "job", "run", "pack", "data", "recipes", "train",
     "node", "fleet", "report", "export", "start", "api", "cli",
 ]  # fmt: skip
 

@@ -1,32 +1,54 @@
-"""What a store or a disk refuses while a run goes on: said, and tried again after pauses that grow."""
+"""Pauses between tries of something that fails for now: they double, up to a limit, and vary at random."""
 
 from __future__ import annotations
 
-from packtrain.store import StoreError
-from packtrain.system import say
+import math
+import random
+import time
+from collections.abc import Callable
 
-_FIRST_SECONDS = 1.0
-_PASSING_SECONDS, _LASTING_SECONDS = 4.0, 30.0  # at most: what passes by itself may be over any moment
 
+class Backoff:
+    """The pauses of one series of tries.
 
-class Trouble:
-    """Before anything has gone well, a refusal that will not pass by itself is the person's to mend.
-
-    Later on nothing is worth ending workers that work: keys are renewed, clocks set and disks made free meanwhile.
+    `jitter` is the share of each pause that is random: 0 for none, 1 for anything from zero to the full pause.
+    After `limit_seconds` there are no more pauses; the last one is cut so that one more try fits at the limit.
     """
 
-    def __init__(self) -> None:
-        self._went_well = False
-        self.seconds = 0.0
-        """To wait before the next try."""
+    def __init__(
+        self,
+        first_seconds: float,
+        longest_seconds: float,
+        *,
+        jitter: float = 0.5,
+        limit_seconds: float = math.inf,
+        # Not random.random: a model seeds that, and then all machines would come back at the same moment.
+        random: Callable[[], float] = random.SystemRandom().random,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._first, self._longest, self._jitter, self._limit = first_seconds, longest_seconds, jitter, limit_seconds
+        self._random, self._clock, self._sleep = random, clock, sleep
+        self.reset()
 
-    def over(self) -> None:
-        self._went_well, self.seconds = True, 0.0
+    def reset(self) -> None:
+        """Start over, as after a success: the next pause is the first one, and the limit counts from now."""
+        self._pause, self._started = 0.0, self._clock()
 
-    def count(self, error: StoreError | OSError) -> None:
-        """Raises what is not to be tried again."""
-        passes = isinstance(error, StoreError) and error.temporary
-        if not self._went_well and not passes:
-            raise error
-        self.seconds = min(_PASSING_SECONDS if passes else _LASTING_SECONDS, max(_FIRST_SECONDS, 2 * self.seconds))
-        say(f"warning: {error}; the agent tries again in {self.seconds:g} s")
+    def next_pause(self, longest_seconds: float = math.inf) -> float | None:
+        """Return the seconds to wait before the next try; None if the limit has passed.
+
+        `longest_seconds` bounds this pause further, for a failure that may be over at any moment.
+        """
+        left = self._limit - (self._clock() - self._started)
+        if left <= 0:
+            return None
+        self._pause = min(self._longest, longest_seconds, max(self._first, 2 * self._pause))
+        return min(left, self._pause * (1 - self._jitter * self._random()))
+
+    def wait(self) -> bool:
+        """Sleep until the next try; False, without sleeping, if the limit has passed."""
+        seconds = self.next_pause()
+        if seconds is not None:
+            self._sleep(seconds)
+        return seconds is not None

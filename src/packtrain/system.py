@@ -1,8 +1,9 @@
-"""What the source asks of the operating system: hashes of files, the cache directory, output, the end of a parent."""
+"""The operating system: digests of files, file locks, the cache directory, log lines, the end of a parent process."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import signal
@@ -18,20 +19,64 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class FileLock:
+    """A lock on a file, held until it is closed or the process ends, however that ends.
+
+    An exclusive lock creates the file if needed; a shared one needs a file that exists and can be read.
+    """
+
+    _descriptor = -1
+
+    def __init__(self, path: Path, *, shared: bool = False, wait: bool = True, mode: int = 0o666) -> None:
+        """Raise BlockingIOError if another process holds the lock and `wait` is false."""
+        # flock on network mounts needs a descriptor that may write for an exclusive lock.
+        flags = os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
+        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        while True:
+            self._descriptor = os.open(path, flags, mode)
+            try:
+                fcntl.flock(self._descriptor, kind)
+                # The previous holder may have removed or renamed the file: this lock would then exclude nobody.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                        return
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def say(text: str) -> None:
-    """A line for the log of this process. A log that cannot be written, on a full disk, is no reason to end."""
+    """Print a line to the log of this process; a log that cannot be written, on a full disk, is no reason to exit."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """From now on this process gets the signal when its parent ends, however that ends. Linux alone can promise it."""
+    """Have this process get the signal when its parent ends, however that ends. Does nothing outside of Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def cache_directory() -> Path:
-    """Where this machine keeps what it can fetch again."""
+    """Return the directory for everything that this machine can fetch again."""
     given = os.environ.get("PACKTRAIN_CACHE")
     if given:
         return Path(given)
@@ -39,5 +84,5 @@ def cache_directory() -> Path:
 
 
 def nodes_directory() -> Path:
-    """Where the nodes of this machine have their directories."""
+    """Return the directory in which each node of this machine has a directory of its own."""
     return cache_directory() / "nodes"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.backoff import Trouble
 from packtrain.errors import Mistake
 from packtrain.node import agent as agent_module
 from packtrain.node import program as program_module
+from packtrain.node.agent import Trouble
 from packtrain.run.checkpoint import commit
 from packtrain.run.run import Point, Result
 from packtrain.store import Store, StoreError

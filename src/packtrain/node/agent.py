@@ -12,13 +12,14 @@ No agent is special. Proposals are put-if-absent: the first one holds, and all o
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from packtrain.backoff import Trouble
+from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.node.assembly import QUIET, Assembly, Lost, watch_others
 from packtrain.node.attempt import STOP_GRACE_SECONDS, Asked, Attempt, Task, begin
@@ -393,3 +394,28 @@ class Agent:
 
 def new_name() -> str:
     return f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
+
+
+class Trouble:
+    """Pauses of the agent's loop after a store or a disk refused.
+
+    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later
+    nothing is worth ending workers for: keys are renewed, clocks set and disks freed while they train.
+    """
+
+    def __init__(self) -> None:
+        self._succeeded = False
+        self._backoff = Backoff(1.0, 30.0, jitter=0.0)
+        self.seconds = 0.0  # to wait before the next try
+
+    def over(self) -> None:
+        self._succeeded, self.seconds = True, 0.0
+        self._backoff.reset()
+
+    def count(self, error: StoreError | OSError) -> None:
+        temporary = isinstance(error, StoreError) and error.temporary
+        if not self._succeeded and not temporary:
+            raise error
+        # A temporary failure may be over at any moment: look often.
+        self.seconds = self._backoff.next_pause(4.0 if temporary else math.inf) or 0.0
+        say(f"warning: {error}; the agent tries again in {self.seconds:g} s")

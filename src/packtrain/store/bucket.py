@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import random
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +16,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
+from packtrain.backoff import Backoff
 from packtrain.store.base import Entry, Store, absent, checked_key, checked_prefix, checked_range, is_key
 from packtrain.store.errors import ObjectNotFound, StoreError, explain_server, status_of, tells_of_absence
 from packtrain.store.staging import CHUNK_BYTES, explained, replace, stage
@@ -35,8 +34,6 @@ RETRIES_INSIDE = 4
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 MARK = "packtrain-put"
-
-_LUCK = random.Random()  # noqa: S311 - for pauses; a model may draw from Python's own
 
 
 @dataclass(frozen=True)
@@ -225,17 +222,13 @@ class BucketStore(Store):
 
     def _patiently(self, key: str, action: Callable[[], Answer]) -> Answer:
         """The action's answer, tried again with jittered pauses while what failed is temporary."""
-        deadline = time.monotonic() + self._outage_seconds
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
         while True:
             try:
                 return self._once(key, action)
             except StoreError as error:
-                left = deadline - time.monotonic()
-                if not error.temporary or left <= 0:
+                if not error.temporary or not backoff.wait():
                     raise
-            time.sleep(min(left, _LUCK.uniform(0, pause)))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:
         if os.getpid() != self._pid:
