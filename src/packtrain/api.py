@@ -10,7 +10,8 @@ from packtrain.errors import Mistake
 from packtrain.export.predict import Wishes, load_predictor
 from packtrain.pack.workers import Plain
 from packtrain.report import write_report
-from packtrain.run.run import LogLine, Point, Result, Run, State, open_run
+from packtrain.run.records import LogLine, Point, Result
+from packtrain.run.run import Run, State, open_run
 from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.run.checkpoint import commit
-from packtrain.run.run import LogLine, Result
+from packtrain.run.records import LogLine, Result
 from packtrain.start import load
 from packtrain.store import Store
-from parts.runs import a_generation, a_node, new_run, recipe_job, write_files
+from parts.runs import a_generation, a_lease, new_run, recipe_job, write_files
 from parts.s3 import S3Server, fresh_location
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -85,7 +85,7 @@ def test_a_run_that_is_not_there_is_not_found(verb: str, tmp_path: Path) -> None
 def test_stopping_a_run_that_nobody_works_on_keeps_its_step(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store, recipe_job())
     run.propose(a_generation(1, "a"))
-    run.renew(replace(a_node("a", 3), left=True, used_seconds=90.0))
+    run.renew(replace(a_lease("a", 3), left=True, used_seconds=90.0))
     commit(run, 5000, 1, None, write_files(tmp_path, {"weights": b"w"}))
     done = packtrain("stop", run.name, "--store", directory_store.url, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -146,7 +146,7 @@ def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
 def test_a_machine_has_at_least_one_worker(workers: str, directory_store: Store) -> None:
     run = new_run(directory_store)
     done = CliRunner().invoke(app, ["node", run.name, "--store", directory_store.url, "--workers", workers])
-    assert (done.exit_code, run.nodes()) == (2, [])
+    assert (done.exit_code, run.leases()) == (2, [])
 
 
 def test_a_machine_that_a_local_run_does_not_have_is_refused(directory_store: Store, tmp_path: Path) -> None:

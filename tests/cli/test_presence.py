@@ -13,10 +13,11 @@ from packtrain.cli.presence import ASK_SECONDS, Presence, in_words, is_over
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet
-from packtrain.run.run import Event, Run
+from packtrain.run.records import Event
+from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.units import Machines
-from parts.runs import a_node, new_run, program_job
+from parts.runs import a_lease, new_run, program_job
 
 TWO = Machines(2, 2)
 
@@ -95,7 +96,7 @@ def test_the_fleet_is_asked_when_too_few_are_there_and_not_before(
 
     def renew() -> None:
         for name in "ab":
-            run.renew(a_node(name, next(renewals)))
+            run.renew(a_lease(name, next(renewals)))
 
     assert seen(watcher, clock, 60, renew) == ""
     assert len(asked) == 1

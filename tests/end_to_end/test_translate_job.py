@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from packtrain.run.checkpoint import committed
-from packtrain.run.run import Point, Run, open_run
+from packtrain.run.records import Point
+from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
 from parts.s3 import S3Server
 
@@ -154,7 +155,7 @@ def test_the_folder_has_what_the_design_names(uninterrupted: Place) -> None:
     store = open_store(uninterrupted.store)
     names = {entry.key.removeprefix("runs/small-1/").split("/")[0] for entry in store.list("runs/small-1")}
     assert names == {
-        "job.json", "code.tar.zst", "pack.txt", "callers", "generations", "nodes", "events", "telemetry",
+        "job.json", "code.tar.zst", "pack.txt", "proposers", "generations", "nodes", "events", "telemetry",
         "time", "metrics", "logs", "tensorboard", "checkpoints", "result.json", "report.html",
     }  # fmt: skip
 
@@ -172,7 +173,7 @@ def test_checkpoints_are_kept_as_the_job_says(uninterrupted: Place) -> None:
 def test_commands_tell_of_the_run(uninterrupted: Place) -> None:
     shown = json.loads(uninterrupted.packtrain("show", "--json").stdout)
     assert (shown["run"], shown["state"], shown["step"]) == ("small-1", "finished", STEPS)
-    assert {"generation", "checkpoint", "node"} <= {event["kind"] for event in shown["events"]}
+    assert {"generation", "checkpoint", "machine"} <= {event["kind"] for event in shown["events"]}
     listed = json.loads(uninterrupted.packtrain("ls", "--json").stdout)
     assert [one["run"] for one in listed] == ["small-1"]
     assert "small-1" in uninterrupted.packtrain("ls").stdout

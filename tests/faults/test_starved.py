@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.run.run import Event, run_names
+from packtrain.run.records import Event
+from packtrain.run.run import run_names
 from packtrain.store import open_store
 from parts.places import Place, assert_nothing_left, assert_same_as, make_place, wait_until
 from parts.presence import need
@@ -82,7 +83,7 @@ def start_and_lose_the_client(place: Place) -> None:
     command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
     client = subprocess.Popen(command, cwd=place.directory, env=place.environment, stdout=subprocess.DEVNULL)
     wait_until(lambda: run_names(open_store(place.store)), "the run")
-    wait_until(lambda: place.run().nodes(), "the first machine")
+    wait_until(lambda: place.run().leases(), "the first machine")
     client.kill()
     client.wait()
 

@@ -89,7 +89,7 @@ def newest(store: Path | str) -> Run:
 
 def wait_until_all_left(run: Run) -> None:
     """The result comes first, and then the last lines of the logs."""
-    wait_until(lambda: run.result() and all(node.left for node in run.nodes()), "the last machine's leave")
+    wait_until(lambda: run.result() and all(node.left for node in run.leases()), "the last machine's leave")
 
 
 def losses(run: Run) -> list[tuple[int, float]]:

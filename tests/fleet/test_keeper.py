@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from packtrain.fleet.mpi import LEAVE_SECONDS, REPLACE_SECONDS, Judge
-from packtrain.run.records import Node
+from packtrain.run.records import Lease
 from packtrain.run.run import LEASE_LOST_SECONDS
 from packtrain.store import Store
-from parts.runs import a_node, new_run
+from parts.runs import a_lease, new_run
 
 
 class Scene:
@@ -23,7 +23,7 @@ class Scene:
 
     def __init__(self, least: int, *names: str) -> None:
         self.judge, self.now = Judge(least), 0.0
-        self.nodes: dict[str, Node] = {name: a_node(name) for name in names}
+        self.nodes: dict[str, Lease] = {name: a_lease(name) for name in names}
         self.at_work = set(names)
 
     def pass_time(self, seconds: float, ended: bool = False) -> str | None:
@@ -68,7 +68,7 @@ def test_one_that_takes_the_empty_place_in_time_lets_it_go_on() -> None:
     scene.pass_time(10)
     scene.leave("b")
     assert scene.pass_time(REPLACE_SECONDS - 4) is None
-    scene.nodes["c"] = a_node("c")
+    scene.nodes["c"] = a_lease("c")
     scene.at_work.add("c")
     assert scene.pass_time(600) is None
 

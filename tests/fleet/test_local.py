@@ -47,7 +47,7 @@ def test_a_plan_holds_no_secret(s3_store: Store) -> None:
         assert os.environ[variable] not in repr(plan)
 
 
-def test_a_node_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
+def test_a_lease_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
     arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
     [node] = LocalFleet(Local()).start([Start("this machine", arguments)], tied=False)
     while node.exit_code() is None:

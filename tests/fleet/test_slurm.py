@@ -233,7 +233,7 @@ def test_one_of_an_array_is_queued_again_alone(cluster: Cluster) -> None:
     wait_until(lambda: "Restarts=1" in shown(cluster, noticed), "the requeue")
     wait_until_all_left(run)
     assert "Restarts=0" in shown(cluster, other)
-    assert [generation.cause for generation in run.generations()] == ["start", "notice"]
+    assert [generation.cause for generation in run.generations()] == ["start", "preempted"]
     assert "rank 0 of 1" in said(run)[-1]
     assert "from 0" not in said(run)[-1]
     # It comes too late, and leaves at once.

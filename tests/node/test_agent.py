@@ -30,7 +30,7 @@ from packtrain.store import Store, StoreError, open_store
 from packtrain.train.control import CONTROL_VARIABLE
 from parts.agents import StandIns, look_through
 from parts.faulty import FaultyStore
-from parts.runs import a_generation, a_node, new_run, program_job, read_files, recipe_job
+from parts.runs import a_generation, a_lease, new_run, program_job, read_files, recipe_job
 
 PATIENCE_SECONDS = 120.0
 
@@ -153,7 +153,7 @@ def test_a_program_that_ends_well_finishes_the_run(machine: Machine) -> None:
     assert (result.status, result.reason) == ("finished", "the program ended with exit code 0")
     assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 1")]
     assert committed_files(run, machine.directory / "back") == {"0": b"x", "1": b"x"}
-    assert [node.left for node in run.nodes()] == [True]
+    assert [node.left for node in run.leases()] == [True]
     assert machine.processes() == []
     assert list((machine.directory / "cache" / "nodes").iterdir()) == []
 
@@ -202,7 +202,7 @@ def test_a_machine_that_has_to_leave_commits_and_leaves_the_run_open(machine: Ma
     assert machine.exit_code(agent) == EXIT_UNFINISHED
     assert run.result() is None
     assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
-    assert [node.left for node in run.nodes()] == [True]
+    assert [node.left for node in run.leases()] == [True]
     assert machine.processes() == []
 
 
@@ -292,8 +292,8 @@ def stepped(
 def with_another(run: Run, name: str, agent: Agent) -> None:
     """The agent sees another machine renew its lease."""
     for _ in range(2):
-        before = run.node(name)
-        run.renew(a_node(name, 1 + (before.renewal if before else 0), joined=2))
+        before = run.lease(name)
+        run.renew(a_lease(name, 1 + (before.renewal if before else 0), joined=2))
         agent._assembly.look_at_all()
 
 
@@ -401,7 +401,7 @@ def test_the_next_generation_is_proposed_once_there_are_enough_machines(
     one = stepped(run)
     with_another(run, "other", one.agent)
     one.look(2)
-    run.renew(a_node("other", 3, joined=2, left=True))
+    run.renew(a_lease("other", 3, joined=2, left=True))
     one.end_workers(1)
     one.look(3)
     assert len(run.generations()) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.node.causes import failures_in_a_row, most_telling, oom_kills, reason_for, verdict, why_they_ended
-from packtrain.run.records import Cause, Generation, Report
+from packtrain.run.records import Cause, Generation, NodeReport
 from packtrain.train.control import WorkerError
 from parts.runs import a_generation
 
@@ -105,19 +105,19 @@ def test_the_error_that_explains_the_others_comes_first() -> None:
         ([("program", "Connection closed by peer"), ("machine", "b is lost")], "machine"),
         ([("program", "it broke"), ("machine", "b is lost")], "program"),
         ([("program", "Connection closed by peer"), ("memory", "full")], "memory"),
-        ([("program", "Broken pipe"), ("notice", "b had to leave")], "notice"),
+        ([("program", "Broken pipe"), ("preempted", "b had to leave")], "preempted"),
         ([("ended", ""), ("program", "Broken pipe")], "program"),
         ([("ended", ""), ("hang", "no step for 60 s")], "hang"),
     ],
 )
 def test_the_most_telling_report_explains_the_rest(told: list[tuple[Cause, str]], expected: str) -> None:
-    reports = [Report(1, cause, text) for cause, text in told]
+    reports = [NodeReport(1, cause, text) for cause, text in told]
     assert most_telling(reports).cause == most_telling(reports[::-1]).cause == expected
 
 
 def test_only_failures_that_count_are_called_failures() -> None:
-    assert reason_for(Report(1, "program", "it broke")) == "failure: it broke"
-    assert reason_for(Report(1, "joined", "machine b joins")) == "machine b joins"
+    assert reason_for(NodeReport(1, "program", "it broke")) == "failure: it broke"
+    assert reason_for(NodeReport(1, "joined", "machine b joins")) == "machine b joins"
 
 
 # Whether to try again.
@@ -139,8 +139,8 @@ def test_failures_without_a_commit_between_them_are_counted() -> None:
 
 
 def test_notices_joins_and_a_store_that_is_away_are_not_counted() -> None:
-    assert failures_in_a_row(tried("start", "notice", "joined", "store", "port", "ended"), 0) == 0
-    assert failures_in_a_row(tried("start", "program", "store", "notice", "hang"), 0) == 2
+    assert failures_in_a_row(tried("start", "preempted", "joined", "store", "port", "ended"), 0) == 0
+    assert failures_in_a_row(tried("start", "program", "store", "preempted", "hang"), 0) == 2
 
 
 def test_a_person_who_resumes_starts_the_count_anew() -> None:
@@ -148,7 +148,7 @@ def test_a_person_who_resumes_starts_the_count_anew() -> None:
 
 
 def test_a_run_is_given_up_after_as_many_more_attempts_as_the_job_says() -> None:
-    failed = Report(9, "program", "it broke")
+    failed = NodeReport(9, "program", "it broke")
     assert verdict(tried("start"), failed, 0, 2) is None
     assert verdict(tried("start", "program"), failed, 0, 2) is None
     assert verdict(tried("start", "program", "program"), failed, 0, 2) == "it broke (after 2 more attempts)"
@@ -157,12 +157,12 @@ def test_a_run_is_given_up_after_as_many_more_attempts_as_the_job_says() -> None
 
 
 def test_what_is_hopeless_is_given_up_at_once_and_what_does_not_count_never() -> None:
-    assert verdict(tried("start"), Report(1, "number", "the loss is not finite", hopeless=True), 0, 9) is not None
-    assert verdict(tried("start", *["program"] * 9), Report(1, "notice", "it leaves"), 0, 0) is None
+    assert verdict(tried("start"), NodeReport(1, "number", "the loss is not finite", fatal=True), 0, 9) is not None
+    assert verdict(tried("start", *["program"] * 9), NodeReport(1, "preempted", "it leaves"), 0, 0) is None
 
 
 def test_an_error_at_the_same_step_twice_is_given_up() -> None:
-    failed = Report(2, "program", "it broke", step=7)
+    failed = NodeReport(2, "program", "it broke", step=7)
     before = tried("start", "program", failed_step=7)
     assert verdict(before, failed, 0, 9) == "it broke (step 7 failed twice in the same way)"
     assert verdict(tried("start", "program", failed_step=6), failed, 0, 9) is None
@@ -170,10 +170,10 @@ def test_an_error_at_the_same_step_twice_is_given_up() -> None:
 
 
 def test_out_of_memory_twice_is_given_up_with_advice_even_if_nobody_knows_the_step() -> None:
-    said = verdict(tried("start", "memory"), Report(2, "memory", "the kernel killed a worker"), 0, 9)
+    said = verdict(tried("start", "memory"), NodeReport(2, "memory", "the kernel killed a worker"), 0, 9)
     assert said is not None
     assert "train.micro_batch" in said
-    assert verdict(tried("start", "program"), Report(2, "memory", "full"), 0, 9) is None
+    assert verdict(tried("start", "program"), NodeReport(2, "memory", "full"), 0, 9) is None
 
 
 # The kernel's counters.

@@ -19,9 +19,10 @@ from packtrain.node import agent as agent_module
 from packtrain.node import preemption as endings_module
 from packtrain.node.deadline import Deadline, first_bound, in_words, seconds_left
 from packtrain.node.preemption import switch_off
-from packtrain.run.run import Result, Run
+from packtrain.run.records import Result
+from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
-from parts.runs import a_node, new_run, recipe_job
+from parts.runs import a_lease, new_run, recipe_job
 
 
 def fleet(**fields: Any) -> Fleet:
@@ -29,20 +30,20 @@ def fleet(**fields: Any) -> Fleet:
 
 
 def test_without_a_budget_there_is_no_deadline() -> None:
-    assert seconds_left(Budget(), fleet(), [a_node("a")], 1e9, 1) is None
+    assert seconds_left(Budget(), fleet(), [a_lease("a")], 1e9, 1) is None
     assert first_bound(Budget(), fleet()) is None
 
 
 def test_hours_are_those_of_the_run() -> None:
-    assert seconds_left(Budget(hours=2), fleet(), [a_node("a"), a_node("b")], 3600.0, 2) == 3600.0
+    assert seconds_left(Budget(hours=2), fleet(), [a_lease("a"), a_lease("b")], 3600.0, 2) == 3600.0
     assert seconds_left(Budget(hours=1), fleet(), [], 9999.0, 1) == 0.0
 
 
 def test_dollars_are_paid_for_every_machine_also_for_those_that_are_gone() -> None:
     nodes = [
-        a_node("a", machine_seconds=1800.0),
-        a_node("b", machine_seconds=1800.0),
-        a_node("c", machine_seconds=3600.0, left=True),
+        a_lease("a", machine_seconds=1800.0),
+        a_lease("b", machine_seconds=1800.0),
+        a_lease("c", machine_seconds=3600.0, left=True),
     ]
     # 8 dollars are 4 machine hours; 2 are used; two machines use up the rest in one hour.
     assert seconds_left(Budget(dollars=8), fleet(), nodes, 1800.0, 2) == 3600.0

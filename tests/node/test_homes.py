@@ -21,7 +21,7 @@ from packtrain.store import Store, open_store
 from packtrain.system import nodes_directory
 from packtrain.train.control import CONTROL_VARIABLE
 from parts.faulty import FaultyStore
-from parts.runs import a_generation, a_node, new_run
+from parts.runs import a_generation, a_lease, new_run
 
 LIVING = """
 import sys, time
@@ -47,7 +47,7 @@ def run(directory_store: Store) -> Run:
     run = new_run(directory_store)
     run.propose(a_generation(1, "dead"))
     run.propose(a_generation(2, "first", "dead", workers=2))
-    run.renew(a_node("dead", 7))
+    run.renew(a_lease("dead", 7))
     return run
 
 
@@ -72,7 +72,7 @@ def ignore(kind: str, text: str) -> None:
     pass
 
 
-def test_the_home_of_a_node_that_lives_is_left_alone(run: Run) -> None:
+def test_the_home_of_a_lease_that_lives_is_left_alone(run: Run) -> None:
     process, home = living(run)
     sweep(run, ignore)
     assert home.exists()
@@ -87,14 +87,14 @@ def test_what_a_dead_node_wrote_last_is_kept_and_its_home_removed(run: Run) -> N
     sweep(run, lambda _, text: told.append(text))
     assert texts(run) == [(2, "and a half"), (2, "one"), (2, "three"), (2, "two")]
     assert not home.exists()
-    node = run.node("dead")
+    node = run.lease("dead")
     assert node is not None
     assert node.left, "nobody needs to wait for its lease to run out"
     assert told == ["dead was found dead on this machine; 4 more lines of its logs are kept"]
 
 
 def test_lines_that_are_in_the_store_already_do_not_come_twice(run: Run) -> None:
-    from packtrain.run.run import LogLine
+    from packtrain.run.records import LogLine
 
     writer = run.log_writer("dead")
     for text in ("one", "two"):
@@ -150,7 +150,7 @@ def test_what_is_of_another_machine_is_left_to_it(run: Run) -> None:
     for _ in range(2):
         sweep(run, ignore)
         assert home.exists()
-        assert (node := run.node("dead")) is not None
+        assert (node := run.lease("dead")) is not None
         assert not node.left
         os.utime(home, (old, old))  # a run of weeks makes no new folder there
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import pytest
 
 from packtrain.node import lease as lease_module
-from packtrain.node.lease import Lease, hurried
-from packtrain.run.records import Node, Report
+from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.run.records import Lease, NodeReport
 from packtrain.run.run import LEASE_LOST_SECONDS, Run
 from packtrain.store import Store, open_store
 from parts.faulty import FaultyStore
-from parts.runs import a_node
+from parts.runs import a_lease
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.05)
 
 
-def stored(store: Store) -> Node:
-    [node] = Run(store, "job-1").nodes()
+def stored(store: Store) -> Lease:
+    [node] = Run(store, "job-1").leases()
     return node
 
 
@@ -35,7 +35,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: Store, tmp_path: Path) -> None:
-    lease = Lease(Run(any_store, "job-1"), a_node("a"), tmp_path)
+    lease = LeaseRenewer(Run(any_store, "job-1"), a_lease("a"), tmp_path)
     assert stored(any_store).node == "a"
     until(lambda: stored(any_store).renewal >= 2)
     assert not stored(any_store).left
@@ -47,7 +47,7 @@ def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: S
 
 
 def test_a_lease_tells_what_the_machine_is_doing(directory_store: Store, tmp_path: Path) -> None:
-    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
     lease.leave()
     telemetry = stored(directory_store).telemetry
     assert telemetry.memory_bytes > 0
@@ -57,14 +57,14 @@ def test_a_lease_tells_what_the_machine_is_doing(directory_store: Store, tmp_pat
 
 
 def test_time_is_counted_on_from_earlier_attempts(directory_store: Store, tmp_path: Path) -> None:
-    lease = Lease(Run(directory_store, "job-1"), a_node("a", used_seconds=500.0), tmp_path)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a", used_seconds=500.0), tmp_path)
     assert lease.used_seconds() >= 500.0
     lease.leave()
     assert 500.0 < stored(directory_store).used_seconds < 600.0
 
 
 def test_a_fresh_port_is_told_with_the_next_renewal(directory_store: Store, tmp_path: Path) -> None:
-    lease = Lease(Run(directory_store, "job-1"), a_node("a", port=1), tmp_path)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a", port=1), tmp_path)
     lease.offer_port(2)
     until(lambda: stored(directory_store).port == 2)
     lease.leave()
@@ -75,8 +75,8 @@ def test_what_others_must_know_is_told_at_once(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", 60.0)
-    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
-    report = Report(3, "memory", "full", 7)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
+    report = NodeReport(3, "memory", "full", 7)
     lease.say_leaving()
     lease.say_stopping(3)
     lease.say_report(report)
@@ -87,8 +87,8 @@ def test_what_others_must_know_is_told_at_once(
 
 def test_the_runs_time_is_counted_from_what_a_generation_tells(directory_store: Store, tmp_path: Path) -> None:
     clock = {"now": 100.0}
-    node = a_node("a", used_seconds=0.0)
-    lease = Lease(Run(directory_store, "job-1"), node, tmp_path, clock=lambda: clock["now"], background=False)
+    node = a_lease("a", used_seconds=0.0)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), node, tmp_path, clock=lambda: clock["now"], background=False)
     clock["now"] += 10
     lease.count_from(500.0)
     clock["now"] += 5
@@ -129,7 +129,7 @@ def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, m
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     run = Run(open_store("s3://bucket/x"), "job-1")
-    lease = Lease(hurried(run), a_node("a"), tmp_path)
+    lease = LeaseRenewer(hurried(run), a_lease("a"), tmp_path)
     until(lambda: len(Silent.taken) > 4)
     assert Silent.taken[2] == Silent.taken[3], "it is tried again"
     lease.leave()
@@ -140,7 +140,7 @@ def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, m
 def test_whatever_a_renewal_raises_there_is_another(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease = Lease(Run(directory_store, "job-1"), a_node("a"), tmp_path)
+    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Run, "renew", lambda *_: {}["x"])
         failed = lease.node.renewal
@@ -154,7 +154,7 @@ def test_a_store_that_is_away_is_tried_again(
     directory_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = FaultyStore(directory_store)
-    lease = Lease(Run(store, "job-1"), a_node("a"), tmp_path)
+    lease = LeaseRenewer(Run(store, "job-1"), a_lease("a"), tmp_path)
     store.refuse("put")
     missed = lease.node.renewal
     until(lambda: lease.node.renewal > missed + 2)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.node.logs import LogShipper
-from packtrain.run.run import LogLine, Run
+from packtrain.run.records import LogLine
+from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
 

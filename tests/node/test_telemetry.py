@@ -10,12 +10,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from packtrain.node import lease as lease_module
-from packtrain.node.lease import Lease
+from packtrain.node.lease import LeaseRenewer
 from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpu_count
-from packtrain.run.records import Gpu, Measured
+from packtrain.run.records import Gpu, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store
-from parts.runs import a_node
+from parts.runs import a_lease
 
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -103,11 +103,11 @@ def test_the_history_goes_into_the_store(
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.02)
     run = Run(directory_store, "job-1")
     writer = run.telemetry_writer("a")
-    lease = Lease(run, a_node("a"), tmp_path, writer)
+    lease = LeaseRenewer(run, a_lease("a"), tmp_path, writer)
     time.sleep(0.3)
     lease.leave()
     writer.flush()
-    measured: list[Measured] = run.telemetry().read()
+    measured: list[TelemetrySample] = run.telemetry().read()
     assert len(measured) >= 2
     assert {one.node for one in measured} == {"a"}
     assert all(one.telemetry.memory_bytes > 0 for one in measured)

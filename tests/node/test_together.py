@@ -10,7 +10,8 @@ import pytest
 
 from packtrain.node.assembly import GROW_FACTOR
 from packtrain.run.checkpoint import Superseded, commit, committed
-from packtrain.run.run import LEASE_LOST_SECONDS, Point, Result
+from packtrain.run.records import Point, Result
+from packtrain.run.run import LEASE_LOST_SECONDS
 from packtrain.store import Store
 from parts.agents import Company, Make, company_of, look_through
 from parts.faulty import FaultyStore
@@ -128,7 +129,7 @@ def test_whoever_calls_after_the_first_may_die_too(make: Make) -> None:
     company.wait(10)
     first = company.agents[0]
     company.kill(first)
-    company.run.caller(2, 0, first.name)  # as if it had claimed the call and died before it proposed
+    company.run.proposer(2, 0, first.name)  # as if it had claimed the call and died before it proposed
     company.wait(2 * LOST)
     assert company.members() == [1, 2, 3]
     assert company.causes() == ["start", "machine"]
@@ -217,7 +218,7 @@ def test_a_notice_on_one_machine_has_all_of_them_commit(make: Make) -> None:
     company.end_workers(0)
     company.wait(8)
     assert company.members() == [0]
-    assert company.causes() == ["start", "notice"]
+    assert company.causes() == ["start", "preempted"]
     assert company.agents[1].name in company.gone
 
 
@@ -229,7 +230,7 @@ def test_a_notice_to_the_first_machine_is_no_failure_either(make: Make) -> None:
     company.end_workers(0)
     company.wait(10)
     assert company.members() == [1]
-    assert company.causes() == ["start", "notice"]
+    assert company.causes() == ["start", "preempted"]
 
 
 def test_the_first_commits_in_peace_when_the_one_with_the_notice_is_gone_already(make: Make) -> None:
@@ -246,7 +247,7 @@ def test_the_first_commits_in_peace_when_the_one_with_the_notice_is_gone_already
     assert first._attempt.launch.poll() is None, "a large checkpoint takes its time"
     company.end_workers(0, first)
     company.wait(8)
-    assert company.causes() == ["start", "notice"]
+    assert company.causes() == ["start", "preempted"]
 
 
 def test_a_launcher_that_waits_for_one_who_left_is_not_waited_for(make: Make) -> None:
@@ -259,7 +260,7 @@ def test_a_launcher_that_waits_for_one_who_left_is_not_waited_for(make: Make) ->
     assert first._attempt is not None
     first._attempt.launch.workers = False  # type: ignore[union-attr]
     company.wait(16)
-    assert company.causes() == ["start", "notice"]
+    assert company.causes() == ["start", "preempted"]
 
 
 def test_those_who_end_after_the_first_has_left_with_a_notice_count_no_failure(make: Make) -> None:
@@ -270,7 +271,7 @@ def test_those_who_end_after_the_first_has_left_with_a_notice_count_no_failure(m
     company.end_workers(0, company.agents[0])
     company.wait(12)
     assert company.members() == [1]
-    assert company.causes() == ["start", "notice"]
+    assert company.causes() == ["start", "preempted"]
 
 
 def test_a_notice_with_a_deadline_leaves_in_time(make: Make) -> None:

@@ -16,7 +16,7 @@ from packtrain.node import agent as agent_module
 from packtrain.node import program as program_module
 from packtrain.node.agent import Trouble
 from packtrain.run.checkpoint import commit
-from packtrain.run.run import Point, Result
+from packtrain.run.records import Point, Result
 from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
 from parts.agents import Company, Make, look_through

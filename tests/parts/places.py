@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 from packtrain.run.checkpoint import committed
-from packtrain.run.run import Point, Run, open_run
+from packtrain.run.records import Point
+from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
 from packtrain.train.control import CONTROL_VARIABLE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from packtrain.job.job import Job
 from packtrain.run.code import archive
-from packtrain.run.records import Generation, Member, Node
+from packtrain.run.records import Generation, Lease, Member
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 
@@ -29,9 +29,9 @@ def new_run(store: Store, job: Job | None = None, script: str = "") -> Run:
     return create_run(store, job or program_job(), archive({"train.py": script.encode()}), None)
 
 
-def a_node(name: str, renewal: int = 0, **fields: Any) -> Node:
+def a_lease(name: str, renewal: int = 0, **fields: Any) -> Lease:
     given = {"address": "127.0.0.1", "port": 29500, "workers": 1, "joined": 1, "used_seconds": 0.0, **fields}
-    return Node(name, f"host-of-{name}", renewal=renewal, **given)
+    return Lease(name, f"host-of-{name}", renewal=renewal, **given)
 
 
 def a_generation(number: int, *nodes: str, reason: str = "start", workers: int = 1) -> Generation:

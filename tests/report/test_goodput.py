@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.report.goodput import COMPUTING, ORDER, goodput, lost_seconds
-from packtrain.run.records import Cause, Generation, Member
-from packtrain.run.run import Point, Spent
+from packtrain.run.records import Cause, Generation, Member, Point, TimeSpent
 from packtrain.train.recorder import SPANS
 
 
@@ -12,8 +11,8 @@ def generation(number: int, cause: Cause = "start") -> Generation:
     return Generation(number, (Member("n0", "::1", 1),), 1, "", cause=cause)
 
 
-def spent(time: float, generation: int = 1, rank: int = 0, step: int = 99, **seconds: float) -> Spent:
-    return Spent(time, generation, rank, step, seconds)
+def spent(time: float, generation: int = 1, rank: int = 0, step: int = 99, **seconds: float) -> TimeSpent:
+    return TimeSpent(time, generation, rank, step, seconds)
 
 
 def step(number: int, generation: int = 1, forward: float = 1.0) -> Point:

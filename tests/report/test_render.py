@@ -12,7 +12,8 @@ from packtrain.report import report_place, write_report
 from packtrain.report.goodput import Goodput
 from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
-from packtrain.run.run import Event, Point, Result, Run, Sample, Spent, create_run
+from packtrain.run.records import Event, Point, Result, Sample, TimeSpent
+from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 from report.pages import Page
 
@@ -58,9 +59,9 @@ def test_a_program_s_run_has_a_page(directory_store: Store) -> None:
 def test_a_finished_run_shows_its_scores_curves_times_samples_and_job(run: Run) -> None:
     points = [trained(1), trained(2), validated(2, (Sample("in", "wanted", "out"),), loss=3.0, bleu=12.345)]
     result = Result("finished", "reached 10 steps", 2, 60.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
-    writer = run.spent_writer("0")
+    writer = run.time_spent_writer("0")
     for rank in (0, 1):
-        writer.append(Spent(1.0, 1, rank, 2, {"forward": 3.0, "wait": 1.0}))
+        writer.append(TimeSpent(1.0, 1, rank, 2, {"forward": 3.0, "wait": 1.0}))
     writer.flush()
     page = page_of(run, points, result)
     said = " ".join(page.text)
@@ -81,7 +82,7 @@ def test_the_newest_samples_are_shown(run: Run) -> None:
 
 
 def test_events_are_shown_with_their_time_and_only_the_last_of_many(run: Run) -> None:
-    events = [Event(float(number), "note", f"event {number}") for number in range(250)]
+    events = [Event(float(number), "checkpoint", f"event {number}") for number in range(250)]
     html = render(run.job, summary_of(run, "running", [], None), [], events)
     text = Page(html).text
     assert "event 249" in text

@@ -9,8 +9,8 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job.job import Job
 from packtrain.report.summary import Standing, standing, summarise, summary_of, units_per_second
-from packtrain.run.records import Generation, Member, Node, Telemetry
-from packtrain.run.run import Point, Result, Run, create_run, open_run
+from packtrain.run.records import Generation, Lease, Member, Point, Result, Telemetry
+from packtrain.run.run import Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 
@@ -118,8 +118,8 @@ def test_the_headline_is_the_score_that_says_most() -> None:
 
 
 def test_machines_work_only_in_a_run_that_is_going(run: Run) -> None:
-    run.renew(Node("n0", "host", "::1", 1, 2, 0, 5, 1.0, telemetry=Telemetry(0.5, 0.25)))
-    run.renew(Node("n1", "host", "::1", 1, 2, 0, 5, 1.0, left=True))
+    run.renew(Lease("n0", "host", "::1", 1, 2, 0, 5, 1.0, telemetry=Telemetry(0.5, 0.25)))
+    run.renew(Lease("n1", "host", "::1", 1, 2, 0, 5, 1.0, left=True))
     going = summary_of(run, "running", [], None).machines
     assert [(one.node, one.workers, one.working) for one in going] == [("n0", 2, True), ("n1", 2, False)]
     assert (going[0].cpu_fraction, going[0].memory_fraction) == (0.5, 0.25)

@@ -12,10 +12,10 @@ import pytest
 from packtrain.node.directory import Home
 from packtrain.run import liveness as signs
 from packtrain.run.liveness import DOUBT_SECONDS, Sign, state_by, states_now
-from packtrain.run.records import Node
-from packtrain.run.run import LEASE_LOST_SECONDS, Result, Run
+from packtrain.run.records import Lease, Result
+from packtrain.run.run import LEASE_LOST_SECONDS, Run
 from packtrain.store import Store, open_store
-from parts.runs import a_node, new_run
+from parts.runs import a_lease, new_run
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_one_machine_at_work_is_enough_and_one_in_doubt_has_to_be_watched() -> N
     assert state_by(None) == "waiting"
 
 
-def aged(run: Run, node: Node, seconds: float) -> None:
+def aged(run: Run, node: Lease, seconds: float) -> None:
     run.renew(node)
     path = Path(run.store.url) / run.key(f"nodes/{node.node}.json")
     os.utime(path, (time.time() - seconds,) * 2)
@@ -77,10 +77,10 @@ def test_dozens_of_runs_are_told_apart_and_only_a_doubt_is_watched(directory_sto
         if number % 4 == 0:
             run.finish(Result("finished", "", 1, 1.0))
         elif number % 4 == 1:
-            aged(run, a_node("a"), 3600)
+            aged(run, a_lease("a"), 3600)
         elif number % 4 == 2:
-            aged(run, a_node("a"), 1)
-    aged(runs[5], a_node("a"), 30)  # of another machine, whose clock may be behind
+            aged(run, a_lease("a"), 1)
+    aged(runs[5], a_lease("a"), 30)  # of another machine, whose clock may be behind
     told = states_now(runs)
     assert told == ["finished", "interrupted", "running", "waiting"] * 9
     assert watched == [runs[5].name]
@@ -90,8 +90,8 @@ def test_dozens_of_runs_are_told_apart_and_only_a_doubt_is_watched(directory_sto
 def test_an_agent_of_this_machine_is_known_by_its_lock(directory_store: Store, watched: list[str]) -> None:
     """Whatever its lease says: it may be killed a moment ago, or unable to reach the store."""
     run = new_run(directory_store)
-    node = a_node("here-1")
-    node = Node(**{**node.__dict__, "hostname": socket.gethostname()})
+    node = a_lease("here-1")
+    node = Lease(**{**node.__dict__, "hostname": socket.gethostname()})
     home = Home.make(run, node.node)
     aged(run, node, 3600)
     assert states_now([run]) == ["running"]
@@ -103,14 +103,14 @@ def test_an_agent_of_this_machine_is_known_by_its_lock(directory_store: Store, w
 
 def test_a_bucket_has_one_clock_for_all(s3_store: Store, watched: list[str]) -> None:
     run = new_run(s3_store)
-    run.renew(a_node("a"))
+    run.renew(a_lease("a"))
     assert states_now([run, new_run(s3_store)]) == ["running", "waiting"]
     assert watched == []
 
 
 def test_who_may_not_write_watches(directory_store: Store, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(directory_store)
-    aged(run, a_node("a"), 3600)
+    aged(run, a_lease("a"), 3600)
     monkeypatch.setattr(signs, "_store_time", lambda _: None)
     assert states_now([run]) == ["interrupted"]
     assert watched == [run.name]

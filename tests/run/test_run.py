@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packtrain.run.run as run_module
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run.records import Generation, Node
-from packtrain.run.run import Point, Result, Run, Sample, create_run, open_run, run_names, states, surviving
+from packtrain.run import run as run_module
+from packtrain.run.records import Generation, Lease, Point, Result, Sample
+from packtrain.run.run import Run, create_run, open_run, run_names, states, surviving
 from packtrain.store import Store, open_store
-from parts.runs import a_generation, a_node, new_run, program_job
+from parts.runs import a_generation, a_lease, new_run, program_job
 
 # Names.
 
@@ -123,7 +123,7 @@ DAMAGED: dict[str, Callable[[Run], object]] = {
     "result.json": lambda run: run.result(),
     "stop.json": lambda run: run.stop_request(),
     "generations/000001.json": lambda run: run.latest_generation(),
-    "nodes/a.json": lambda run: run.nodes(),
+    "nodes/a.json": lambda run: run.leases(),
 }
 
 
@@ -158,19 +158,19 @@ def test_a_generation_that_is_known_is_not_read_again(any_store: Store) -> None:
 
 def test_one_machine_at_a_time_calls_the_next_generation(any_store: Store) -> None:
     run = new_run(any_store)
-    assert [run.caller(1, 0, node) for node in ("a", "b", "a")] == ["a", "a", "a"]
-    assert run.caller(1, 1, "b") == "b"
-    assert run.caller(2, 0, "b") == "b"
+    assert [run.proposer(1, 0, node) for node in ("a", "b", "a")] == ["a", "a", "a"]
+    assert run.proposer(1, 1, "b") == "b"
+    assert run.proposer(2, 0, "b") == "b"
 
 
 def test_many_leases_are_read_as_few_are(any_store: Store) -> None:
     run = new_run(any_store)
-    nodes = [a_node(f"n{number:02d}", renewal=number) for number in range(30)]
+    nodes = [a_lease(f"n{number:02d}", renewal=number) for number in range(30)]
     for node in nodes:
         run.renew(node)
-    assert run.nodes() == nodes
-    assert run.node("n07") == nodes[7]
-    assert run.node("nobody") is None
+    assert run.leases() == nodes
+    assert run.lease("n07") == nodes[7]
+    assert run.lease("nobody") is None
 
 
 def test_a_member_has_a_rank_and_others_have_none() -> None:
@@ -180,10 +180,10 @@ def test_a_member_has_a_rank_and_others_have_none() -> None:
 
 def test_a_lease_is_replaced_when_it_is_renewed(any_store: Store) -> None:
     run = new_run(any_store)
-    run.renew(a_node("a", renewal=1))
-    run.renew(a_node("a", renewal=2))
-    run.renew(a_node("b", renewal=7))
-    assert run.nodes() == [a_node("a", renewal=2), a_node("b", renewal=7)]
+    run.renew(a_lease("a", renewal=1))
+    run.renew(a_lease("a", renewal=2))
+    run.renew(a_lease("b", renewal=7))
+    assert run.leases() == [a_lease("a", renewal=2), a_lease("b", renewal=7)]
 
 
 def test_the_first_result_holds(any_store: Store) -> None:
@@ -318,14 +318,14 @@ def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def renewing(run: Run, node: Node) -> Iterator[None]:
+def renewing(run: Run, node: Lease) -> Iterator[None]:
     over = threading.Event()
 
     def work() -> None:
         renewal = node.renewal
         while not over.wait(0.05):
             renewal += 1
-            run.renew(a_node(node.node, renewal))
+            run.renew(a_lease(node.node, renewal))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -339,23 +339,23 @@ def renewing(run: Run, node: Node) -> Iterator[None]:
 @pytest.mark.usefixtures("quick_leases")
 def test_a_run_whose_node_renews_its_lease_is_running(any_store: Store) -> None:
     run = new_run(any_store)
-    run.renew(a_node("a"))
-    with renewing(run, a_node("a")):
+    run.renew(a_lease("a"))
+    with renewing(run, a_lease("a")):
         assert run.state() == "running"
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_a_run_whose_lease_stands_still_is_interrupted(any_store: Store) -> None:
     run = new_run(any_store)
-    run.renew(a_node("a", renewal=5))
+    run.renew(a_lease("a", renewal=5))
     assert run.state() == "interrupted"
 
 
 @pytest.mark.usefixtures("quick_leases")
-def test_a_node_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_store: Store) -> None:
+def test_a_lease_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_store: Store) -> None:
     run = new_run(directory_store)
-    run.renew(a_node("a", renewal=5))
-    timer = threading.Timer(0.1, lambda: run.renew(a_node("a", renewal=6, left=True)))
+    run.renew(a_lease("a", renewal=5))
+    timer = threading.Timer(0.1, lambda: run.renew(a_lease("a", renewal=6, left=True)))
     timer.start()
     assert run.state() == "interrupted"
     timer.join()
@@ -368,8 +368,8 @@ def test_a_run_that_no_machine_has_joined_is_waiting(any_store: Store) -> None:
 @pytest.mark.usefixtures("quick_leases")
 def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(directory_store: Store) -> None:
     run = new_run(directory_store)
-    run.renew(a_node("a", renewal=5, left=True))
-    timer = threading.Timer(0.1, lambda: run.renew(a_node("b")))
+    run.renew(a_lease("a", renewal=5, left=True))
+    timer = threading.Timer(0.1, lambda: run.renew(a_lease("b")))
     timer.start()
     assert run.state() == "running"
     timer.join()
@@ -378,7 +378,7 @@ def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(director
 @pytest.mark.parametrize("status", ["finished", "failed", "stopped"])
 def test_a_run_with_a_result_is_what_the_result_says(directory_store: Store, status: str) -> None:
     run = new_run(directory_store)
-    run.renew(a_node("a"))
+    run.renew(a_lease("a"))
     run.finish(Result(status, "", 1, 1.0))  # type: ignore[arg-type]
     assert run.state() == status
 
@@ -388,14 +388,14 @@ def test_many_runs_are_watched_together(directory_store: Store, monkeypatch: pyt
     """Time is counted in the watcher's own pauses, not measured."""
     runs = [new_run(directory_store) for _ in range(6)]
     for run in runs:
-        run.renew(a_node("a"))
+        run.renew(a_lease("a"))
     runs[0].finish(Result("finished", "", 1, 1.0))
     clock = {"now": 0.0, "pauses": 0}
 
     def sleep(seconds: float) -> None:
         clock["now"] += seconds
         clock["pauses"] += 1
-        runs[2].renew(a_node("a", renewal=int(clock["pauses"])))
+        runs[2].renew(a_lease("a", renewal=int(clock["pauses"])))
 
     monkeypatch.setattr(run_module.time, "sleep", sleep)
     monkeypatch.setattr(run_module.time, "monotonic", lambda: clock["now"])

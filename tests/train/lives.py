@@ -20,7 +20,8 @@ from packtrain.data.order import Ids
 from packtrain.job.job import Job
 from packtrain.recipes import Batch, Measured, Scores
 from packtrain.run.checkpoint import committed
-from packtrain.run.run import Point, Run, Sample
+from packtrain.run.records import Point, Sample
+from packtrain.run.run import Run
 from packtrain.store import open_store
 from packtrain.train import watchdog as watch
 from packtrain.train.control import Control, Notice

@@ -10,7 +10,8 @@ from lives import Slow
 from nursery import Nursery
 from tiny import tiny_job, tiny_run
 
-from packtrain.run.run import Run, Spent
+from packtrain.run.records import TimeSpent
+from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.control import Control
 from packtrain.train.recorder import SPANS, Clock
@@ -46,7 +47,7 @@ def test_who_waits_for_the_slowest_is_told_from_who_exchanges() -> None:
     assert [outcome.waited(rank) for rank in range(3)] == [0.375, 0.0, 0.125]
 
 
-def summed(records: list[Spent]) -> dict[str, float]:
+def summed(records: list[TimeSpent]) -> dict[str, float]:
     total: dict[str, float] = {}
     for record in records:
         for span, seconds in record.seconds.items():
@@ -74,7 +75,7 @@ def test_the_spans_of_a_run_add_up_to_its_time(directory_store: Store, control: 
     clock = Timed()
     Trainer(run, Slow(run.job), World(), 1, control, clock=clock).train()
     elapsed = clock.last_taken - clock.began
-    total = summed(run.spent().read())
+    total = summed(run.time_spent().read())
     assert total.keys() <= set(SPANS)
     assert sum(total.values()) == pytest.approx(elapsed, rel=0.02)
     assert total["forward"] >= 10 * Slow.forward_seconds
@@ -108,5 +109,5 @@ def test_every_rank_says_where_its_time_went_and_who_waited_for_whom(
 
 
 def of_rank(run: Run) -> dict[int, dict[str, float]]:
-    records = run.spent().read()
+    records = run.time_spent().read()
     return {rank: summed([one for one in records if one.rank == rank]) for rank in {one.rank for one in records}}

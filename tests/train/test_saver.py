@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 
 from packtrain.job.job import Checkpoint as Settings
 from packtrain.run.checkpoint import committed
-from packtrain.run.run import Point, Run
+from packtrain.run.records import Point
+from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.checkpointer import Saver
 from packtrain.train.state import Copier, Description, Progress, Snapshot

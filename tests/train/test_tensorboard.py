@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from packtrain.run.run import Point, Run
+from packtrain.run.records import Point
+from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.train.recorder import TensorBoardWriter
 from parts.faulty import FaultyStore

@@ -20,14 +20,14 @@ from packtrain.job.job import Job
 from packtrain.report import report_place, write_report
 from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
-from packtrain.run.run import EXIT_CODES, LEASE_LOST_SECONDS, Event, Point, Run
+from packtrain.run.records import Event, Point
+from packtrain.run.run import EXIT_CODES, LEASE_LOST_SECONDS, Run
 from packtrain.store import StoreError
 from packtrain.units import counted, show_count, show_seconds
 
 _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0
 _SPEED_STEPS = 100
-_TOLD_EVENTS = {"generation", "restored", "failure", "lost", "warning", "stopping", "evaluation", "failed", "data"}
 
 
 def how_to_go_on(run: Run) -> str:
@@ -136,7 +136,7 @@ class Follower:
         for event in sorted(self._events.read(), key=lambda event: event.time):
             if event.kind == "generation":
                 self._working_since = event.time
-            if event.kind in _TOLD_EVENTS:
+            if event.display != "report":
                 self._say(event)
         for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
             if point.kind == "start":
@@ -157,7 +157,7 @@ class Follower:
         return None if self._budget_left is None else self._budget_left - (self._steps[-1].time - self._began)
 
     def _say(self, event: Event) -> None:
-        style = "yellow" if event.kind in ("warning", "failure", "lost", "failed") else "dim"
+        style = "yellow" if event.display == "warning" else "dim"
         self._screen.print(f"[{style}]{event.kind:>10}[/{style}]  {escape(event.text)}")
 
     def _show(self, live: Live) -> None:

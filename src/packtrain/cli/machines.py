@@ -179,4 +179,4 @@ def _some_addresses(run: Run) -> list[str]:
     if latest is not None:
         return [member.address for member in latest.members[:_FEW]]
     names = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.store.list(run.key("nodes/"))]
-    return [node.address for node in map(run.node, names[:_FEW]) if node is not None]
+    return [lease.address for lease in map(run.lease, names[:_FEW]) if lease is not None]

@@ -73,8 +73,8 @@ class Presence:
         now = self.clock()
         if now - self._looked >= LEASE_SECONDS:
             self._looked = now
-            self.watch.observe(self.run.nodes(), now)
-        alive = sum(self.watch.alive(name, now) for name in self.watch.nodes)
+            self.watch.observe(self.run.leases(), now)
+        alive = sum(self.watch.alive(name, now) for name in self.watch.leases)
         wanted = self.run.job.fleet.kind.machines
         if alive >= wanted.least:
             self._asked, self._word, self._times = now, None, 0

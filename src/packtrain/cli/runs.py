@@ -135,7 +135,7 @@ def logs(
         # The last lines come after the result: when the machines have left, or should have, they are all there.
         over = not follow or (
             ended_at is not None
-            and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(node.left for node in run.nodes()))
+            and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(node.left for node in run.leases()))
         )
         for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
             ranks.add(line.rank)
@@ -186,10 +186,10 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
 def _finish_alone(run: Run) -> None:
     """Ends a run that no machine works on where it is."""
     from packtrain.run.checkpoint import committed
-    from packtrain.run.run import Result
+    from packtrain.run.records import Result
 
     step = max((checkpoint.step for checkpoint in committed(run)), default=0)
-    seconds = max((node.used_seconds for node in run.nodes()), default=0.0)
+    seconds = max((node.used_seconds for node in run.leases()), default=0.0)
     run.finish(Result("stopped", "stopped by hand, when no machine was working on it", step, seconds))
 
 

@@ -64,7 +64,7 @@ class LocalFleet(Fleet):
         end(run.name, run.store.url)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        if machine not in (None, HERE, socket.gethostname(), *(node.node for node in run.nodes())):
+        if machine not in (None, HERE, socket.gethostname(), *(node.node for node in run.leases())):
             raise Mistake(f"{run.name} has no machine {machine!r}: it is on this one alone; leave that word out")
         return (os.environ.get("SHELL") or "/bin/sh",)
 

@@ -145,10 +145,10 @@ class Judge:
     _since: tuple[str, float] = ("", 0.0)
 
     def there(self, now: float) -> int:
-        return sum(not self.watch.lost(name, now) for name, node in self.watch.nodes.items() if not node.left)
+        return sum(not self.watch.lost(name, now) for name, node in self.watch.leases.items() if not node.left)
 
     def why(self, ended: bool, now: float) -> str | None:
-        self._began = self._began or any(self.watch.alive(name, now) for name in self.watch.nodes)
+        self._began = self._began or any(self.watch.alive(name, now) for name in self.watch.leases)
         there = self.there(now)
         reason, patience = "", 0.0
         if ended and there == 0:
@@ -178,7 +178,7 @@ def keep(command: Sequence[str], run: Run, least: int) -> int:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LEASE_SECONDS)
         with suppress(PacktrainError):  # a store that is away says nothing
-            judge.watch.observe(run.nodes(), time.monotonic())
+            judge.watch.observe(run.leases(), time.monotonic())
             why = judge.why(run.result() is not None, time.monotonic())
             if why is not None and process.poll() is None:
                 say(f"mpirun: ends, for {why}")
@@ -193,7 +193,7 @@ def _end(process: subprocess.Popen[bytes], run: Run, judge: Judge) -> None:
     while process.poll() is None and time.monotonic() < deadline and judge.there(time.monotonic()):
         time.sleep(LEASE_SECONDS / 2)
         with suppress(PacktrainError):
-            judge.watch.observe(run.nodes(), time.monotonic())
+            judge.watch.observe(run.leases(), time.monotonic())
     with suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

@@ -27,14 +27,14 @@ from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, in_words, left_at_start
 from packtrain.node.directory import Home, remove_orphans, sweep
 from packtrain.node.launch import Launchers, free_port
-from packtrain.node.lease import Lease, hurried
+from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.preemption import Leaving, NoticeBoard, Notices, complain, end_at_once, go_through
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded, committed
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
-from packtrain.run.records import Cause, Generation, Node, Report
-from packtrain.run.run import Event, Result, Run, Status
+from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
+from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import say
 from packtrain.units import counted
@@ -69,8 +69,8 @@ class Agent:
         # Those who were there before a generation come before those who came after it.
         latest = run.latest_generation()
         joined = 1 + (latest.number if latest is not None else 0)
-        node = Node(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
-        self._lease = Lease(
+        node = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
+        self._lease = LeaseRenewer(
             hurried(run) if background else run, node, self._home.path, self._telemetry, clock, background
         )
         self._assembly = Assembly(run, self._lease, clock, self._tell)
@@ -79,7 +79,7 @@ class Agent:
         self._program = ProgramCheckpoints(run, self._home.path / "checkpoints", run.job.checkpoint, self._tell)
         self._latest: Generation | None = None
         self._attempt: Attempt | None = None
-        self._report: Report | None = None  # how the generation that was last tried ended here
+        self._report: NodeReport | None = None  # how the generation that was last tried ended here
         self._ended_at = 0.0
         self._last_tried = self._looks = 0
         self._over = self._hurry = False
@@ -91,7 +91,7 @@ class Agent:
         """Whether nothing is left for this machine to do: the run has a result, or its time is up."""
         return (self._over and self._board.notice is None) or self._deadline.is_near
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _tell(self, kind: EventKind, text: str) -> None:
         say(f"{kind}: {text}")
         generation = self._attempt.generation.number if self._attempt else 0
         self._events.append(Event(time.time(), kind, text, generation))
@@ -105,7 +105,7 @@ class Agent:
         try:
             (self._home.path / "code").mkdir()
             unpack(self._run.store.get(self._run.key("code.tar.zst")), self._home.path / "code")
-            self._tell("node", f"{self.name} has joined with {counted(self._lease.node.workers, 'worker')}")
+            self._tell("machine", f"{self.name} has joined with {counted(self._lease.node.workers, 'worker')}")
             trouble = Trouble()
             while not self._over:
                 try:
@@ -120,7 +120,7 @@ class Agent:
                 self._end_attempt,
                 self._launchers.dismiss,
                 lambda: sweeping.wait(_SWEEP_SECONDS),
-                lambda: self._tell("node", f"{self.name} leaves"),
+                lambda: self._tell("machine", f"{self.name} leaves"),
                 flusher.close,
                 history.close,
                 self._lease.leave,
@@ -216,8 +216,8 @@ class Agent:
         if leaving is None:
             self._launch(attempt)
             return
-        cause: Cause = "notice" if leaving.kind == "notice" else "ended"
-        self._give_up(Report(attempt.generation.number, cause, leaving.reason))
+        cause: Cause = "preempted" if leaving.kind == "notice" else "ended"
+        self._give_up(NodeReport(attempt.generation.number, cause, leaving.reason))
         self._finish_stopped(attempt.generation, leaving)
 
     def _launch(self, attempt: Attempt) -> None:
@@ -271,7 +271,7 @@ class Agent:
         if attempt.asked is not None and (warning := attempt.hold_to_grace(self._clock())) is not None:
             self._tell("warning", warning)
         elif leaving is not None and (attempt.asked is None or leaving.kind == "notice"):
-            cause = "notice" if leaving.kind == "notice" else "ended"
+            cause = "preempted" if leaving.kind == "notice" else "ended"
             left = self._board.seconds_left() if leaving.kind == "notice" else None
             grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
             self._ask_to_stop(attempt, Asked(cause, leaving.reason, self._clock(), grace))  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ class Agent:
         seen = watch_others(self._assembly, attempt, self._clock())
         if isinstance(seen, Lost):
             self._lose(attempt, seen.node)
-        elif isinstance(seen, Report):
+        elif isinstance(seen, NodeReport):
             self._give_up(seen)
         elif seen is not None:
             self._ask_to_stop(attempt, seen)
@@ -296,14 +296,14 @@ class Agent:
         if self._run.result() is not None:
             self._over = True
             return
-        number, lease = attempt.generation.number, self._assembly.watch.nodes.get(node)
+        number, lease = attempt.generation.number, self._assembly.watch.leases.get(node)
         if lease is not None and lease.leaving:
-            self._give_up(Report(number, "notice", f"machine {node} had to leave"))
+            self._give_up(NodeReport(number, "preempted", f"machine {node} had to leave"))
         else:
             self._tell("lost", f"{node} does not renew its lease")
-            self._give_up(Report(number, "machine", f"machine {node} is lost"))
+            self._give_up(NodeReport(number, "machine", f"machine {node} is lost"))
 
-    def _give_up(self, report: Report) -> None:
+    def _give_up(self, report: NodeReport) -> None:
         """Ends the workers of this machine because of another one."""
         self._end_attempt()
         self._report, self._hurry = report, True
@@ -313,7 +313,7 @@ class Agent:
         """When the workers have ended, one way or another. The attempt stays until the store knows about it."""
         finished = self._job.program is not None and code == 0 and attempt.asked is None
         program = self._program if self._job.program is not None and attempt.is_first else None
-        unsaved: Report | None = None
+        unsaved: NodeReport | None = None
         if attempt.closing is None and (attempt.stacks() or program is not None):
             attempt.kill()
             attempt.closing = Task(lambda: attempt.close(self._run, program, self._tell), "close")
@@ -337,7 +337,7 @@ class Agent:
             self._conclude("finished", "the program ended with exit code 0")
         elif leaving is not None:
             self._finish_stopped(attempt.generation, leaving)
-        elif report.hopeless:
+        elif report.fatal:
             self._conclude("failed", report.text)
         else:
             self._lease.say_report(report)

@@ -16,9 +16,9 @@ from itertools import pairwise
 from packtrain.node.attempt import Asked, Attempt
 from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_telling, reason_for, verdict
 from packtrain.node.deadline import seconds_left
-from packtrain.node.lease import Lease
+from packtrain.node.lease import LeaseRenewer
 from packtrain.run.checkpoint import committed
-from packtrain.run.records import Cause, Generation, Member, Node, Report
+from packtrain.run.records import Cause, Generation, Lease, Member, NodeReport, TellEvent
 from packtrain.run.run import LEASE_LOST_SECONDS, LEASE_SECONDS, Run
 from packtrain.units import Machines
 
@@ -33,9 +33,9 @@ class Assembly:
     def __init__(
         self,
         run: Run,
-        lease: Lease,
+        lease: LeaseRenewer,
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[str, str], None] = lambda _kind, _text: None,
+        tell: TellEvent = lambda _kind, _text: None,
     ) -> None:
         self._run, self._lease, self._clock, self._tell = run, lease, clock, tell
         self._machines = run.job.fleet.kind.machines
@@ -55,10 +55,10 @@ class Assembly:
     # Leases.
 
     def look_at_all(self) -> None:
-        self.watch.observe(self._run.nodes(), self._clock())
+        self.watch.observe(self._run.leases(), self._clock())
 
-    def look_at(self, name: str) -> Node | None:
-        node = self._run.node(name)
+    def look_at(self, name: str) -> Lease | None:
+        node = self._run.lease(name)
         self.watch.observe([node] if node is not None else [], self._clock())
         return node
 
@@ -66,13 +66,13 @@ class Assembly:
         """By what was seen so far."""
         return name != self.name and self.watch.lost(name, self._clock())
 
-    def alive(self) -> list[Node]:
+    def alive(self) -> list[Lease]:
         """Those who take part now. This machine's own lease is as it is here: the store may have an older one."""
         now = self._clock()
-        others = [node for name, node in self.watch.nodes.items() if name != self.name and self.watch.alive(name, now)]
+        others = [node for name, node in self.watch.leases.items() if name != self.name and self.watch.alive(name, now)]
         return [self._lease.node, *others]
 
-    def joiner(self, generation: Generation, began: float) -> Node | None:
+    def joiner(self, generation: Generation, began: float) -> Lease | None:
         """A machine that the generation should take in, once it has worked for so long that a new beginning is a small
         part of the time. Of a program nobody knows when it has begun to work."""
         if self._clock() - began < GROW_SECONDS:
@@ -104,7 +104,7 @@ class Assembly:
         if self._turn[0] != number:
             self._turn, self._holder = (number, 0), None
         if self._holder is None:
-            self._holder = self._run.caller(*self._turn, self.name)
+            self._holder = self._run.proposer(*self._turn, self.name)
         if self._holder == self.name:
             return True
         self.look_at(self._holder)
@@ -112,7 +112,7 @@ class Assembly:
             self._turn, self._holder = (number, self._turn[1] + 1), None
         return False
 
-    def call(self, latest: Generation | None, own: Report | None, since: float) -> str | None:
+    def call(self, latest: Generation | None, own: NodeReport | None, since: float) -> str | None:
         """Proposes the next generation once it is clear how the latest ended and who is there; why the run is given
         up, if it is. `own` is how it ended on this machine, `since` when."""
         self.look_at_all()
@@ -138,8 +138,8 @@ class Assembly:
             self._run.propose(proposed)
         return None
 
-    def _why(self, ended: Report, step: int, there: int) -> Why:
-        nodes = {**self.watch.nodes, self.name: self._lease.node}.values()
+    def _why(self, ended: NodeReport, step: int, there: int) -> Why:
+        nodes = {**self.watch.leases, self.name: self._lease.node}.values()
         used = max(self._lease.used_seconds(), *(node.used_seconds for node in nodes))
         left = seconds_left(self._run.job.budget, self._run.job.fleet, nodes, used, there)
         return Why(ended.cause, reason_for(ended), step, ended.step, used, left)
@@ -155,7 +155,7 @@ class Assembly:
         """Which machine ended each generation before the latest, as the records of those after them tell everybody."""
         return [one.culprit for one in self._up_to(latest)]
 
-    def _blamed(self, latest: Generation, own: Report | None) -> str | None:
+    def _blamed(self, latest: Generation, own: NodeReport | None) -> str | None:
         """The machine that alone ended the latest generation, by an error of its own. After two in a row it is left out
         while there are enough others."""
         told = {name: self._reported(name, latest) for name in (member.node for member in latest.members)}
@@ -169,10 +169,10 @@ class Assembly:
             report = told[culprit]
             assert report is not None
             words = f"{culprit} ended two generations in a row, and others go on without it: {report.text}"
-            self._tell("left out", words)
+            self._tell("excluded", words)
         return culprit
 
-    def _unsettled(self, latest: Generation, own: Report, since: float) -> bool:
+    def _unsettled(self, latest: Generation, own: NodeReport, since: float) -> bool:
         """Whether another machine of the generation may still say, or be, what is wrong.
 
         It has to be heard of since the generation ended here. Where all that is known here is that a connection
@@ -184,34 +184,34 @@ class Assembly:
             return bool(silent)
         return any(not self.watch.renewed_since(name, since) for name in silent)
 
-    def _reported(self, name: str, generation: Generation) -> Report | None:
-        node = self.watch.nodes.get(name)
+    def _reported(self, name: str, generation: Generation) -> NodeReport | None:
+        node = self.watch.leases.get(name)
         report = node.report if node is not None else None
         return report if report is not None and report.generation == generation.number else None
 
-    def _how_it_ended(self, latest: Generation | None, own: Report | None) -> Report:
+    def _how_it_ended(self, latest: Generation | None, own: NodeReport | None) -> NodeReport:
         if latest is None:
-            return Report(0, "start", "start")
+            return NodeReport(0, "start", "start")
         reports = [own] if own is not None else []
         others = [member.node for member in latest.members if member.node != self.name]
         if own is None and all(self.is_lost(name) for name in others):
-            return Report(latest.number, "resumed", "resumed")
+            return NodeReport(latest.number, "resumed", "resumed")
         for name in others:
-            node, report = self.watch.nodes.get(name), self._reported(name, latest)
+            node, report = self.watch.leases.get(name), self._reported(name, latest)
             if report is not None:
                 reports.append(report)
             elif node is not None and node.leaving:
-                reports.append(Report(latest.number, "notice", f"machine {name} had to leave"))
+                reports.append(NodeReport(latest.number, "preempted", f"machine {name} had to leave"))
             elif self.is_lost(name):
-                reports.append(Report(latest.number, "machine", f"machine {name} is lost"))
+                reports.append(NodeReport(latest.number, "machine", f"machine {name} is lost"))
         if not reports:
-            return Report(latest.number, "ended", "the first machine is lost")
-        asked = [report for report in reports if report.cause in ("notice", "joined")]
+            return NodeReport(latest.number, "ended", "the first machine is lost")
+        asked = [report for report in reports if report.cause in ("preempted", "joined")]
         told = most_telling(reports)
         # Programs end in all sorts of ways when they are asked to.
-        return asked[0] if asked and told.cause == "program" and not told.hopeless else told
+        return asked[0] if asked and told.cause == "program" and not told.fatal else told
 
-    def _still_gathering(self, number: int, count: int, ended: Report) -> bool:
+    def _still_gathering(self, number: int, count: int, ended: NodeReport) -> bool:
         """Whether more machines may be there than have been seen to be alive: those that are started together appear
         one after the other, and of a lease that was seen once nobody knows."""
         if count >= self._machines.most or count < self._machines.least:
@@ -222,7 +222,7 @@ class Assembly:
         if ended.cause in ("start", "resumed") and waited < GATHER_SECONDS:
             return True
         now = self._clock()
-        unknown = [name for name in self.watch.nodes if not self.watch.alive(name, now) and not self.is_lost(name)]
+        unknown = [name for name in self.watch.leases if not self.watch.alive(name, now) and not self.is_lost(name)]
         return any(name != self.name for name in unknown) and waited < RENEWAL_SECONDS
 
 
@@ -240,15 +240,15 @@ class LeaseWatch:
     """
 
     lost_after_seconds: float = LEASE_LOST_SECONDS
-    nodes: dict[str, Node] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
     """The leases as they were last seen, those of nodes that left included."""
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _renewed: set[str] = field(default_factory=set)
     _looked: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, nodes: Iterable[Node], now: float) -> None:
+    def observe(self, nodes: Iterable[Lease], now: float) -> None:
         for node in nodes:
-            self.nodes[node.node] = node
+            self.leases[node.node] = node
             blind = now - self._looked.get(node.node, now) - _BLIND_SECONDS
             self._looked[node.node] = now
             if node.left:
@@ -295,7 +295,7 @@ def unwanted(culprits: Sequence[str | None]) -> set[str]:
 
 
 def proposal(
-    previous: Generation | None, alive: Sequence[Node], machines: Machines, why: Why, unwanted: Collection[str] = ()
+    previous: Generation | None, alive: Sequence[Lease], machines: Machines, why: Why, unwanted: Collection[str] = ()
 ) -> Generation | None:
     """The next generation, of those who came first; None while there are not enough machines.
 
@@ -324,8 +324,8 @@ def proposal(
 
 
 def joiner(
-    current: Generation, alive: Iterable[Node], machines: Machines, unwanted: Collection[str] = ()
-) -> Node | None:
+    current: Generation, alive: Iterable[Lease], machines: Machines, unwanted: Collection[str] = ()
+) -> Lease | None:
     """A machine that waits beside a generation which has room for it."""
     if len(current.members) >= machines.most:
         return None
@@ -333,13 +333,13 @@ def joiner(
     return min((node for node in others if not node.leaving), key=_by_age, default=None)
 
 
-def _by_age(node: Node) -> tuple[int, str]:
+def _by_age(node: Lease) -> tuple[int, str]:
     return node.joined, node.node
 
 
-def _spread(nodes: Sequence[Node], most: int) -> list[Node]:
+def _spread(nodes: Sequence[Lease], most: int) -> list[Lease]:
     """The first ones, each on a machine of its own as far as there are such; in their order."""
-    first_there: dict[str, Node] = {}
+    first_there: dict[str, Lease] = {}
     for node in nodes:
         first_there.setdefault(node.hostname, node)
     alone = list(first_there.values())
@@ -362,7 +362,7 @@ def seconds_since_first_step(run: Run, generation: int) -> float | None:
 # What the workers of a machine have to do because of the other machines of their generation.
 
 
-QUIET = ("ended", "notice", "joined")
+QUIET = ("ended", "preempted", "joined")
 """Causes that nobody needs to be told of as a failure."""
 
 
@@ -373,7 +373,7 @@ class Lost:
     node: str
 
 
-def watch_others(assembly: Assembly, attempt: Attempt, now: float) -> Lost | Report | Asked | None:
+def watch_others(assembly: Assembly, attempt: Attempt, now: float) -> Lost | NodeReport | Asked | None:
     """The first machine watches all others, and they watch the first. A report is how the attempt ends here, and
     Asked why its workers are to commit and end."""
     return _watch_all(assembly, attempt, now) if attempt.is_first else _watch_first(assembly, attempt, now)
@@ -389,17 +389,17 @@ def _watch_first(assembly: Assembly, attempt: Attempt, now: float) -> Lost | Ask
     return None
 
 
-def _watch_all(assembly: Assembly, attempt: Attempt, now: float) -> Lost | Report | Asked | None:
+def _watch_all(assembly: Assembly, attempt: Attempt, now: float) -> Lost | NodeReport | Asked | None:
     assembly.look_at_all()
     generation, asked = attempt.generation, None
     for member in generation.members[1:]:
-        node = assembly.watch.nodes.get(member.node)
+        node = assembly.watch.leases.get(member.node)
         report = node.report if node is not None else None
         if assembly.is_lost(member.node) and not (node is not None and node.leaving):
             return Lost(member.node)
         if report is not None and report.generation == generation.number and report.cause not in QUIET:
-            return Report(generation.number, "ended", "workers of another machine failed")
+            return NodeReport(generation.number, "ended", "workers of another machine failed")
         if node is not None and node.leaving:  # it may be gone before the workers here have committed
-            asked = asked or Asked("notice", f"machine {member.node} has to leave", now)
+            asked = asked or Asked("preempted", f"machine {member.node} has to leave", now)
     newcomer = assembly.joiner(generation, attempt.began)
     return asked or (Asked("joined", f"machine {newcomer.node} joins", now) if newcomer is not None else None)

@@ -14,8 +14,8 @@ from packtrain.node.logs import LogShipper
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.records import Cause, Generation, Report
-from packtrain.run.run import LogLine, Run
+from packtrain.run.records import Cause, Generation, LogLine, NodeReport, TellEvent
+from packtrain.run.run import Run
 from packtrain.system import say
 from packtrain.train.control import Control
 from packtrain.units import show_seconds
@@ -115,18 +115,18 @@ class Attempt:
             self.launch.kill()
         self.shipper.ship(all_of_it=True)
 
-    def report(self, code: int) -> Report:
+    def report(self, code: int) -> NodeReport:
         errors, said = self.control.errors(), last_words(self.directories.logs)
         ended = why_they_ended(self.generation.number, code, errors, said, oom_kills() - self._oom_kills)
-        if self.asked is not None and not ended.hopeless:
-            return Report(self.generation.number, self.asked.cause, self.asked.reason)
+        if self.asked is not None and not ended.fatal:
+            return NodeReport(self.generation.number, self.asked.cause, self.asked.reason)
         return ended
 
     def stacks(self) -> list[Path]:
         """What workers that hung left behind: where each of their threads was. One that was killed leaves it empty."""
         return sorted(path for path in self.directories.control.glob("stacks-*.txt") if path.stat().st_size)
 
-    def keep_stacks(self, run: Run, tell: Callable[[str, str], None]) -> None:
+    def keep_stacks(self, run: Run, tell: TellEvent) -> None:
         for path in self.stacks():
             rank = path.stem.removeprefix("stacks-")
             name = f"stacks/{self.generation.number:06d}-{rank}.txt"
@@ -134,7 +134,7 @@ class Attempt:
             tell("stacks", f"where the threads of rank {rank} were is in {name}")
             path.unlink()
 
-    def commit_if_due(self, program: ProgramCheckpoints, tell: Callable[[str, str], None]) -> None:
+    def commit_if_due(self, program: ProgramCheckpoints, tell: TellEvent) -> None:
         """What a program wrote, while it works: in the background."""
         if self.committing is not None and self.committing.is_done:
             committing, self.committing = self.committing, None
@@ -147,7 +147,7 @@ class Attempt:
         if self.committing is None and program.is_due():
             self.committing = Task(lambda: program.commit(self.generation.number), "commit")
 
-    def close(self, run: Run, program: ProgramCheckpoints | None, tell: Callable[[str, str], None]) -> None:
+    def close(self, run: Run, program: ProgramCheckpoints | None, tell: TellEvent) -> None:
         """Brings into the store what the workers left."""
         self.keep_stacks(run, tell)
         if self.committing is not None:
@@ -156,8 +156,8 @@ class Attempt:
         if program is not None:
             program.commit(self.generation.number)
 
-    def uncommitted(self, error: OSError) -> Report:
-        return Report(self.generation.number, "disk", f"{_UNCOMMITTED}: {error}")
+    def uncommitted(self, error: OSError) -> NodeReport:
+        return NodeReport(self.generation.number, "disk", f"{_UNCOMMITTED}: {error}")
 
 
 def begin(

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packtrain.run.records import Cause, Generation, Report
+from packtrain.run.records import Cause, Generation, NodeReport
 from packtrain.train.control import WorkerError
 from packtrain.units import counted
 
@@ -18,8 +18,8 @@ FAILURE = "failure: "
 COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
 # The most telling first: one worker that gives up takes the others with it, and they only know that it is gone.
 _TELLING: tuple[Cause, ...] = (
-    "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "notice", "joined", "ended",
-    "resumed", "start",
+    "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "preempted", "joined",
+    "ended", "resumed", "start",
 )  # fmt: skip
 _SAME_AGAIN: tuple[Cause, ...] = ("program", "memory", "number", "mistake")
 _ADVICE: Mapping[Cause, str] = {
@@ -48,26 +48,26 @@ def is_consequence(text: str) -> bool:
     return _CONSEQUENCE.search(text) is not None
 
 
-def is_own_failure(report: Report) -> bool:
+def is_own_failure(report: NodeReport) -> bool:
     """Whether a machine tells of an error that came up on itself, and counts."""
     return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
 
 
 def why_they_ended(
     generation: int, code: int, errors: Sequence[WorkerError], said: str, out_of_memory_kills: int
-) -> Report:
+) -> NodeReport:
     """How the workers of this machine ended: from what they told, what launcher and workers last wrote (`said`), and
     how often the kernel killed for want of memory meanwhile."""
     if code == 0:
-        return Report(generation, "ended", "the workers ended before the goal")
+        return NodeReport(generation, "ended", "the workers ended before the goal")
     told = sorted(errors, key=lambda error: (not error.hopeless, is_consequence(error.text), error.time))
     first = told[0] if told else None
     if first is not None and (first.hopeless or first.cause != "program"):
-        return Report(generation, first.cause, first.text, first.step, first.hopeless)
+        return NodeReport(generation, first.cause, first.text, first.step, first.hopeless)
     if out_of_memory_kills and _KILLED.search(said):
-        return Report(generation, "memory", "the kernel killed a worker: this machine is out of memory")
+        return NodeReport(generation, "memory", "the kernel killed a worker: this machine is out of memory")
     if _PORT.search(said):
-        return Report(generation, "port", "the port at which the workers were to meet was taken meanwhile")
+        return NodeReport(generation, "port", "the port at which the workers were to meet was taken meanwhile")
     if first is None or is_consequence(first.text):
         # Without a step: it would be the step of another's error.
         text = _ended_by_signal(said) or (first.text if first is not None else _ended_with(code, said))
@@ -76,8 +76,8 @@ def why_they_ended(
         text, step = first.text, first.step
     for cause, pattern in (("memory", _MEMORY), ("disk", _DISK)):
         if pattern.search(said if first is None else text):
-            return Report(generation, cause, text, step)  # type: ignore[arg-type]
-    return Report(generation, "program", text, step)
+            return NodeReport(generation, cause, text, step)  # type: ignore[arg-type]
+    return NodeReport(generation, "program", text, step)
 
 
 def _ended_by_signal(said: str) -> str | None:
@@ -96,35 +96,35 @@ def _ended_with(code: int, said: str) -> str:
     return f"a worker ended with exit code {code}{error}; `packtrain logs` has its output"
 
 
-def why_not_started(generation: int, error: OSError) -> Report:
+def why_not_started(generation: int, error: OSError) -> NodeReport:
     """That this machine could not even start its workers."""
     cause: Cause = "disk" if error.errno in _DISK_ERRORS else "machine"
-    return Report(generation, cause, f"this machine cannot start its workers: {error}")
+    return NodeReport(generation, cause, f"this machine cannot start its workers: {error}")
 
 
-def most_telling(reports: Sequence[Report]) -> Report:
+def most_telling(reports: Sequence[NodeReport]) -> NodeReport:
     """Of all that machines say about how a generation ended, what explains the rest."""
-    return min(reports, key=lambda one: (not one.hopeless, _rank(one), is_consequence(one.text)))
+    return min(reports, key=lambda one: (not one.fatal, _rank(one), is_consequence(one.text)))
 
 
-def _rank(report: Report) -> int:
+def _rank(report: NodeReport) -> int:
     # That a machine is gone, or was asked to go, explains that its peers lost the connection to it.
     if report.cause == "program" and is_consequence(report.text):
         return _TELLING.index("joined") * 2 + 1
     return _TELLING.index(report.cause) * 2
 
 
-def reason_for(report: Report) -> str:
+def reason_for(report: NodeReport) -> str:
     """What the next generation's record says."""
     return f"{FAILURE}{report.text}" if report.cause in COUNTED else report.text
 
 
-def verdict(tried: Sequence[Generation], failed: Report, step: int, failures: int) -> str | None:
+def verdict(tried: Sequence[Generation], failed: NodeReport, step: int, failures: int) -> str | None:
     """Why the run is given up after this failure; None: it is tried again. `step` is the one committed by now.
 
     `tried` are all generations up to the one that failed.
     """
-    if failed.hopeless:
+    if failed.fatal:
         return failed.text
     if failed.cause not in COUNTED:
         return None

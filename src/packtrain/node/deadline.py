@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from packtrain.job.job import Budget as Settings
 from packtrain.job.job import Fleet
-from packtrain.run.records import Generation, Node
+from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
 from packtrain.system import say
 
@@ -17,7 +17,7 @@ _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
 
 
 def seconds_left(
-    budget: Settings, fleet: Fleet, nodes: Iterable[Node], used_seconds: float, there: int
+    budget: Settings, fleet: Fleet, nodes: Iterable[Lease], used_seconds: float, there: int
 ) -> float | None:
     """How long the machines that are `there` may go on together; None without a budget.
 
@@ -49,7 +49,7 @@ def left_at_start(run: Run, latest: Generation | None) -> float | None:
     the lease of its first machine last told it."""
     if latest is None or latest.seconds_left is None:
         return first_bound(run.job.budget, run.job.fleet)
-    first = run.node(latest.members[0].node)
+    first = run.lease(latest.members[0].node)
     used = 0.0 if first is None else max(0.0, first.used_seconds - latest.used_seconds)
     return max(0.0, latest.seconds_left - used)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.node.launch import kill_marked
 from packtrain.node.logs import LogShipper, source_of
-from packtrain.run.records import Generation
-from packtrain.run.run import LogLine, Run
+from packtrain.run.records import Generation, LogLine, TellEvent
+from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import nodes_directory, say
 
@@ -93,7 +93,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def sweep(run: Run, tell: Callable[[str, str], None]) -> None:
+def sweep(run: Run, tell: TellEvent) -> None:
     """Takes over what dead nodes of this machine left: their processes, their logs, their leases, their files.
 
     Homes of other stores are only removed once they are old: their logs may still be wanted.
@@ -136,14 +136,14 @@ def _is_for_us(run: Run, path: Path, owner: Owner | None) -> bool:
     return lease is None or time.time() - lease.modified.timestamp() >= _FOREIGN_SECONDS
 
 
-def _bury(run: Run, node: str, path: Path, tell: Callable[[str, str], None] | None) -> None:
+def _bury(run: Run, node: str, path: Path, tell: TellEvent | None) -> None:
     """Ships what the store does not have of a dead node's logs, and says in its lease that it has left."""
     lines = _ship_rest(run, node, path)
-    lease = run.node(node)
+    lease = run.lease(node)
     if lease is not None and not lease.left:
         run.renew(replace(lease, left=True))
     if tell is not None:
-        tell("node", f"{node} was found dead on this machine; {lines} more lines of its logs are kept")
+        tell("machine", f"{node} was found dead on this machine; {lines} more lines of its logs are kept")
 
 
 def _ship_rest(run: Run, node: str, path: Path) -> int:

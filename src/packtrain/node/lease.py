@@ -11,7 +11,7 @@ from typing import Any
 
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.records import Measured, Node, Report, Telemetry
+from packtrain.run.records import Lease, NodeReport, Telemetry, TelemetrySample
 from packtrain.run.run import LEASE_SECONDS, Run
 from packtrain.store import StoreError, open_store
 from packtrain.system import say
@@ -28,7 +28,7 @@ def hurried(run: Run) -> Run:
     return Run(store, run.name)
 
 
-class Lease:
+class LeaseRenewer:
     """Renews `node` every few seconds; a store that is away is tried again at the next renewal.
 
     The machine is measured in a thread of its own: `history` has no gap where the store is slow. Without a
@@ -38,9 +38,9 @@ class Lease:
     def __init__(
         self,
         run: Run,
-        node: Node,
+        node: Lease,
         disk: Path,
-        history: ChunkWriter[Measured] | None = None,
+        history: ChunkWriter[TelemetrySample] | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
@@ -59,7 +59,7 @@ class Lease:
             thread.start()
 
     @property
-    def node(self) -> Node:
+    def node(self) -> Lease:
         return self._node
 
     def used_seconds(self) -> float:
@@ -81,7 +81,7 @@ class Lease:
     def say_stopping(self, generation: int) -> None:
         self._change(stopping=generation)
 
-    def say_report(self, report: Report) -> None:
+    def say_report(self, report: NodeReport) -> None:
         self._change(report=report)
 
     def _change(self, **fields: Any) -> None:
@@ -119,7 +119,7 @@ class Lease:
     def _sample(self) -> None:
         self._telemetry = self.sampler.sample()
         if self._history is not None:
-            self._history.append(Measured(time.time(), self._node.node, self._telemetry))
+            self._history.append(TelemetrySample(time.time(), self._node.node, self._telemetry))
 
     def renew(self, left: bool = False) -> None:
         if self._telemetry.memory_bytes == 0:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.run import LogLine
+from packtrain.run.records import LogLine
 
 _LONGEST_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")

@@ -19,7 +19,8 @@ from typing import Literal
 
 from packtrain.errors import EXIT_UNFINISHED
 from packtrain.node.lease import hurried
-from packtrain.run.run import Event, Run
+from packtrain.run.records import Event
+from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import say
 
@@ -157,7 +158,7 @@ def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> bool:
     """
     if not wanted:
         return False
-    say("node: this machine is switched off")
+    say("machine: this machine is switched off")
     for tried in (command, ("sudo", "-n", *command)):
         words = " ".join(tried)
         try:

@@ -10,11 +10,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from packtrain.job.job import Checkpoint as Settings
 from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
+from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.store import is_key
 from packtrain.units import counted
@@ -24,7 +24,7 @@ _ATTEMPTS = 5
 
 
 class ProgramCheckpoints:
-    def __init__(self, run: Run, directory: Path, settings: Settings, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, run: Run, directory: Path, settings: Settings, tell: TellEvent) -> None:
         self._run, self._directory, self._settings, self._tell = run, directory, settings, tell
         self._committed: Fingerprint = {}
         self._last = time.monotonic()

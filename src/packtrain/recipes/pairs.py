@@ -20,7 +20,7 @@ from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
 from packtrain.recipes.shapes import Shape
-from packtrain.run.run import Sample
+from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

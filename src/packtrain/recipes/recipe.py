@@ -18,7 +18,7 @@ from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.pack.manifest import Kind
-from packtrain.run.run import Sample
+from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from packtrain.run.records import Generation
-from packtrain.run.run import Point, Spent, surviving
+from packtrain.run.records import Generation, Point, TimeSpent
+from packtrain.run.run import surviving
 
 COMPUTING = ("forward", "backward", "exchange", "wait", "optimizer")
 """Spans in which steps are made; what else there is keeps a run from them."""
@@ -39,7 +39,7 @@ class Goodput:
         return self.useful / self.seconds if self.seconds else None
 
 
-def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[Spent]) -> Goodput:
+def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[TimeSpent]) -> Goodput:
     """The time of a run, by the first rank's clock in each generation."""
     parts: defaultdict[str, float] = defaultdict(float)
     causes = {generation.number: generation.cause for generation in generations}
@@ -62,13 +62,13 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
     return Goodput(useful, {name: one for name, one in parts.items() if one > 0}, _by_rank(spent))
 
 
-def _accounts(points: Sequence[Point], spent: Sequence[Spent]) -> dict[int, list[Spent]]:
+def _accounts(points: Sequence[Point], spent: Sequence[TimeSpent]) -> dict[int, list[TimeSpent]]:
     """The first rank's records of each generation, in order.
 
     They are written every few seconds: a worker that is killed has made steps after its last one, or all of its steps
     before the first. What these took is in their points, and makes the record that it did not come to write.
     """
-    accounts: defaultdict[int, list[Spent]] = defaultdict(list)
+    accounts: defaultdict[int, list[TimeSpent]] = defaultdict(list)
     for one in sorted((one for one in spent if one.rank == 0), key=lambda one: one.time):
         accounts[one.generation].append(one)
     started = {point.generation: point for point in points if point.kind == "start"}
@@ -81,7 +81,7 @@ def _accounts(points: Sequence[Point], spent: Sequence[Spent]) -> dict[int, list
         seconds = {span: sum(step.values.get(f"{span}_seconds", 0.0) for step in steps) for span in ORDER}
         known = accounts[generation]
         since = known[-1].time if known else started.get(generation, steps[0]).time - seconds["start"]
-        known.append(Spent(since + sum(seconds.values()), generation, 0, steps[-1].step, seconds))
+        known.append(TimeSpent(since + sum(seconds.values()), generation, 0, steps[-1].step, seconds))
     return dict(accounts)
 
 
@@ -95,12 +95,12 @@ def lost_seconds(points: Sequence[Point]) -> dict[int, float]:
     return dict(lost)
 
 
-def _by_rank(spent: Sequence[Spent]) -> tuple[RankTime, ...]:
+def _by_rank(spent: Sequence[TimeSpent]) -> tuple[RankTime, ...]:
     ranks = sorted({one.rank for one in spent})
     return tuple(RankTime(rank, _added([one for one in spent if one.rank == rank])) for rank in ranks)
 
 
-def _added(records: Sequence[Spent]) -> dict[str, float]:
+def _added(records: Sequence[TimeSpent]) -> dict[str, float]:
     total: defaultdict[str, float] = defaultdict(float)
     for record in records:
         for span, seconds in record.seconds.items():

@@ -11,7 +11,7 @@ from packtrain.job.job import Job
 from packtrain.report.goodput import ORDER, Goodput, RankTime
 from packtrain.report.page import Series, line_chart, page
 from packtrain.report.summary import Summary, step_seconds
-from packtrain.run.run import Event, Point, Sample
+from packtrain.run.records import Event, Point, Sample
 from packtrain.units import show_count, show_seconds
 
 _STYLE = """
@@ -148,7 +148,7 @@ def _samples(samples: Iterable[Sample]) -> str:
 def _events(events: Sequence[Event]) -> str:
     shown = events[-_SHOWN_EVENTS:]
     rows = "".join(
-        f'<tr class="{"warning" if one.kind in ("warning", "failure", "failed", "lost") else ""}">'
+        f'<tr class="{"warning" if one.display == "warning" else ""}">'
         f"<td class=when>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
         f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
         for one in shown

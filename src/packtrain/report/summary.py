@@ -8,7 +8,8 @@ from typing import Any
 
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import Goodput, goodput
-from packtrain.run.run import Point, Result, Run, State, surviving
+from packtrain.run.records import Point, Result
+from packtrain.run.run import Run, State, surviving
 
 _RECENT_STEPS = 50
 _BETWEEN = ("start", "evaluation", "save")
@@ -87,9 +88,9 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
                 node.node, node.workers, not node.left and state == "running",
                 node.telemetry.cpu_fraction, node.telemetry.memory_fraction,
             )
-            for node in run.nodes()
+            for node in run.leases()
         ),
-        goodput=goodput(generations, raw, run.spent().read()),
+        goodput=goodput(generations, raw, run.time_spent().read()),
     )  # fmt: skip
 
 

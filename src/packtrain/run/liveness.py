@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from packtrain.errors import PacktrainError
-from packtrain.run.records import Node
+from packtrain.run.records import Lease
 from packtrain.run.run import LEASE_LOST_SECONDS, Run, State, states
 from packtrain.store import Store
 from packtrain.system import nodes_directory
@@ -77,17 +77,17 @@ def states_now(runs: Sequence[Run]) -> list[State]:
 def _signs(run: Run, now: datetime | None) -> list[Sign] | None:
     """What the leases of a run tell; those of machines that left say nothing."""
     modified = {entry.key: entry.modified for entry in run.store.list(run.key("nodes/"))}
-    return [_sign(run, node, modified, now) for node in run.nodes() if not node.left] if modified else None
+    return [_sign(run, node, modified, now) for node in run.leases() if not node.left] if modified else None
 
 
-def _sign(run: Run, node: Node, modified: Mapping[str, datetime], now: datetime | None) -> Sign:
+def _sign(run: Run, node: Lease, modified: Mapping[str, datetime], now: datetime | None) -> Sign:
     own = node.hostname == socket.gethostname()
     renewed = modified.get(run.key(f"nodes/{node.node}.json"))
     age = None if now is None or renewed is None else (now - renewed).total_seconds()
     return Sign(age, own or not run.store.is_directory, is_held(run, node) if own else None)
 
 
-def is_held(run: Run, node: Node) -> bool | None:
+def is_held(run: Run, node: Lease) -> bool | None:
     """Whether an agent of this machine holds its home; None where that home is not here."""
     home = nodes_directory() / f"{run.name}-{node.node}"
     if not (home / "owner.json").exists():  # before it is there, the agent has yet to take its lock

@@ -1,20 +1,24 @@
-"""The machines of a run, as they stand in its folder: leases, what they measure, generations."""
+"""The records in a run's folder: leases, generations, events, metrics, times, logs, the result.
+
+Every type here is stored as JSON by `run.py` (one object each) or `chunks.py` (streams of lines).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 Cause = Literal[
-    "start", "resumed", "joined", "notice", "ended",  # no failures
-    "store", "port",  # failures that are nobody's fault, and pass
+    "start", "resumed", "joined", "preempted", "ended",  # not failures
+    "store", "port",  # failures of nobody in particular, which pass
     "machine", "program", "memory", "disk", "hang", "number", "mistake",  # failures that count
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Member:
-    """A machine of a generation; its place in the list is its rank among them."""
+    """A node of a generation; its index in `Generation.members` is its rank among the nodes."""
 
     node: str
     address: str
@@ -23,11 +27,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """One attempt: who takes part, where the first of them can be met, and the step committed when it began.
+    """One try of a set of nodes to train together. The rendezvous is at the first member's address and `port`.
 
-    `cause` is why there had to be a new one, and `failed_step` the step at which the one before failed, if it is
-    known; `culprit` is the machine that alone ended it, by an error of its own. `used_seconds` is the run's time until
-    then; `seconds_left` is what the budget still allows.
+    `step` is the last committed step when it began. `cause` and `reason` say why the one before it ended, and
+    `failed_step` at which step that failed, if known; `culprit` is the node that ended it alone, by an error of its
+    own. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows.
     """
 
     number: int
@@ -45,9 +49,12 @@ class Generation:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
 
 
+# Leases and telemetry.
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """One graphics card; fractions are of all of it."""
+    """One GPU; fractions are of the whole card."""
 
     name: str
     used_fraction: float
@@ -59,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class WorkerUse:
-    """What one worker process takes: `cpu_fraction` is of one core."""
+    """Resource use of one worker process; `cpu_fraction` is of one core."""
 
     rank: int
     cpu_fraction: float
@@ -68,7 +75,7 @@ class WorkerUse:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What a machine is doing; fractions are of all of it."""
+    """Resource use of a machine; fractions are of the whole machine."""
 
     cpu_fraction: float = 0.0
     memory_fraction: float = 0.0
@@ -81,8 +88,8 @@ class Telemetry:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A machine's telemetry at one moment of its own clock."""
+class TelemetrySample:
+    """A machine's telemetry at a time of its own clock."""
 
     time: float
     node: str
@@ -90,23 +97,24 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Report:
-    """How a generation's workers ended on one machine."""
+class NodeReport:
+    """How a generation's workers ended on one node. `fatal`: another try would end the same way."""
 
     generation: int
     cause: Cause
     text: str
     step: int | None = None
-    hopeless: bool = False
+    fatal: bool = False
 
 
 @dataclass(frozen=True)
-class Node:
-    """A machine's lease. `renewal` counts up; readers judge its age by their own clock.
+class Lease:
+    """A node's lease. `renewal` counts up; readers judge its age by their own clock.
 
-    `leaving`: it has been told to go, and asks the others of its generation to commit with it. `stopping` is the
-    generation whose workers it has asked to commit and end; those who watch it do the same. `machine_seconds` is
-    how long it has been there, which is what it costs.
+    `joined` is the number of the first generation that the node could be part of. `left`: the node has ended.
+    `leaving`: it got a preemption notice, and asks its generation to commit. `stopping` is the generation whose
+    workers it has asked to commit and exit; nodes that watch it do the same. `machine_seconds` is how long it has been
+    up, which is what it costs.
     """
 
     node: str
@@ -121,5 +129,125 @@ class Node:
     leaving: bool = False
     stopping: int = 0
     machine_seconds: float = 0.0
-    report: Report | None = None
+    report: NodeReport | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
+
+
+# Events.
+
+EventKind = Literal[
+    "machine", "generation", "superseded", "lost", "excluded",
+    "restored", "checkpoint", "evaluation", "data",
+    "warning", "failure", "hang", "stacks",
+    "stopping", "stopped", "finished", "failed",
+]  # fmt: skip
+EventDisplay = Literal["report", "info", "warning"]
+TellEvent = Callable[[EventKind, str], None]
+
+# Where a person sees an event: "report" in the report alone, "info" and "warning" also while following the run.
+EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
+    "machine": "report",
+    "generation": "info",
+    "superseded": "report",  # the generation that follows it says the same
+    "lost": "warning",
+    "excluded": "warning",
+    "restored": "info",
+    "checkpoint": "report",  # too many
+    "evaluation": "info",
+    "data": "info",
+    "warning": "warning",
+    "failure": "warning",
+    "hang": "warning",
+    "stacks": "info",
+    "stopping": "info",
+    "stopped": "report",  # the summary of the run says how it ended
+    "finished": "report",
+    "failed": "warning",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run, in words."""
+
+    time: float
+    kind: EventKind
+    text: str
+    generation: int = 0
+
+    @property
+    def display(self) -> EventDisplay:
+        return EVENT_DISPLAY[self.kind]
+
+
+# Metrics, times and logs.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model makes of one input, beside what was wanted."""
+
+    input: str
+    wanted: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Measurements at a step. `start` marks the step that a generation resumes from."""
+
+    kind: Literal["start", "train", "valid", "test"]
+    generation: int
+    step: int
+    time: float
+    values: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """Seconds of a worker by span (train/recorder.py), since its previous record."""
+
+    time: float
+    generation: int
+    rank: int
+    step: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a worker or (without a rank) the launcher wrote."""
+
+    time: float
+    generation: int
+    node: str
+    rank: int | None
+    stream: Literal["out", "err"]
+    text: str
+
+
+# The end of a run.
+
+Status = Literal["finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    status: Status
+    reason: str
+    step: int
+    seconds: float
+    scores: dict[str, float] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A person asked the run to stop."""
+
+    reason: str
+    time: float

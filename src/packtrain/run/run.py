@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -18,7 +18,17 @@ from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISH
 from packtrain.job.job import Job
 from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
-from packtrain.run.records import Generation, Measured, Node
+from packtrain.run.records import (
+    Event,
+    Generation,
+    Lease,
+    LogLine,
+    Point,
+    Result,
+    StopRequest,
+    TelemetrySample,
+    TimeSpent,
+)
 from packtrain.store import Store
 
 LEASE_SECONDS = 2.0  # how often a node renews its lease
@@ -26,7 +36,6 @@ LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a n
 _FEW, _READERS = 4, 16
 WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
 
-Status = Literal["finished", "failed", "stopped"]
 State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
 EXIT_CODES: dict[State, int] = {
     "finished": EXIT_DONE,
@@ -36,77 +45,6 @@ EXIT_CODES: dict[State, int] = {
     "waiting": EXIT_UNFINISHED,
     "interrupted": EXIT_UNFINISHED,
 }
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened, in words."""
-
-    time: float
-    kind: str
-    text: str
-    generation: int = 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the model makes of one input, beside what was wanted."""
-
-    input: str
-    wanted: str
-    output: str
-
-
-@dataclass(frozen=True)
-class Point:
-    """Measurements at a step. `start` marks the step that a generation goes on from."""
-
-    kind: Literal["start", "train", "valid", "test"]
-    generation: int
-    step: int
-    time: float
-    values: dict[str, float]
-    samples: tuple[Sample, ...] = ()
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Where a worker's time went since it last said so, by the spans of train.clock."""
-
-    time: float
-    generation: int
-    rank: int
-    step: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class LogLine:
-    time: float
-    generation: int
-    node: str
-    rank: int | None
-    stream: Literal["out", "err"]
-    text: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
-
-    status: Status
-    reason: str
-    step: int
-    seconds: float
-    scores: dict[str, float] = field(default_factory=dict)
-    signatures: dict[str, str] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stop:
-    reason: str
-    time: float
 
 
 Stored = TypeVar("Stored")
@@ -151,10 +89,10 @@ class Run:
     def points(self) -> ChunkReader[Point]:
         return ChunkReader(self.store, self.key("metrics"), Point)
 
-    def spent(self) -> ChunkReader[Spent]:
-        return ChunkReader(self.store, self.key("time"), Spent)
+    def time_spent(self) -> ChunkReader[TimeSpent]:
+        return ChunkReader(self.store, self.key("time"), TimeSpent)
 
-    def spent_writer(self, writer: str) -> ChunkWriter[Spent]:
+    def time_spent_writer(self, writer: str) -> ChunkWriter[TimeSpent]:
         return ChunkWriter(self.store, self.key("time"), writer)
 
     def log_lines(self) -> ChunkReader[LogLine]:
@@ -169,10 +107,10 @@ class Run:
     def log_writer(self, writer: str) -> ChunkWriter[LogLine]:
         return ChunkWriter(self.store, self.key("logs"), writer)
 
-    def telemetry(self) -> ChunkReader[Measured]:
-        return ChunkReader(self.store, self.key("telemetry"), Measured)
+    def telemetry(self) -> ChunkReader[TelemetrySample]:
+        return ChunkReader(self.store, self.key("telemetry"), TelemetrySample)
 
-    def telemetry_writer(self, writer: str) -> ChunkWriter[Measured]:
+    def telemetry_writer(self, writer: str) -> ChunkWriter[TelemetrySample]:
         return ChunkWriter(self.store, self.key("telemetry"), writer)
 
     def metrics(self) -> list[Point]:
@@ -217,20 +155,20 @@ class Run:
     def _generation_key(self, number: int) -> str:
         return self.key(f"generations/{number:06d}.json")
 
-    def caller(self, number: int, turn: int, node: str) -> str:
-        """Who is to propose the generation of that number: the first to ask in each turn."""
-        key = self.key(f"callers/{number:06d}-{turn:03d}.txt")
+    def proposer(self, number: int, turn: int, node: str) -> str:
+        """Return the node that proposes generation `number`: in each turn, the first node to ask."""
+        key = self.key(f"proposers/{number:06d}-{turn:03d}.txt")
         return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
 
-    def nodes(self) -> list[Node]:
+    def leases(self) -> list[Lease]:
         """Every lease there is."""
-        return _each(lambda entry: self._read(entry.key, Node), self.store.list(self.key("nodes/")))
+        return _each(lambda entry: self._read(entry.key, Lease), self.store.list(self.key("nodes/")))
 
-    def node(self, name: str) -> Node | None:
-        return self._find(f"nodes/{name}.json", Node)
+    def lease(self, name: str) -> Lease | None:
+        return self._find(f"nodes/{name}.json", Lease)
 
-    def renew(self, node: Node) -> None:
-        self.store.put(self.key(f"nodes/{node.node}.json"), _json(node))
+    def renew(self, lease: Lease) -> None:
+        self.store.put(self.key(f"nodes/{lease.node}.json"), _json(lease))
 
     def result(self) -> Result | None:
         return self._find("result.json", Result)
@@ -239,11 +177,11 @@ class Run:
         """Whether this result is the first, and so holds."""
         return self.store.put_if_absent(self.key("result.json"), _json(result))
 
-    def stop_request(self) -> Stop | None:
-        return self._find("stop.json", Stop)
+    def stop_request(self) -> StopRequest | None:
+        return self._find("stop.json", StopRequest)
 
     def request_stop(self, reason: str) -> None:
-        self.store.put_if_absent(self.key("stop.json"), _json(Stop(reason, time.time())))
+        self.store.put_if_absent(self.key("stop.json"), _json(StopRequest(reason, time.time())))
 
     def reopen(self) -> None:
         """Takes back the end of a run, so that nodes go on with it."""
@@ -331,8 +269,8 @@ def states(runs: Sequence[Run]) -> list[State]:
 
 def _renewals(run: Run) -> dict[str, int] | None:
     """Of the nodes that have not left; None where there never was one."""
-    nodes = run.nodes()
-    return {node.node: node.renewal for node in nodes if not node.left} if nodes else None
+    leases = run.leases()
+    return {lease.node: lease.renewal for lease in leases if not lease.left} if leases else None
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:

@@ -13,6 +13,7 @@ from pathlib import Path
 from packtrain.job.job import Checkpoint as Settings
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch, fetch_newest, prune
+from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.train.engine import Engine
@@ -21,7 +22,7 @@ from packtrain.train.recorder import Books
 from packtrain.train.state import Copier, Description, Progress, Snapshot, check, restore, take, versions
 from packtrain.train.world import World
 
-_PLANNED = ("start", "resumed", "joined", "notice", "ended")  # causes of generations before which nothing was lost
+_PLANNED = ("start", "resumed", "joined", "preempted", "ended")  # causes of generations before which nothing was lost
 
 
 class Keeper:
@@ -160,7 +161,7 @@ class Saver:
         copier: Copier,
         directory: Path,
         before: Callable[[], None],
-        tell: Callable[[str, str], None],
+        tell: TellEvent,
     ) -> None:
         self._run, self._generation, self._settings = run, generation, settings
         self._copier, self._directory, self._before, self._tell = copier, directory, before, tell

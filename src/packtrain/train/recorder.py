@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from packtrain.run.chunks import Flusher
-from packtrain.run.run import Event, Point, Run, Spent
+from packtrain.run.records import Event, EventKind, Point, TimeSpent
+from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import say
 
@@ -24,13 +25,13 @@ class Books:
         self._generation, self._rank = generation, rank
         writer = f"{generation:06d}-rank-{rank}"
         self._events, self._points = run.event_writer(writer), run.point_writer(writer)
-        self._times = run.spent_writer(writer)
+        self._times = run.time_spent_writer(writer)
         self._spent: Counter[str] = Counter()
         self._spent_at = time.monotonic()
         self._tensorboard = TensorBoardWriter(run, generation)
         self._flusher = Flusher([self._events, self._points, self._times, self._tensorboard], self._complain)
 
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, kind: EventKind, text: str) -> None:
         say(f"{kind}: {text}")
         self._events.append(Event(time.time(), kind, text, self._generation))
 
@@ -43,7 +44,7 @@ class Books:
         """Adds to where the time went; it is written every few seconds."""
         self._spent.update(seconds)
         if now or time.monotonic() - self._spent_at > _SPENT_SECONDS:
-            self._times.append(Spent(time.time(), self._generation, self._rank, step, dict(self._spent)))
+            self._times.append(TimeSpent(time.time(), self._generation, self._rank, step, dict(self._spent)))
             self._spent.clear()
             self._spent_at = time.monotonic()
 

@@ -21,7 +21,8 @@ from packtrain.errors import PacktrainError
 from packtrain.job.job import Job
 from packtrain.job.train import Fsdp
 from packtrain.recipes import Recipe, Scores
-from packtrain.run.run import Point, Result, Run
+from packtrain.run.records import Point, Result
+from packtrain.run.run import Run
 from packtrain.train.checkpointer import Keeper
 from packtrain.train.control import Control, Notice, WorkerError
 from packtrain.train.engine import Engine, NotANumber, Stepped, on_device, suspects

@@ -25,7 +25,7 @@ from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Ci
 from packtrain.recipes.caption.shape import shape_of
 from packtrain.recipes.images import Copies, Pictured, read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
-from packtrain.run.run import Sample
+from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

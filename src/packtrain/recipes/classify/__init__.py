@@ -19,7 +19,7 @@ from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
 from packtrain.recipes.images import Copies, Pictured, middle_of, read_picture
 from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
-from packtrain.run.run import Sample
+from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
