@@ -107,7 +107,7 @@ def test_every_text_is_escaped(run: Run) -> None:
         validated(1, (Sample(EVIL, EVIL, EVIL),), **{"loss": 1.0, EVIL: 2.0}),
     ]
     job = Job.model_validate({"name": "mine", "program": ["train.py", EVIL]})
-    html = render(job, summary, points, [Event(1.0, EVIL, EVIL)])
+    html = render(job, summary, points, [Event(1.0, "warning", EVIL)])
     page = Page(html)
     assert "script" not in page.tags
     assert "<script" not in html
@@ -145,8 +145,8 @@ def test_the_report_is_written_where_it_says(any_store: Store, tmp_path: Path) -
     run = create_run(any_store, job_of(tmp_path), b"", None)
     metrics, events = run.point_writer("0"), run.event_writer("0")
     metrics.append(trained(1))
-    events.append(Event(2.0, "later", "came second"))
-    events.append(Event(1.0, "sooner", "came first"))
+    events.append(Event(2.0, "finished", "came second"))
+    events.append(Event(1.0, "generation", "came first"))
     metrics.flush()
     events.flush()
     run.finish(Result("finished", "reached 1 step", 1, 5.0))
