@@ -31,7 +31,7 @@ from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import HereAlone, Plain
-from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.recipes import EvaluationRequest, Recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
@@ -128,7 +128,7 @@ def score(recipe: Recipe, model: nn.Module) -> float:
     count = recipe.count("valid")
     decoded = spread(count, DECODED)
     epoch = max(0, int(recipe.job.train.duration.value) - 1) if recipe.job.train.duration.unit == "epochs" else 0
-    part = recipe.measure(model.eval(), "valid", np.arange(count), decoded, BEAM, epoch)
+    part = recipe.measure(model.eval(), EvaluationRequest("valid", np.arange(count), decoded, BEAM, epoch))
     return recipe.score("valid", decoded, [part]).values[recipe.measure_of_best]
 
 

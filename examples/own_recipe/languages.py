@@ -19,7 +19,7 @@ from packtrain.data.text import pad
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Languages(Recipe):
         language = [self._languages.index(name) for name in self._targets(split, ids)]
         return {"text": text, "language": np.array(language, np.int64)}
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         return self._batch("train", ids)
 
     def count(self, split: str) -> int:
@@ -95,23 +95,23 @@ class Languages(Recipe):
 
     # Measures: each worker adds up its part, `score` puts the parts together.
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
         from torch.nn.functional import cross_entropy
 
         device = next(model.parameters()).device
-        sums = {"samples": float(len(ids)), "loss": 0.0, "right": 0.0}
-        for start in range(0, len(ids), 256):
-            self.pulse()
-            arrays = self._batch(split, ids[start : start + 256])
+        sums = {"samples": float(len(request.ids)), "loss": 0.0, "right": 0.0}
+        for start in range(0, len(request.ids), 256):
+            request.on_batch()
+            arrays = self._batch(request.split, request.ids[start : start + 256])
             batch = {name: torch.from_numpy(rows).to(device) for name, rows in arrays.items()}
             with torch.inference_mode():
                 logits = model(batch["text"])
             sums["loss"] += float(cross_entropy(logits, batch["language"], reduction="sum"))
             sums["right"] += float((logits.argmax(1) == batch["language"]).sum())
-        return Measured(sums, [])
+        return Measurement(sums, [])
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         samples, loss, right = (sum(part.sums[name] for part in parts) for name in ("samples", "loss", "right"))
         return Scores({"loss": loss / samples, "accuracy": 100 * right / samples})
 

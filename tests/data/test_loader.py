@@ -26,7 +26,7 @@ ORDER = Order(COSTS, COSTS, budget=lambda _: 10, seed=1)
 PATIENCE_SECONDS = 90
 
 
-def collate(ids: Ids, epoch: int) -> Arrays:
+def collate(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
     return {"ids": ids, "epoch": np.array(epoch)}
 
 
@@ -167,7 +167,7 @@ def test_batches_are_made_ahead_but_not_without_end() -> None:
 
 
 def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
-    def failing(ids: Ids, epoch: int) -> Arrays:
+    def failing(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
         raise ValueError("a sample that cannot be read")
 
     def source() -> Iterator[Loaded]:
@@ -307,10 +307,10 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer() -> None:
     begun, answer = threading.Event(), threading.Event()
     waited: list[bool] = []
 
-    def unanswered(ids: Ids, epoch: int) -> Arrays:
+    def unanswered(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
         begun.set()
         waited.append(answer.wait(PATIENCE_SECONDS))
-        return collate(ids, epoch)
+        return collate(ids, epoch, repeats)
 
     loader = Loader(parts(ORDER, unanswered, Position(), 0, 1))
     assert begun.wait(PATIENCE_SECONDS)
@@ -333,13 +333,13 @@ class Away:
         self._left, self._used, self._temporary = failures, 0, temporary
         self.failed = threading.Event()
 
-    def __call__(self, ids: Ids, epoch: int) -> Arrays:
+    def __call__(self, ids: Ids, epoch: int, repeats: Ids) -> Arrays:
         self._used += 1
         if self._used > 2 and self._left:
             self._left -= 1
             self.failed.set()
             raise StoreError("s3://b: no answer", temporary=self._temporary)
-        return collate(ids, epoch)
+        return collate(ids, epoch, repeats)
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_what_cannot_be_fetched_ahead_while_the_store_is_away_is_begun_when_it_i
     @contextmanager
     def fetching(ids: Ids, epoch: int) -> Iterator[None]:
         for _ in range(3):
-            failing(ids, epoch)
+            failing(ids, epoch, 0 * ids)
         told.append(epoch)
         try:
             yield
@@ -397,7 +397,7 @@ def test_shards_that_a_store_does_not_give_are_read_when_it_is_back(tmp_path: Pa
     put_pack(remote, rows, 1)
     split = Pack(remote, NAME, tmp_path / "cache").split("train")
 
-    def read(ids: Ids, _: int) -> Arrays:
+    def read(ids: Ids, _: int, __: Ids) -> Arrays:
         return {"ids": np.array([split.column("tokens")[one][0] for one in ids.tolist()], np.int64)}
 
     def fetching(ids: Ids, _: int) -> AbstractContextManager[None]:
@@ -500,10 +500,10 @@ TWICE = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 1.0))
 
 
 def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = None) -> Iterator[Loaded]:
-    def again(ids: Ids, epoch: int, turns: Ids) -> Arrays:
-        return {**collate(ids, epoch), "turns": turns}
+    def collate_turns(ids: Ids, epoch: int, turns: Ids) -> Arrays:
+        return {**collate(ids, epoch, turns), "turns": turns}
 
-    return parts(TWICE, lambda ids, epoch: again(ids, epoch, 0 * ids), start, rank, num_ranks, piece, again=again)
+    return parts(TWICE, collate_turns, start, rank, num_ranks, piece)
 
 
 def test_a_sample_that_comes_twice_in_an_epoch_comes_in_two_turns() -> None:

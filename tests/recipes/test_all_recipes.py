@@ -15,8 +15,7 @@ from torch import nn
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
-from packtrain.recipes import RECIPES, Batch, Decoding, Recipe
-from packtrain.recipes.recipe import no_pulse
+from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
 from recipes.learn import learn
 from recipes.small import SMALL
 
@@ -110,7 +109,7 @@ def test_scores_do_not_depend_on_the_number_of_workers(any_recipe: Recipe) -> No
     for num_ranks in (1, 2, 3):
         outputs = np.array_split(decoded, num_ranks)
         parts = [
-            any_recipe.measure(model, "valid", ids, outputs[rank], 2, 0)
+            any_recipe.measure(model, EvaluationRequest("valid", ids, outputs[rank], 2, 0))
             for rank, ids in enumerate(any_recipe.divide("valid", num_ranks))
         ]
         found.append(any_recipe.score("valid", decoded, parts).values)
@@ -122,9 +121,9 @@ def test_scores_do_not_depend_on_the_number_of_workers(any_recipe: Recipe) -> No
 
 def test_it_is_measured_in_half_precision_too(any_recipe: Recipe) -> None:
     model, ids = model_of(any_recipe), everything(any_recipe, "valid")
-    plain = any_recipe.score("valid", ids, [any_recipe.measure(model, "valid", ids, ids, 2, 0)])
+    plain = any_recipe.score("valid", ids, [any_recipe.measure(model, EvaluationRequest("valid", ids, ids, 2, 0))])
     with torch.autocast("cpu", torch.float16):
-        half = any_recipe.score("valid", ids, [any_recipe.measure(model, "valid", ids, ids, 2, 0)])
+        half = any_recipe.score("valid", ids, [any_recipe.measure(model, EvaluationRequest("valid", ids, ids, 2, 0))])
     assert half.values["loss"] == pytest.approx(plain.values["loss"], rel=0.02)
     assert half.values.keys() == plain.values.keys()
 
@@ -133,20 +132,16 @@ def test_an_evaluation_can_be_left_between_its_batches(any_recipe: Recipe) -> No
     def leave() -> None:
         raise KeyboardInterrupt
 
-    any_recipe.pulse = leave
     ids = everything(any_recipe, "valid")
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            any_recipe.measure(model_of(any_recipe), "valid", ids, ids, 1, 0)
-    finally:
-        any_recipe.pulse = no_pulse
+    with pytest.raises(KeyboardInterrupt):
+        any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids, on_batch=leave))
 
 
 def test_some_steps_make_the_loss_smaller(any_recipe: Recipe) -> None:
     ids = everything(any_recipe, "valid")
 
     def loss(model: nn.Module) -> float:
-        part = any_recipe.measure(model, "valid", ids, ids[:0], 1, 0)
+        part = any_recipe.measure(model, EvaluationRequest("valid", ids, ids[:0], 1, 0))
         return any_recipe.score("valid", ids[:0], [part]).values["loss"]
 
     before = loss(model_of(any_recipe))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from packtrain.data.order import Ids, block, share
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes import Decoding, Measured, Scores
+from packtrain.recipes import Decoding, EvaluationRequest, Measurement, Scores
 from packtrain.recipes.caption import Caption
 from packtrain.recipes.caption.model import Captioner
 from packtrain.recipes.caption.scores import Cider
@@ -62,7 +62,7 @@ def test_a_picture_that_comes_again_in_an_epoch_may_have_another_caption_and_sho
     recipe: Caption,
 ) -> None:
     two, turns = np.repeat([1, 3, 5, 7], 6), np.tile(np.arange(6), 4)  # those with two captions, six times each
-    batch = recipe.batch_again(two, 0, turns)
+    batch = recipe.batch(two, 0, turns)
     said = np.array(recipe.pack.vocabulary.decode(batch["tokens"].tolist())).reshape(4, 6)
     assert [set(captions) for captions in said.tolist()] == [set(captions_of(*THINGS[sample])) for sample in two[::6]]
     assert len({picture.tobytes() for picture in batch["pixels"]}) > 12
@@ -171,11 +171,9 @@ def measured(recipe: Caption, model: nn.Module, parts: int, beam: int = 1) -> Sc
     found = [
         recipe.measure(
             model,
-            "valid",
-            ids[list(block(len(ids), part, parts))],
-            decoded[list(block(len(decoded), part, parts))],
-            beam,
-            0,
+            EvaluationRequest(
+                "valid", ids[list(block(len(ids), part, parts))], decoded[list(block(len(decoded), part, parts))], beam
+            ),
         )
         for part in range(parts)
     ]
@@ -193,11 +191,11 @@ def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe:
     decoded = np.arange(5)
     right = [captions[0] for captions in recipe._truth("valid").references]
     wrong = [*right[:3], "no idea", "none at all"]
-    scores = recipe.score("valid", decoded, [Measured({"loss": 10.0, "tokens": 5.0}, wrong)])
+    scores = recipe.score("valid", decoded, [Measurement({"loss": 10.0, "tokens": 5.0}, wrong)])
     assert scores.values["loss"] == 2.0
     assert scores.values["cider_vizwiz"] == 0.0
     assert scores.values["cider_coco"] > scores.values["cider"] > 0.0
-    perfect = recipe.score("valid", decoded, [Measured({"loss": 0.0, "tokens": 5.0}, right)])
+    perfect = recipe.score("valid", decoded, [Measurement({"loss": 0.0, "tokens": 5.0}, right)])
     assert perfect.values["bleu1"] == pytest.approx(100.0)
     assert "CIDEr-D|" in perfect.signatures["cider"]
     assert [(one.input, one.output) for one in perfect.samples][:2] == [
@@ -209,7 +207,7 @@ def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe:
 
 def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -> None:
     outputs = ["a red square", "a red square", "a circle that is blue", "a red circle", "a green one"]
-    values = recipe.score("valid", np.arange(5), [Measured({"loss": 0.0, "tokens": 1.0}, outputs)]).values
+    values = recipe.score("valid", np.arange(5), [Measurement({"loss": 0.0, "tokens": 1.0}, outputs)]).values
     references = recipe._truth("valid").references
     for name, part in (("coco", slice(0, 3)), ("vizwiz", slice(3, 5))):
         alone = Cider(references[part]).score(outputs[part], references[part])
@@ -220,12 +218,12 @@ def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -
 
 def test_a_score_of_nothing_decoded_has_a_loss_alone(recipe: Caption, model: Captioner) -> None:
     ids, nothing = np.arange(2), np.arange(0)
-    scores = recipe.score("valid", nothing, [recipe.measure(model, "valid", ids, nothing, 1, 0)])
+    scores = recipe.score("valid", nothing, [recipe.measure(model, EvaluationRequest("valid", ids, nothing, 1, 0))])
     assert scores.values.keys() == {"loss"}
 
 
 def test_the_measured_loss_is_the_mean_over_the_tokens_of_all_captions(recipe: Caption, model: Captioner) -> None:
-    found = recipe.measure(model, "valid", np.arange(5), np.arange(0), 1, 0).sums
+    found = recipe.measure(model, EvaluationRequest("valid", np.arange(5), np.arange(0), 1, 0)).sums
     rows = recipe.pack.vocabulary.encode([text for texts in recipe._truth("valid").references for text in texts])
     assert found["tokens"] == sum(len(row) + 1 for row in rows)
     assert found["loss"] > 0
@@ -235,12 +233,8 @@ def test_an_evaluation_can_be_left_between_its_batches(recipe: Caption, model: C
     def leave() -> None:
         raise InterruptedError
 
-    recipe.pulse = leave
-    try:
-        with pytest.raises(InterruptedError):
-            recipe.measure(model, "valid", np.arange(5), np.arange(0), 1, 0)
-    finally:
-        recipe.pulse = lambda: None
+    with pytest.raises(InterruptedError):
+        recipe.measure(model, EvaluationRequest("valid", np.arange(5), np.arange(0), on_batch=leave))
 
 
 # A published encoder.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.recipes import EvaluationRequest
 from packtrain.recipes.caption import Caption
 from packtrain.recipes.caption.scores import bleu
 from packtrain.start import load
@@ -48,7 +49,7 @@ def test_emoji_are_described_better_than_by_always_saying_the_commonest_caption(
     assert isinstance(recipe, Caption)
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
-    scores = recipe.score("valid", ids, [recipe.measure(model, "valid", ids, ids, 5, 0)]).values
+    scores = recipe.score("valid", ids, [recipe.measure(model, EvaluationRequest("valid", ids, ids, 5, 0))]).values
     wanted, cider = recipe._truth("valid").references, recipe._truth("valid").cider
     always = [[text] * len(ids) for text in commonest(recipe)]
     assert scores["bleu4"] > max(bleu(said, wanted)[3] for said in always) > 5

@@ -17,7 +17,7 @@ from pack.corpus import write_pairs
 from packtrain.data.order import block
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes import Decoding, Measured, Recipe, Scores
+from packtrain.recipes import Decoding, EvaluationRequest, Measurement, Recipe, Scores
 from packtrain.recipes.chat import Chat, distinct
 
 MakeRecipe = Callable[..., Recipe]
@@ -118,7 +118,9 @@ def test_the_loss_is_a_sum_over_real_tokens_and_padding_costs_nothing(chat: Chat
 def measured(recipe: Recipe, model: nn.Module, parts: int) -> Scores:
     ids = np.arange(recipe.count("valid"))
     divided = [ids[list(block(len(ids), part, parts))] for part in range(parts)]
-    return recipe.score("valid", ids, [recipe.measure(model, "valid", mine, mine, 2, 0) for mine in divided])
+    return recipe.score(
+        "valid", ids, [recipe.measure(model, EvaluationRequest("valid", mine, mine, 2, 0)) for mine in divided]
+    )
 
 
 def test_scores_do_not_depend_on_how_many_measured(chat: Chat) -> None:
@@ -128,19 +130,19 @@ def test_scores_do_not_depend_on_how_many_measured(chat: Chat) -> None:
 
 
 def test_perplexity_is_of_the_loss_and_better_when_it_is_less(chat: Chat) -> None:
-    scores = chat.score("valid", np.arange(0), [Measured({"loss": 30.0, "tokens": 10.0}, [])])
+    scores = chat.score("valid", np.arange(0), [Measurement({"loss": 30.0, "tokens": 10.0}, [])])
     assert scores.values == {"loss": 3.0, "perplexity": pytest.approx(math.exp(3.0))}
     assert chat.measure_of_best in chat.lower_is_better
 
 
 def test_a_loss_beyond_all_bounds_has_a_finite_perplexity(chat: Chat) -> None:
-    values = chat.score("valid", np.arange(0), [Measured({"loss": 1e9, "tokens": 1.0}, [])]).values
+    values = chat.score("valid", np.arange(0), [Measurement({"loss": 1e9, "tokens": 1.0}, [])]).values
     assert math.isfinite(values["perplexity"])
 
 
 def test_samples_show_the_turns_the_reply_wanted_and_the_reply(chat: Chat) -> None:
     ids = np.arange(3)
-    part = chat.measure(model_of(chat), "valid", ids, ids, 1, 0)
+    part = chat.measure(model_of(chat), EvaluationRequest("valid", ids, ids, 1, 0))
     sample = chat.score("valid", ids, [part]).samples[2]
     assert (sample.input, sample.wanted) == ("hello / hello you / how are you today", "well and you")
     assert sample.output == part.outputs[2]

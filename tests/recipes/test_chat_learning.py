@@ -11,7 +11,7 @@ import numpy as np
 from pack.corpus import write_pairs
 from packtrain.pack.dialogue import read_dialogue
 from packtrain.pack.shard import Ragged
-from packtrain.recipes import Decoding, Recipe
+from packtrain.recipes import Decoding, EvaluationRequest, Recipe
 from packtrain.recipes.chat import Chat
 from recipes.learn import learn
 from recipes.ngrams import bigram_perplexity, unigram_perplexity
@@ -51,7 +51,7 @@ def test_replies_are_less_surprising_than_to_one_who_counts_words(make_recipe: M
     assert isinstance(recipe, Chat)
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
-    scores = recipe.score("valid", ids[::8], [recipe.measure(model, "valid", ids, ids[::8], 2, 0)])
+    scores = recipe.score("valid", ids[::8], [recipe.measure(model, EvaluationRequest("valid", ids, ids[::8], 2, 0))])
     seen, unseen = (rows_of(recipe.sides[split].target) for split in ("train", "valid"))
     size = len(recipe.pack.vocabulary)
     assert scores.values["perplexity"] < 0.6 * unigram_perplexity(seen, unseen, size)

@@ -20,7 +20,16 @@ from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import HereAlone, Plain
-from packtrain.recipes import Batch, Decoding, Measured, Recipe, Scores, check_recipe, recipe_class
+from packtrain.recipes import (
+    Batch,
+    Decoding,
+    EvaluationRequest,
+    Measurement,
+    Recipe,
+    Scores,
+    check_recipe,
+    recipe_class,
+)
 from packtrain.recipes.classify import _MEASURED_TOGETHER
 from packtrain.recipes.classify.words import read_words
 from packtrain.store import open_store
@@ -102,7 +111,7 @@ def test_what_is_seen_of_a_picture_is_another_part_in_another_epoch(make: MakeCl
 
 def test_what_is_seen_of_a_picture_is_another_part_when_it_comes_again_in_an_epoch(make: MakeClassify) -> None:
     recipe = make()
-    batch = recipe.batch_again(np.array([2, 5, 2]), 0, np.array([0, 0, 1]))
+    batch = recipe.batch(np.array([2, 5, 2]), 0, np.array([0, 0, 1]))
     assert np.array_equal(batch["pixels"][:2], recipe.batch(np.array([2, 5]), 0)["pixels"])
     assert not np.array_equal(batch["pixels"][0], batch["pixels"][2])
     assert batch["label"][0] == batch["label"][2]
@@ -164,10 +173,10 @@ def test_a_share_without_samples_costs_nothing_and_has_gradients_of_zero(make: M
 # Evaluation.
 
 
-def measured(recipe: Recipe, model: nn.Module, num_ranks: int, epoch: int = 0) -> tuple[Scores, list[Measured]]:
+def measured(recipe: Recipe, model: nn.Module, num_ranks: int, epoch: int = 0) -> tuple[Scores, list[Measurement]]:
     decoded = np.arange(recipe.count("valid"))[::10]
     parts = [
-        recipe.measure(model, "valid", ids, share_of(decoded, rank, num_ranks), 1, epoch)
+        recipe.measure(model, EvaluationRequest("valid", ids, share_of(decoded, rank, num_ranks), 1, epoch))
         for rank, ids in enumerate(recipe.divide("valid", num_ranks))
     ]
     return recipe.score("valid", decoded, parts), parts
@@ -203,8 +212,10 @@ def test_guesses_are_counted_one_by_one(make: MakeClassify) -> None:
     recipe = make()
     model = model_of(recipe)
     labels = recipe.pack.split("valid").plain("label")
-    one_by_one = [recipe.measure(model, "valid", np.array([row]), np.array([row]), 1, 0) for row in range(30)]
-    together = recipe.measure(model, "valid", np.arange(30), np.arange(30), 1, 0)
+    one_by_one = [
+        recipe.measure(model, EvaluationRequest("valid", np.array([row]), np.array([row]), 1, 0)) for row in range(30)
+    ]
+    together = recipe.measure(model, EvaluationRequest("valid", np.arange(30), np.arange(30), 1, 0))
     guesses = [part.outputs[0] for part in one_by_one]
     assert together.outputs == [*guesses[:5], *[""] * 25]  # no more than that are ever shown
     assert together.sums["top1"] == sum(CLASSES[label] == name for label, name in zip(labels, guesses, strict=False))
@@ -216,7 +227,7 @@ def test_rectangular_batches_show_more_of_long_pictures(make: MakeClassify) -> N
     seen: list[tuple[int, ...]] = []
     model = model_of(recipe)
     model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
-    recipe.measure(model, "valid", np.arange(VALID), np.arange(0), 1, 0)
+    recipe.measure(model, EvaluationRequest("valid", np.arange(VALID), np.arange(0), 1, 0))
     assert sum(shape[0] for shape in seen) == VALID
     assert all(shape[0] <= _MEASURED_TOGETHER for shape in seen)
     assert seen[0][2] > seen[0][3] == 32  # high ones first
@@ -230,9 +241,8 @@ def test_a_long_evaluation_can_be_left_between_batches(make: MakeClassify) -> No
     def leave() -> None:
         raise KeyboardInterrupt
 
-    recipe.pulse = leave
     with pytest.raises(KeyboardInterrupt):
-        recipe.measure(model_of(recipe), "valid", np.arange(4), np.arange(0), 1, 0)
+        recipe.measure(model_of(recipe), EvaluationRequest("valid", np.arange(4), np.arange(0), on_batch=leave))
 
 
 def test_with_five_classes_or_fewer_the_first_five_say_nothing(make: MakeClassify, tmp_path: Path) -> None:
@@ -240,7 +250,7 @@ def test_with_five_classes_or_fewer_the_first_five_say_nothing(make: MakeClassif
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.png").write_bytes(saved(quarters(), "PNG"))
     recipe = make({"train": [{"imagenet": str(tmp_path)}], "valid": [{"imagenet": str(tmp_path)}]})
-    part = recipe.measure(model_of(recipe), "valid", np.arange(2), np.arange(2), 1, 0)
+    part = recipe.measure(model_of(recipe), EvaluationRequest("valid", np.arange(2), np.arange(2), 1, 0))
     assert set(recipe.score("valid", np.arange(2), [part]).values) == {"loss", "top1"}
 
 
@@ -260,7 +270,7 @@ def test_a_picture_s_classes_are_named_with_their_probabilities(make: MakeClassi
     paths = sorted(Path(raw["valid"][0]["imagenet"]).rglob("*.jpg"))[:5]
     model = model_of(recipe)
     found = recipe.predict(model, [str(path) for path in paths], Decoding())
-    expected = recipe.measure(model, "valid", np.arange(5), np.arange(5), 1, 0).outputs
+    expected = recipe.measure(model, EvaluationRequest("valid", np.arange(5), np.arange(5), 1, 0)).outputs
     assert [prediction.details["top5"][0]["class"] for prediction in found] == expected
     for prediction in found:
         best = prediction.details["top5"]

@@ -11,7 +11,7 @@ from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import HereAlone, Plain
-from packtrain.recipes import recipe_class
+from packtrain.recipes import EvaluationRequest, recipe_class
 from packtrain.start import load
 from packtrain.store import open_store
 from recipes.learn import learn
@@ -48,7 +48,7 @@ def test_photographs_are_told_apart_after_160_steps(tmp_path: Path) -> None:
     recipe = recipe_class("classify")(job, Pack(store, manifest.name, tmp_path / "cache"))
     model = learn(recipe, STEPS)
     ids = np.arange(0, recipe.count("valid"), 10)
-    scores = recipe.score("valid", ids, [recipe.measure(model, "valid", ids, ids, 1, 0)]).values
+    scores = recipe.score("valid", ids, [recipe.measure(model, EvaluationRequest("valid", ids, ids, 1, 0))]).values
     assert scores["top1"] > 33  # 10 by chance
     assert scores["top5"] > 80  # 50 by chance
     assert scores["loss"] < 1.9  # 2.30 by chance

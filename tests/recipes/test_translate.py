@@ -15,7 +15,7 @@ from packtrain.data.order import Ids, block, share
 from packtrain.data.text import likeness
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes import Batch, Decoding, Recipe, Scores
+from packtrain.recipes import Batch, Decoding, EvaluationRequest, Recipe, Scores
 
 MakeRecipe = Callable[..., Recipe]
 EVERYTHING = np.arange(len(GREETINGS))
@@ -141,11 +141,12 @@ def measured(recipe: Recipe, model: nn.Module, parts: int, beam: int = 1) -> Sco
         [
             recipe.measure(
                 model,
-                "valid",
-                ids[list(block(len(ids), part, parts))],
-                decoded[list(block(len(decoded), part, parts))],
-                beam,
-                0,
+                EvaluationRequest(
+                    "valid",
+                    ids[list(block(len(ids), part, parts))],
+                    decoded[list(block(len(decoded), part, parts))],
+                    beam,
+                ),
             )
             for part in range(parts)
         ],
@@ -172,7 +173,7 @@ def test_the_measured_loss_is_a_mean_over_tokens_without_smoothing(make_recipe: 
 
 def test_bleu_and_chrf_are_of_the_texts_and_come_with_their_signatures(recipe: Recipe) -> None:
     decoded = np.array([0, 1, 2])
-    part = recipe.measure(model_of(recipe), "valid", decoded, decoded, 1, 0)
+    part = recipe.measure(model_of(recipe), EvaluationRequest("valid", decoded, decoded, 1, 0))
     right = [target for _, target in QUESTIONS[:3]]
     scores = recipe.score("valid", decoded, [type(part)(part.sums, right)])
     assert scores.values["bleu"] == pytest.approx(100.0)
@@ -186,7 +187,9 @@ def test_bleu_and_chrf_are_of_the_texts_and_come_with_their_signatures(recipe: R
 
 def test_a_score_of_nothing_decoded_has_a_loss_and_no_bleu(recipe: Recipe) -> None:
     ids, nothing = np.arange(2), np.arange(0)
-    scores = recipe.score("valid", nothing, [recipe.measure(model_of(recipe), "valid", ids, nothing, 1, 0)])
+    scores = recipe.score(
+        "valid", nothing, [recipe.measure(model_of(recipe), EvaluationRequest("valid", ids, nothing, 1, 0))]
+    )
     assert scores.values.keys() == {"loss"}
     assert scores.samples == ()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from packtrain.recipes import Recipe
+from packtrain.recipes import EvaluationRequest, Recipe
 from recipes.learn import learn
 
 MakeRecipe = Callable[..., Recipe]
@@ -40,6 +40,6 @@ def test_strings_are_turned_around_after_800_steps(make_recipe: MakeRecipe) -> N
     )
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
-    scores = recipe.score("valid", ids, [recipe.measure(model, "valid", ids, ids, 1, 0)]).values
+    scores = recipe.score("valid", ids, [recipe.measure(model, EvaluationRequest("valid", ids, ids, 1, 0))]).values
     assert scores["bleu"] > 90
     assert scores["chrf"] > 90

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.job.job import Job
-from packtrain.recipes import Batch, Measured, Scores
+from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point, Sample
 from packtrain.run.run import Run
@@ -103,8 +103,8 @@ class Poisoned(Plain):
 
     sample = 7
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
-        arrays = super().batch(ids, epoch)
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
+        arrays = super().batch(ids, epoch, repeats)
         arrays["inputs"][ids == self.sample] = np.nan
         return arrays
 
@@ -126,9 +126,9 @@ class Slow(Tiny):
 
     forward_seconds, data_seconds, evaluation_seconds = 0.03, 0.02, 0.05
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         time.sleep(self.data_seconds)
-        return super().batch(ids, epoch)
+        return super().batch(ids, epoch, repeats)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         time.sleep(self.forward_seconds if model.training else self.evaluation_seconds)
@@ -150,11 +150,11 @@ class Starved(Plain):
     seconds = 6.0
     batches = 0
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         self.batches += 1
         if self.batches == 8 and os.environ["RANK"] != "0":
             time.sleep(self.seconds)
-        return super().batch(ids, epoch)
+        return super().batch(ids, epoch, repeats)
 
 
 class CutOff(Plain):
@@ -167,7 +167,7 @@ class CutOff(Plain):
         self.steps += model.training
         return super().loss(model, batch)
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         self.batches += 1
         if self.batches == 5:
             while self.steps < 4:
@@ -178,7 +178,7 @@ class CutOff(Plain):
                 os.kill(os.getpid(), signal.SIGTERM)
             if is_last:
                 time.sleep(self.seconds)
-        return super().batch(ids, epoch)
+        return super().batch(ids, epoch, repeats)
 
 
 class CutOffFirstTold(CutOff):
@@ -192,10 +192,10 @@ class CutOffShortly(CutOff):
 class Called(Tiny):
     """Its last rank is told to go in the middle of an evaluation."""
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return super().measure(model, split, ids, decoded, beam, epoch)
+        return super().measure(model, request)
 
 
 RECIPES: dict[str, Callable[[Job], Tiny]] = {
@@ -286,7 +286,7 @@ def score() -> dict[str, Any]:
     world, times = here(), []
 
     class Strange(Plain):
-        def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:  # noqa: ARG002
+        def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:  # noqa: ARG002
             times.append(split)
             return Scores({"third": 1 / 3, "nothing": float("nan")}, {"third": "1/3"}, (Sample("a", "b", "c"),))
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from packtrain.data.order import Ids
 from packtrain.job.job import Job
-from packtrain.recipes import Measured, Scores
-from packtrain.recipes.recipe import no_pulse
+from packtrain.recipes import EvaluationRequest, Measurement, Scores
 from packtrain.train.evaluator import Evaluator, evaluate, spread
 from packtrain.train.world import LeftEarly, World
 
@@ -48,13 +47,12 @@ def test_an_evaluation_is_the_same_each_time_and_leaves_the_weights_alone() -> N
     assert all(tensor.equal(before[name]) for name, tensor in engine.model.state_dict().items())
 
 
-def test_an_evaluation_that_is_left_early_has_no_scores_and_leaves_no_pulse_behind() -> None:
+def test_an_evaluation_that_is_left_early_has_no_scores() -> None:
     def leave() -> None:
         raise LeftEarly
 
     engine, recipe = tiny_engine(), Tiny(tiny_job())
     assert Evaluator(engine, recipe, World(), 1, pulse=leave).evaluate("valid", 3) is None
-    assert recipe.pulse is no_pulse
 
 
 def test_a_worker_that_has_done_its_part_says_so_before_it_waits_for_the_others() -> None:
@@ -79,13 +77,13 @@ class Seen(Tiny):
         self.measured: list[tuple[list[int], list[int]]] = []
         self.scored: list[tuple[list[int], list[str]]] = []
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-        self.measured.append((ids.tolist(), decoded.tolist()))
-        return super().measure(model, split, ids, decoded, beam, epoch)
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+        self.measured.append((request.ids.tolist(), request.decode_ids.tolist()))
+        return super().measure(model, request)
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
-        self.scored.append((decoded.tolist(), [output for part in parts for output in part.outputs]))
-        return super().score(split, decoded, parts)
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
+        self.scored.append((decode_ids.tolist(), [output for part in parts for output in part.outputs]))
+        return super().score(split, decode_ids, parts)
 
 
 def test_what_is_known_of_the_same_weights_is_not_measured_again() -> None:
@@ -103,8 +101,8 @@ def test_what_is_known_of_the_same_weights_is_not_measured_again() -> None:
 
 def test_of_a_recipe_with_outputs_of_its_own_making_all_is_measured_again() -> None:
     class Silent(Seen):
-        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-            return replace(super().measure(model, split, ids, decoded, beam, epoch), outputs=["one for all"])
+        def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+            return replace(super().measure(model, request), outputs=["one for all"])
 
     recipe = Silent(tiny_job())
     evaluator = Evaluator(tiny_engine(), recipe, World(), 1)

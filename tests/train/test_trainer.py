@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.recipes import Batch, Measured, Scores
+from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import Checkpoint, Superseded, committed
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -60,10 +60,10 @@ def test_a_stop_is_heard_while_data_does_not_come(directory_store: Store, contro
     class Starved(Interrupted):
         batches, go_on = 0, threading.Event()
 
-        def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+        def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
             self.batches += 1
             assert self.batches != 5 or self.go_on.wait(60)
-            return super().batch(ids, epoch)
+            return super().batch(ids, epoch, repeats)
 
     run = tiny_run(directory_store)
     train(run, control, recipe := Starved(run.job, 4, control.ask_to_stop))
@@ -78,7 +78,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best(directory_store: Store, 
     class Scored(Tiny):
         scores = iter([math.nan, 1.0, 5.0, math.nan, 0.5, 0.5])
 
-        def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:  # noqa: ARG002
+        def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:  # noqa: ARG002
             return Scores({"closeness": next(self.scores), "loss": 1.0})
 
     settings = {"every": "100 steps", "keep_best": 1, "keep_last": 1}
@@ -191,9 +191,9 @@ def test_an_evaluation_that_was_left_for_a_stop_is_made_when_the_run_goes_on(
     class Called(Tiny):
         """Is told to go in the middle of its first evaluation."""
 
-        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
             os.kill(os.getpid(), signal.SIGUSR1)
-            return super().measure(model, split, ids, decoded, beam, epoch)
+            return super().measure(model, request)
 
     job = tiny_job(evaluate={"every": "3 steps"})
     straight, stopped = tiny_run(directory_store, job), tiny_run(directory_store, job)
@@ -370,11 +370,11 @@ def test_a_signal_in_the_last_measure_leaves_it_for_later(
         def count(self, split: str) -> int:
             return super().count("valid" if split == "test" else split)
 
-        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+        def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
             self.measures += 1
             if self.measures == 2:
                 os.kill(os.getpid(), number)
-            return super().measure(model, split, ids, decoded, beam, epoch)
+            return super().measure(model, request)
 
     run = tiny_run(directory_store)
     leaves_well(run, lambda: train(run, control, Last(run.job)))
@@ -389,9 +389,9 @@ def test_without_a_test_split_the_result_is_of_all_of_the_validation_split_measu
     class Noted(Tiny):
         measured: ClassVar[list[tuple[int, list[int]]]] = []
 
-        def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-            self.measured.append((len(ids), decoded.tolist()))
-            return super().measure(model, split, ids, decoded, beam, epoch)
+        def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+            self.measured.append((len(request.ids), request.decode_ids.tolist()))
+            return super().measure(model, request)
 
     run = tiny_run(directory_store, tiny_job(evaluate={"every": "100 steps", "samples": samples}))
     Noted.measured.clear()

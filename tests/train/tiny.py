@@ -16,7 +16,7 @@ from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.pack.manifest import FORMAT, Manifest, Shard, Split
-from packtrain.recipes import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 from packtrain.train.engine import Engine
@@ -92,7 +92,7 @@ class Tiny(Recipe):
     def width(self) -> int:
         return WIDTH
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         return {"inputs": self._inputs[ids], "outputs": self._outputs[ids]}
 
     def build_model(self) -> nn.Module:
@@ -104,13 +104,14 @@ class Tiny(Recipe):
     def count(self, split: str) -> int:
         return 5 if split == "valid" else 0
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-        self.pulse()
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+        request.on_batch()
         with torch.no_grad():
-            loss = float(self.loss(model, {name: torch.from_numpy(it) for name, it in self.batch(ids, epoch).items()}))
-        return Measured({"loss": loss}, [str(one) for one in decoded])
+            arrays = self.batch(request.ids, request.epoch)
+            loss = float(self.loss(model, {name: torch.from_numpy(array) for name, array in arrays.items()}))
+        return Measurement({"loss": loss}, [str(one) for one in request.decode_ids])
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         loss = sum(part.sums["loss"] for part in parts)
         return Scores({"closeness": -loss, "loss": loss})
 

@@ -115,26 +115,21 @@ class Parts(Iterator[Loaded]):
 
 def parts(
     order: Order,
-    collate: Callable[[Ids, int], Arrays],
+    collate: Callable[[Ids, int, Ids], Arrays],
     start: Position,
     rank: int,
     num_ranks: int,
     piece_budget: int | None = None,
     fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
     alike: bool = False,
-    again: Callable[[Ids, int, Ids], Arrays] | None = None,
 ) -> Parts:
     """This rank's part of every global batch from `start` on, without end.
 
-    `collate` makes arrays of samples as they are seen in an epoch, and `again` where some have come before in it, with
-    how many times each has; a part that costs more than `piece_budget` comes in pieces, the same number on all ranks if
-    they are to be `alike`: then some may be empty. Inside `fetching`, samples are used in the order that it was told.
+    `collate` makes arrays of samples as they are seen in an epoch, given how many times each has come before in it; a
+    part that costs more than `piece_budget` comes in pieces, the same number on all ranks if they are to be `alike`:
+    then some may be empty. Inside `fetching`, samples are used in the order that it was told.
     """
-
-    def make(ids: Ids, epoch: int, turns: Ids) -> Arrays:
-        return again(ids, epoch, turns) if again is not None and turns.any() else collate(ids, epoch)
-
-    return Parts(_work(order, make, start, rank, num_ranks, piece_budget, fetching, alike))
+    return Parts(_work(order, collate, start, rank, num_ranks, piece_budget, fetching, alike))
 
 
 def _work(

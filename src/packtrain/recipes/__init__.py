@@ -9,14 +9,15 @@ from pathlib import Path
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job
 from packtrain.recipes.own import own_recipe, unpacked_code
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.run import Run
 
 __all__ = [
     "RECIPES",
     "Batch",
     "Decoding",
-    "Measured",
+    "EvaluationRequest",
+    "Measurement",
     "Prediction",
     "Recipe",
     "Scores",

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,13 +126,6 @@ class Pictured(Recipe, Generic[Batches]):
     def count(self, split: str) -> int:
         splits = self.pack.manifest.splits
         return splits[split].samples if split in splits else 0
-
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
-        return self.batch_again(ids, epoch, np.zeros(len(ids), np.int64))
-
-    @abstractmethod
-    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:
-        """What is seen of a picture is drawn anew in every turn."""
 
     def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
         return self.copies.fetching(ids, self.job.train.in_epoch(epoch).size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Recipe, Scores
+from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.recipes.shapes import Shape
 from packtrain.run.records import Sample
 
@@ -97,7 +97,7 @@ class PairRecipe(Recipe):
         train = self.sides["train"]
         return np.maximum(train.source.lengths, train.target.lengths)
 
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:  # noqa: ARG002 - texts look the same in all
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:  # noqa: ARG002 - no augmentation
         return self._batch("train", ids)
 
     def _batch(self, split: str, ids: Ids) -> dict[str, NDArray[Any]]:
@@ -123,27 +123,32 @@ class PairRecipe(Recipe):
         answers = target[:, 1:].flatten()[wanted]
         return cross_entropy(logits.float(), answers, label_smoothing=label_smoothing, reduction="sum")
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:  # noqa: ARG002
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
 
         device = next(model.parameters()).device
-        sides = self.sides[split]
+        sides = self.sides[request.split]
         loss, tokens = 0.0, 0
         with torch.inference_mode():
-            for part in parts_of(ids, sides.target.lengths, _MEASURE_TOKENS):
-                self.pulse()
-                batch = {name: torch.from_numpy(rows).to(device) for name, rows in self._batch(split, part).items()}
+            for part in parts_of(request.ids, sides.target.lengths, _MEASURE_TOKENS):
+                request.on_batch()
+                batch = {
+                    name: torch.from_numpy(rows).to(device) for name, rows in self._batch(request.split, part).items()
+                }
                 loss += float(self._loss(model, batch, label_smoothing=0.0))
                 tokens += int((sides.target.lengths[part] - 1).sum())
         sums = {"loss": loss, "tokens": float(tokens)}
-        return Measured(sums, self._written(model, sides.source, decoded, replace(self.decoding, beam=beam)))
+        decoding = replace(self.decoding, beam=request.beam)
+        return Measurement(
+            sums, self._written(model, sides.source, request.decode_ids, decoding, on_batch=request.on_batch)
+        )
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         tokens = sum(part.sums["tokens"] for part in parts)
         loss = sum(part.sums["loss"] for part in parts) / max(1.0, tokens)
         outputs = [output for part in parts for output in part.outputs]
-        wanted = self._texts(self._whole[split].target, decoded) if outputs else []
-        inputs = self._texts(self.sides[split].source, decoded[:_SHOWN_SAMPLES])
+        wanted = self._texts(self._whole[split].target, decode_ids) if outputs else []
+        inputs = self._texts(self.sides[split].source, decode_ids[:_SHOWN_SAMPLES])
         samples = tuple(Sample(*texts) for texts in zip(inputs, wanted, outputs, strict=False))
         return replace(self.grade(loss, wanted, outputs), samples=samples)
 
@@ -158,14 +163,21 @@ class PairRecipe(Recipe):
 
     # Outputs.
 
-    def _written(self, model: nn.Module, source: Ragged | Column, ids: Ids, decoding: Decoding) -> list[str]:
+    def _written(
+        self,
+        model: nn.Module,
+        source: Ragged | Column,
+        ids: Ids,
+        decoding: Decoding,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[str]:
         import torch
 
         from packtrain.recipes.decode import decode
 
         texts: dict[int, str] = {}
         for part in parts_of(ids, source.lengths, _DECODE_TOKENS // decoding.beam):
-            self.pulse()
+            on_batch()
             rows = torch.from_numpy(pad(source, part, PAD)).to(next(model.parameters()).device)
             written = decode(_transformer(model), rows, self.limits(rows), decoding, part.tolist())
             texts.update(zip(part.tolist(), self.pack.vocabulary.decode(written), strict=True))

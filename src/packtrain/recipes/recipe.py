@@ -26,9 +26,25 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 
 
+@dataclass(frozen=True, eq=False)
+class EvaluationRequest:
+    """One worker's part of an evaluation; both lists of ids may be empty.
+
+    `ids` are the samples whose loss counts, `decode_ids` those that need a free output. `epoch` is the epoch training
+    is in, for settings that change with it. Call `on_batch` before every batch: it may raise to end the evaluation.
+    """
+
+    split: str
+    ids: Ids
+    decode_ids: Ids
+    beam: int = 1
+    epoch: int = 0
+    on_batch: Callable[[], None] = lambda: None
+
+
 @dataclass(frozen=True)
-class Measured:
-    """What one worker found on its part of a split: sums to be added up, and the outputs it decoded."""
+class Measurement:
+    """One worker's result of an evaluation: sums that add up over workers, and the outputs it decoded."""
 
     sums: dict[str, float]
     outputs: list[str]
@@ -71,10 +87,6 @@ class Prediction:
     note: str = ""
 
 
-def no_pulse() -> None:
-    """What long work calls between its parts when nobody listens."""
-
-
 class Recipe(ABC):
     """One kind of learning, built for a job and its pack.
 
@@ -108,8 +120,6 @@ class Recipe(ABC):
 
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
-        self.pulse: Callable[[], None] = no_pulse
-        """To be called between the batches of `measure`: it may raise, to leave a long evaluation."""
 
     @classmethod
     @abstractmethod
@@ -142,16 +152,12 @@ class Recipe(ABC):
         """The model's width, which some schedules go by."""
 
     @abstractmethod
-    def batch(self, ids: Ids, epoch: int) -> dict[str, NDArray[Any]]:
-        """The training samples `ids` side by side, as they are seen in that epoch."""
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
+        """Return the training samples `ids`, stacked, as this epoch shows them.
 
-    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:  # noqa: ARG002
-        """As `batch`, where a sample may have come before in the epoch, because its source has a weight above 1.
-
-        `turns` says how many times each has: what is drawn at random should differ in each turn, and be that of `batch`
-        in the first, which is 0.
+        `repeats` says how often each sample came before in the epoch, which happens when its source has a weight above
+        1; None means never. Random draws should depend on (seed, epoch, sample, repeat) alone.
         """
-        return self.batch(ids, epoch)
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -178,15 +184,12 @@ class Recipe(ABC):
         return [ids[list(block(len(ids), rank, num_ranks))] for rank in range(num_ranks)]
 
     @abstractmethod
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
-        """The loss on `ids` and free outputs for `decoded`: one worker's part of an evaluation. Either may be empty.
-
-        `epoch` is the one that training is in, where settings go by it.
-        """
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+        """Compute one worker's part of an evaluation: the loss on some samples, free outputs for others."""
 
     @abstractmethod
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
-        """All parts together; their outputs, in order, are those of `decoded`. The first worker computes it for all."""
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
+        """Combine the parts of all workers; their outputs, in order, belong to `decode_ids`. Runs on rank 0."""
 
     def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
         """Called before the first step of every epoch, and when a run goes on within one: to freeze parts, say."""

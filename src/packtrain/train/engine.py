@@ -210,7 +210,7 @@ def suspects(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, l
 def _guilty(engine: Engine, model: nn.Module, recipe: Recipe, world: World, loaded: Loaded) -> list[int]:
     found: dict[int, None] = {}  # in their order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED].tolist()):
-        arrays = recipe.batch_again(loaded.ids[at : at + 1], loaded.at.epoch, loaded.turns[at : at + 1])
+        arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.turns[at : at + 1])
         if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
             found[sample] = None
     return list(found)

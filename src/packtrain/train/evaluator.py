@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from packtrain.data.order import Ids, block
-from packtrain.recipes import Measured, Recipe, Scores
-from packtrain.recipes.recipe import no_pulse
+from packtrain.recipes import EvaluationRequest, Measurement, Recipe, Scores
 from packtrain.train.engine import Engine
 from packtrain.train.world import LeftEarly, World
 
@@ -24,7 +23,7 @@ _NONE = np.zeros(0, np.int64)
 class Evaluation:
     """What was found on a split, the same on all ranks: every rank's part, and what they come to together."""
 
-    parts: Sequence[Measured]
+    parts: Sequence[Measurement]
     decoded: Ids
     scores: Scores
     seconds: float
@@ -49,8 +48,8 @@ class Evaluator:
         recipe: Recipe,
         world: World,
         beam: int,
-        pulse: Callable[[], None] = no_pulse,
-        before_waiting: Callable[[], None] = no_pulse,
+        pulse: Callable[[], None] = lambda: None,
+        before_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._recipe, self._world, self._beam = engine, recipe, world, beam
         self._pulse, self._before_waiting = pulse, before_waiting
@@ -77,26 +76,24 @@ class Evaluator:
         seconds = time.perf_counter() - started + (known.seconds if known else 0.0)
         return Evaluation(parts, decoded, scores, seconds)
 
-    def _measured(self, split: str, decoded: Ids, epoch: int, outputs_alone: bool) -> list[Measured] | None:
+    def _measured(self, split: str, decoded: Ids, epoch: int, outputs_alone: bool) -> list[Measurement] | None:
         """Every rank's part, on all of them."""
         rank, num_ranks = self._world.rank, self._world.num_ranks
         model = self._engine.evaluated()
         mine = _NONE if outputs_alone else self._recipe.divide(split, num_ranks)[rank]
         mine_decoded = decoded[list(block(len(decoded), rank, num_ranks))]
-        self._recipe.pulse = self._pulse
         try:
             with self._engine.precision.compute():
-                measured = self._recipe.measure(model, split, mine, mine_decoded, self._beam, epoch)
+                request = EvaluationRequest(split, mine, mine_decoded, self._beam, epoch, self._pulse)
+                measured = self._recipe.measure(model, request)
             part = json.dumps(asdict(measured)).encode()
         except LeftEarly:
             part = _LEFT
-        finally:
-            self._recipe.pulse = no_pulse
         self._before_waiting()
         gathered = self._world.gather(part)
-        return None if _LEFT in gathered else [TypeAdapter(Measured).validate_json(data) for data in gathered]
+        return None if _LEFT in gathered else [TypeAdapter(Measurement).validate_json(data) for data in gathered]
 
-    def _scores(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def _scores(self, split: str, decoded: Ids, parts: Sequence[Measurement]) -> Scores:
         """Computed by the first rank for all: where outputs are compared with a corpus, that takes a while."""
         if not self._world.is_first:
             return TypeAdapter(Scores).validate_json(self._world.share(b""))
@@ -105,12 +102,12 @@ class Evaluator:
         return scores
 
 
-def _together(known: Evaluation, missing: Ids, parts: Sequence[Measured]) -> list[Measured]:
+def _together(known: Evaluation, missing: Ids, parts: Sequence[Measurement]) -> list[Measurement]:
     """What is known with the outputs that were missing among its own, in the order of their samples."""
     ids = np.concatenate([known.decoded, missing])
     outputs = [*known.outputs, *(output for part in parts for output in part.outputs)]
     ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
-    return [Measured(part.sums, [] if number else ordered) for number, part in enumerate(known.parts)]
+    return [Measurement(part.sums, [] if number else ordered) for number, part in enumerate(known.parts)]
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:

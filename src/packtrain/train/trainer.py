@@ -425,6 +425,5 @@ class Feed:
                 None if piece is None else piece.value,
                 self._recipe.fetching,
                 alike=isinstance(self._settings.exchange, Fsdp),  # every pass through the model is a meeting there
-                again=self._recipe.batch_again,
             )
         )

@@ -24,7 +24,7 @@ from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
 from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu_of, counted
 from packtrain.recipes.caption.shape import shape_of
 from packtrain.recipes.images import Copies, Pictured, read_picture
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
+from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Scores
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -125,11 +125,14 @@ class Caption(Pictured[CaptionedBatches]):
         word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS, turn=turn)[0])
         return captions[word % len(captions)]
 
-    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         train = self.job.train
         now = train.in_epoch(epoch)
-        pixels = self._copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, turns)
-        drawn = [self._drawn(sample, epoch, turn) for sample, turn in zip(ids.tolist(), turns.tolist(), strict=True)]
+        pixels = self._copies.batches("train", now.size).random(
+            ids, train.seed, epoch, now.size, now.min_scale, repeats
+        )
+        turns = [0] * len(ids) if repeats is None else repeats.tolist()
+        drawn = [self._drawn(sample, epoch, turn) for sample, turn in zip(ids.tolist(), turns, strict=True)]
         return {"pixels": pixels, "tokens": _padded(drawn)}
 
     # Learning.
@@ -163,7 +166,7 @@ class Caption(Pictured[CaptionedBatches]):
 
     # Evaluation.
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
         from torch.nn.functional import cross_entropy
 
@@ -173,28 +176,28 @@ class Caption(Pictured[CaptionedBatches]):
         loss, tokens = 0.0, 0
         outputs: list[str] = []
         with torch.inference_mode():
-            for part, seen in self._seen(captioner, split, ids, epoch):
-                rows = [self._captions(split, sample) for sample in part.tolist()]
+            for part, seen in self._seen(captioner, request, request.ids):
+                rows = [self._captions(request.split, sample) for sample in part.tolist()]
                 picture = np.repeat(np.arange(len(part)), [len(own) for own in rows])
                 told_of = longest_first(torch.from_numpy(_padded([row for own in rows for row in own])))
                 told = captioner.tell(seen.select(torch.from_numpy(picture).to(captioner.bias.device)), told_of)
                 loss += float(cross_entropy(told.logits.float(), told.wanted, reduction="sum"))
                 tokens += len(told.wanted)
-            for _, seen in self._seen(captioner, split, decoded, epoch):
-                outputs += self.pack.vocabulary.decode(captions(captioner, seen, beam))
-        return Measured({"loss": loss, "tokens": float(tokens)}, outputs)
+            for _, seen in self._seen(captioner, request, request.decode_ids):
+                outputs += self.pack.vocabulary.decode(captions(captioner, seen, request.beam))
+        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
 
-    def _seen(self, model: Captioner, split: str, ids: Ids, epoch: int) -> Iterator[tuple[Ids, Seen]]:
+    def _seen(self, model: Captioner, request: EvaluationRequest, ids: Ids) -> Iterator[tuple[Ids, Seen]]:
         import torch
 
-        size = self.job.train.in_epoch(epoch).size
+        size = self.job.train.in_epoch(request.epoch).size
         for start in range(0, len(ids), _SEEN_TOGETHER):
-            self.pulse()
+            request.on_batch()
             part = ids[start : start + _SEEN_TOGETHER]
-            pixels = torch.from_numpy(self._copies.batches(split, size).whole(part, size))
+            pixels = torch.from_numpy(self._copies.batches(request.split, size).whole(part, size))
             yield part, model.see(pixels.to(model.bias.device))
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """With several sources, each has scores of its own besides: a mix says little about its parts."""
         tokens = sum(part.sums["tokens"] for part in parts)
         values = {"loss": sum(part.sums["loss"] for part in parts) / max(1.0, tokens)}
@@ -202,18 +205,18 @@ class Caption(Pictured[CaptionedBatches]):
         if not outputs:
             return Scores(values)
         truth = self._truth(split)
-        wanted = [truth.references[sample] for sample in decoded.tolist()]
+        wanted = [truth.references[sample] for sample in decode_ids.tolist()]
         counts = [counted(output, truths) for output, truths in zip(outputs, wanted, strict=True)]
         values |= {f"bleu{order}": score for order, score in enumerate(bleu_of(counts), 1)}
         values["cider"] = truth.cider.score(outputs, wanted)
         for name, (samples_of_it, cider) in truth.by_source.items():
-            chosen = [at for at, sample in enumerate(decoded.tolist()) if sample in samples_of_it]
+            chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_it]
             if chosen:
                 values[f"bleu4_{name}"] = bleu_of([counts[at] for at in chosen])[-1]
                 values[f"cider_{name}"] = cider.score([outputs[at] for at in chosen], [wanted[at] for at in chosen])
         samples = tuple(
             Sample(f"{split} picture {sample}", " / ".join(truths), output)
-            for sample, truths, output in zip(decoded[:_SHOWN_SAMPLES].tolist(), wanted, outputs, strict=False)
+            for sample, truths, output in zip(decode_ids[:_SHOWN_SAMPLES].tolist(), wanted, outputs, strict=False)
         )
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
 

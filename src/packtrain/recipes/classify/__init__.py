@@ -18,7 +18,7 @@ from packtrain.job.train import EpochSettings
 from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
 from packtrain.recipes.images import Copies, Pictured, middle_of, read_picture
-from packtrain.recipes.recipe import Batch, Decoding, Measured, Prediction, Scores
+from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Scores
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class Classify(Pictured[ImageBatches]):
     def width(self) -> int:
         return classifier_of(self.job.model).shape.features
 
-    def batch_again(self, ids: Ids, epoch: int, turns: Ids) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         settings = self.job.train.in_epoch(epoch)
         batches = self._copies.batches("train", settings.size)
-        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale, turns)
+        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale, repeats)
         return {"pixels": pixels, "label": self._labels("train", settings.size, ids)}
 
     def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
@@ -127,23 +127,24 @@ class Classify(Pictured[ImageBatches]):
         together = [ids[start : start + _MEASURED_TOGETHER] for start in starts]
         return [RectangularBatch(part, settings.size, settings.size) for part in together]
 
-    def measure(self, model: nn.Module, split: str, ids: Ids, decoded: Ids, beam: int, epoch: int) -> Measured:  # noqa: ARG002
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
         from torch.nn.functional import cross_entropy
 
         from packtrain.recipes.resnet import normalised
 
-        settings = self.job.train.in_epoch(epoch)
+        split, ids = request.split, request.ids
+        settings = self.job.train.in_epoch(request.epoch)
         device = next(model.parameters()).device
         counted = self._plan(split, ids, settings)
         # Only the first of these are ever shown; another worker may count them.
-        shown = decoded[:_SHOWN_SAMPLES]
+        shown = request.decode_ids[:_SHOWN_SAMPLES]
         others = self._plan(split, np.setdiff1d(shown, ids), settings)
         sums = {"samples": float(len(ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
         guesses: dict[int, int] = {}
         batches = self._copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
-            self.pulse()
+            request.on_batch()
             pixels = torch.from_numpy(batches.centred(batch.ids, batch.height, batch.width)).to(device)
             with torch.inference_mode():
                 logits = model(normalised(pixels)).float()
@@ -156,16 +157,16 @@ class Classify(Pictured[ImageBatches]):
                 sums["top1"] += float(right[:, 0].sum())
                 sums["top5"] += float(right.sum())
         names = [self._names[guesses[sample]] for sample in shown.tolist()]
-        return Measured(sums, names + [""] * (len(decoded) - len(shown)))
+        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
 
-    def score(self, split: str, decoded: Ids, parts: Sequence[Measured]) -> Scores:
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
         samples = max(1.0, total["samples"])
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
         if len(self._names) > _GUESSES:  # otherwise the first five are all there are
             values["top5"] = 100 * total["top5"] / samples
         outputs = [output for part in parts for output in part.outputs]
-        shown = decoded[:_SHOWN_SAMPLES]
+        shown = decode_ids[:_SHOWN_SAMPLES]
         size = self.job.train.in_epoch(_LAST_EPOCH).size
         wanted = [self._names[label] for label in self._labels(split, size, shown).tolist()] if outputs else []
         inputs = [f"picture {sample}" for sample in shown.tolist()]
