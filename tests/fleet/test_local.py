@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.fleet import FLEETS, Start, fleet_of
-from packtrain.fleet.local import END_SECONDS, LocalFleet
-from packtrain.job.job import FLEETS as KINDS
-from packtrain.job.job import Local
+from packtrain.fleet import Fleet, Start, fleet_of
+from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings
+from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
 from packtrain.store import Store
 from parts.runs import new_run
@@ -27,8 +26,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_kind_of_a_job_file_has_its_fleet() -> None:
-    assert set(KINDS.values()) == set(FLEETS)
-    assert isinstance(fleet_of(Local()), LocalFleet)
+    for word in FLEETS:
+        settings = {} if word in ("local", "slurm") else {"hosts": ["a"]}
+        assert isinstance(fleet_of(kind_class(FLEETS, word).model_validate(settings)), Fleet)
+    assert isinstance(fleet_of(LocalSettings()), LocalFleet)
 
 
 def test_a_plan_is_the_command_for_each_machine(directory_store: Store) -> None:
@@ -36,12 +37,12 @@ def test_a_plan_is_the_command_for_each_machine(directory_store: Store) -> None:
     command = (
         sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--address", "127.0.0.1",
     )  # fmt: skip
-    assert LocalFleet(Local(machines=3)).plan(run) == [Start("this machine", command)] * 3
+    assert LocalFleet(LocalSettings(machines=3)).plan(run) == [Start("this machine", command)] * 3
 
 
 def test_a_plan_holds_no_secret(s3_store: Store) -> None:
     """The keys are in the environment, where the node finds them too."""
-    plan = LocalFleet(Local()).plan(new_run(s3_store))
+    plan = LocalFleet(LocalSettings()).plan(new_run(s3_store))
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         assert os.environ[variable]
         assert os.environ[variable] not in repr(plan)
@@ -49,7 +50,7 @@ def test_a_plan_holds_no_secret(s3_store: Store) -> None:
 
 def test_a_lease_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
     arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
-    [node] = LocalFleet(Local()).start([Start("this machine", arguments)], tied=False)
+    [node] = LocalFleet(LocalSettings()).start([Start("this machine", arguments)], tied=False)
     while node.exit_code() is None:
         time.sleep(0.02)
     assert node.exit_code() == 7
@@ -61,10 +62,9 @@ def test_a_lease_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
 STARTER = f"""
 import sys, time
 from packtrain.fleet import Start
-from packtrain.fleet.local import LocalFleet
-from packtrain.job.fleets import Local
+from packtrain.fleet.local import LocalFleet, LocalSettings
 tied = sys.argv[1] == "tied"
-[node] = LocalFleet(Local()).start([Start("this machine", {SLEEPER!r})], tied)
+[node] = LocalFleet(LocalSettings()).start([Start("this machine", {SLEEPER!r})], tied)
 while "up" not in node.log.read_text():
     time.sleep(0.02)
 print(node._process.pid, flush=True)

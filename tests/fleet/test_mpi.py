@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleet.places import COUNTING, left_on, newest, packtrain_on, wait_until, wait_until_all_left, write_program
-from packtrain.fleet.mpi import MpiFleet
-from packtrain.job.fleets import Mpi
+from packtrain.fleet.mpi import MpiFleet, MpiSettings
 from packtrain.run.checkpoint import committed
 from packtrain.store import Store
 from parts import hosts, mpi
@@ -36,7 +35,7 @@ def test_a_plan_is_the_whole_command_with_names_of_variables(
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("SECRET", "canary-of-the-test")
     run = new_run(directory_store, program_job(environment=["SECRET"]))
-    [start] = MpiFleet(Mpi(hosts=("a", "b"), options=("--mca", "btl_tcp_if_include", "eth1"))).plan(run)
+    [start] = MpiFleet(MpiSettings(hosts=("a", "b"), options=("--mca", "btl_tcp_if_include", "eth1"))).plan(run)
     words = list(start.arguments)
     assert words[0] == "mpirun"
     assert words[words.index("-H") + 1] == "a:1,b:1"
@@ -48,7 +47,9 @@ def test_a_plan_is_the_whole_command_with_names_of_variables(
 
 
 def test_fewer_machines_than_hosts_are_the_first_of_them(directory_store: Store) -> None:
-    [start] = MpiFleet(Mpi.model_validate({"hosts": ["a", "b", "c"], "machines": 2})).plan(new_run(directory_store))
+    [start] = MpiFleet(MpiSettings.model_validate({"hosts": ["a", "b", "c"], "machines": 2})).plan(
+        new_run(directory_store)
+    )
     assert "a:1,b:1" in start.arguments
 
 

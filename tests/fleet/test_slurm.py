@@ -25,8 +25,7 @@ from fleet.places import (
 from packtrain.errors import Mistake
 from packtrain.fleet.fleet import Machine
 from packtrain.fleet.local import is_agent
-from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, script, slurm_time, summed_up
-from packtrain.job.fleets import Slurm
+from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, SlurmSettings, script, slurm_time, summed_up
 from packtrain.run.run import Run
 from packtrain.start import start
 from packtrain.store import Store, open_store
@@ -53,7 +52,9 @@ def header(text: str) -> list[str]:
 
 def test_a_fixed_number_of_machines_is_one_job(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(budget={"hours": 1.5}))
-    settings = Slurm.model_validate({"machines": 3, "partition": "gpu", "gpus": 4, "options": ["--constraint=a100"]})
+    settings = SlurmSettings.model_validate(
+        {"machines": 3, "partition": "gpu", "gpus": 4, "options": ["--constraint=a100"]}
+    )
     lines = header(script(run, settings))
     for wanted in (
         "--nodes=3", "--requeue", "--signal=B:USR1@120", "--time=0-01:30:00", "--partition=gpu", "--gres=gpu:4",
@@ -65,7 +66,7 @@ def test_a_fixed_number_of_machines_is_one_job(directory_store: Store) -> None:
 
 def test_a_range_of_machines_is_an_array_of_jobs(directory_store: Store) -> None:
     run = new_run(directory_store)
-    lines = header(script(run, Slurm.model_validate({"machines": "2..4", "time": "4 h"})))
+    lines = header(script(run, SlurmSettings.model_validate({"machines": "2..4", "time": "4 h"})))
     assert {"--nodes=1", "--array=1-4", "--time=0-04:00:00"} <= set(lines)
 
 
@@ -75,14 +76,14 @@ def test_a_range_of_machines_is_an_array_of_jobs(directory_store: Store) -> None
 def test_a_machine_is_a_whole_node_unless_a_part_is_asked_for(
     directory_store: Store, settings: dict[str, Any], whole: bool
 ) -> None:
-    lines = header(script(new_run(directory_store), Slurm.model_validate(settings)))
+    lines = header(script(new_run(directory_store), SlurmSettings.model_validate(settings)))
     assert ("--exclusive" in lines) == whole
 
 
 def test_the_script_is_sound_and_holds_no_value(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "canary-of-the-test")
     run = new_run(s3_store, program_job(environment=["SECRET"]))
-    [start] = SlurmFleet(Slurm()).plan(run)
+    [start] = SlurmFleet(SlurmSettings()).plan(run)
     assert start.script is not None
     assert subprocess.run(["bash", "-n"], input=start.script, text=True).returncode == 0
     assert "SECRET" in start.arguments[-1]
@@ -101,7 +102,7 @@ def test_a_queue_is_summed_up() -> None:
     assert summed_up([]) == ""
 
 
-# The script, with stand-ins for the programs of Slurm.
+# The script, with stand-ins for the programs of SlurmSettings.
 
 
 SRUN = """#!/bin/bash
@@ -127,7 +128,7 @@ def test_after_a_notice_the_job_is_queued_again_unless_the_run_is_over(
     stand_in(tmp_path / "bin", "srun", SRUN)
     stand_in(tmp_path / "bin", "scontrol", '#!/bin/bash\necho "$*" >> "$PLACE/requeued"\n')
     path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PLACE": str(tmp_path), "CODE": str(code), "SLURM_JOB_ID": "7"}
-    (tmp_path / "job.sh").write_text(script(new_run(directory_store), Slurm()))
+    (tmp_path / "job.sh").write_text(script(new_run(directory_store), SlurmSettings()))
     job = subprocess.Popen(["bash", str(tmp_path / "job.sh")], env=path)
     wait_until((tmp_path / "up").exists, "srun")
     job.send_signal(signal.SIGUSR1)
@@ -138,7 +139,7 @@ def test_after_a_notice_the_job_is_queued_again_unless_the_run_is_over(
 
 def test_a_store_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "my store's #1 50%"))
-    lines = header(script(new_run(store), Slurm()))
+    lines = header(script(new_run(store), SlurmSettings()))
     assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node is to be queued again"
     [output] = [words for line in lines if "--output" in line for words in [shlex.split(line)]]
     assert output == [f"--output={store.url.replace('%', '%%')}/runs/job-1/slurm-%j.out"]
@@ -189,7 +190,7 @@ def test_a_run_that_waits_in_the_queue_is_not_submitted_again(directory_store: S
 
 def test_a_stop_takes_back_what_waits_in_the_queue(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": "1..2"}}))
-    fleet = SlurmFleet(Slurm())
+    fleet = SlurmFleet(SlurmSettings())
     fleet.withdraw(run)
     assert not (queue / "cancelled").exists()
     show_queue(queue, job_of(run, "RUNNING", array_job_id=5), job_of(run, "PENDING", array_job_id=5))
@@ -200,9 +201,9 @@ def test_a_stop_takes_back_what_waits_in_the_queue(directory_store: Store, queue
 
 def test_slurm_is_asked_about_the_script_that_it_would_get(directory_store: Store, queue: Path) -> None:
     job = program_job(fleet={"slurm": {"machines": 2}})
-    SlurmFleet(Slurm()).check(job, directory_store)
+    SlurmFleet(SlurmSettings()).check(job, directory_store)
     assert "--test-only" in (queue / "submitted").read_text()
-    assert (queue / "script").read_text() == script(new_run(directory_store, job), Slurm())
+    assert (queue / "script").read_text() == script(new_run(directory_store, job), SlurmSettings())
 
 
 # On a cluster.

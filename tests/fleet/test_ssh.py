@@ -14,8 +14,7 @@ import pytest
 from fleet.places import left_on, losses, newest, packtrain, wait_until, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
 from packtrain.fleet.remote import Remote, advice, split_destination
-from packtrain.fleet.ssh import Ready, SshFleet
-from packtrain.job.fleets import Ssh
+from packtrain.fleet.ssh import Ready, SshFleet, SshSettings
 from packtrain.run.run import open_run
 from packtrain.store import Store, open_store
 from parts import hosts
@@ -46,7 +45,7 @@ def environment(network: Network, tmp_path: Path) -> dict[str, str]:
 
 def test_a_plan_is_the_ssh_command_of_each_host(directory_store: Store) -> None:
     run = new_run(directory_store)
-    plan = SshFleet(Ssh(hosts=("gpu-a", "me@gpu-b:2222"), python="/opt/python", interface="eth1")).plan(run)
+    plan = SshFleet(SshSettings(hosts=("gpu-a", "me@gpu-b:2222"), python="/opt/python", interface="eth1")).plan(run)
     assert [start.machine for start in plan] == ["gpu-a", "me@gpu-b:2222"]
     words = [*plan[1].arguments]
     assert words[0] == "ssh"
@@ -65,7 +64,7 @@ def test_ssh_checks_host_keys_and_asks_nothing() -> None:
 def test_a_plan_names_the_variables_and_holds_no_value(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "canary-of-the-test")
     run = new_run(s3_store, program_job(environment=["SECRET"]))
-    [start] = SshFleet(Ssh(hosts=("gpu-a",))).plan(run)
+    [start] = SshFleet(SshSettings(hosts=("gpu-a",))).plan(run)
     assert {"AWS_SECRET_ACCESS_KEY", "SECRET"} <= set(start.variables)
     assert "canary-of-the-test" not in repr(start)
     assert "secret-of-moto" not in repr(start)
@@ -102,7 +101,7 @@ def test_the_last_words_of_a_tied_agent_are_kept(
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    fleet = SshFleet(Ssh(hosts=("gpu-a",)))
+    fleet = SshFleet(SshSettings(hosts=("gpu-a",)))
     [planned] = fleet.plan(new_run(directory_store))
     node = fleet._start(Ready(planned, "python", None), tied=True)  # type: ignore[arg-type]
     assert node is not None
@@ -255,7 +254,7 @@ def test_tied_agents_end_with_the_client(network: Network, tmp_path: Path, envir
 
 def test_attach_opens_the_session_that_shows_the_agent(network: Network, directory_store: Store) -> None:
     run = new_run(directory_store)
-    fleet = SshFleet(Ssh(hosts=("host1", "root@host2:2222")))
+    fleet = SshFleet(SshSettings(hosts=("host1", "root@host2:2222")))
     assert fleet.shell(run, None)[:3] == ("ssh", "-t", "host1")
     assert fleet.shell(run, "host2-0a1b2c3d")[:5] == ("ssh", "-t", "-p", "2222", "root@host2")
     session = ["tmux", "new-session", "-d", "-s", f"packtrain-{run.name}", "sleep 600"]

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from packtrain.job.fleets import Mpi, Slurm, Ssh
+from packtrain.fleet.mpi import MpiSettings
+from packtrain.fleet.slurm import SlurmSettings
+from packtrain.fleet.ssh import SshSettings
 from packtrain.job.job import Job
+from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.part import faults
 from packtrain.units import Machines
 
@@ -24,15 +27,14 @@ def test_all_hosts_are_wanted_unless_the_job_says_how_many(word: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        Ssh(hosts=("gpu-a", "me@gpu-b:2222", "[fe80::1]"), python="~/train/bin/python", bundle="./wheels"),
-        Mpi(hosts=("a", "me@b"), interface="ib0", options=("--mca", "x", "y")),
-        Slurm.model_validate({"machines": "2..4", "time": "4 h", "gpus": 2, "options": ["--constraint=a100"]}),
+        SshSettings(hosts=("gpu-a", "me@gpu-b:2222", "[fe80::1]"), python="~/train/bin/python", bundle="./wheels"),
+        MpiSettings(hosts=("a", "me@b"), interface="ib0", options=("--mca", "x", "y")),
+        SlurmSettings.model_validate({"machines": "2..4", "time": "4 h", "gpus": 2, "options": ["--constraint=a100"]}),
     ],
     ids=lambda kind: type(kind).__name__,
 )
 def test_a_fleet_is_read_as_it_was_written(kind: Any) -> None:
-    word = type(kind).__name__.lower()
-    written = job_with({word: kind.model_dump(mode="json")}).model_dump_json()
+    written = job_with({word_of(FLEETS, kind): kind.model_dump(mode="json")}).model_dump_json()
     assert Job.model_validate_json(written).fleet.kind == kind
 
 

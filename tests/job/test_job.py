@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from packtrain.fleet.local import LocalSettings
 from packtrain.job import job as jobs
 from packtrain.job import train as learning
-from packtrain.job.job import Bitext, Job, Local
+from packtrain.job.job import Bitext, Job
+from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import faults, is_name
 from packtrain.job.train import Adam, Constant, Noam
 from packtrain.units import Duration
@@ -58,7 +60,7 @@ def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
     assert job.train.optimizer == Adam(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
     assert (job.train.precision, job.train.clip, job.train.seed) == ("auto", None, 1)
     assert (job.checkpoint.every, job.checkpoint.keep_last) == (Duration(300, "seconds"), 2)
-    assert (job.fleet.kind, job.fleet.workers) == (Local(machines=1), None)
+    assert (job.fleet.kind, job.fleet.workers) == (LocalSettings(machines=1), None)
     assert (job.store, job.code, job.environment, job.budget.dollars) == ("./store", ".", (), None)
 
 
@@ -279,8 +281,8 @@ def test_schedules_are_told_apart_by_their_class() -> None:
 def models() -> Iterator[type[BaseModel]]:
     yield from (jobs.Job, jobs.Data, jobs.Model, jobs.Train, jobs.Evaluate, jobs.Checkpoint, jobs.Budget)
     yield from (learning.Phase,)
-    for kinds in (learning.SCHEDULES, learning.OPTIMIZERS, learning.EXCHANGES, jobs.FLEETS):
-        yield from kinds.values()
+    for kinds in (SCHEDULES, OPTIMIZERS, EXCHANGES, FLEETS):
+        yield from (kind_class(kinds, word) for word in kinds)
 
 
 @pytest.mark.parametrize("model", list(models()), ids=lambda model: model.__name__)
@@ -294,11 +296,11 @@ def test_every_field_is_in_the_reference(model: type[BaseModel]) -> None:
 def test_every_kind_is_in_the_reference() -> None:
     reference = (Path(__file__).parents[2] / "docs" / "job.md").read_text("utf-8")
     words = [
-        *learning.SCHEDULES,
-        *learning.OPTIMIZERS,
-        *learning.EXCHANGES,
-        *jobs.FLEETS,
-        *jobs.SOURCES,
+        *SCHEDULES,
+        *OPTIMIZERS,
+        *EXCHANGES,
+        *FLEETS,
+        *FORMATS,
         "weight",
         "workers",
         "failures",

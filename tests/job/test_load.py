@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from packtrain.errors import Mistake
 from packtrain.job.document import scalar
 from packtrain.job.job import Job
+from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
 from packtrain.job.secrets import has_secret, names_secret
-from packtrain.job.train import SCHEDULES, Constant, Noam
+from packtrain.job.train import Constant, Noam
 from packtrain.units import Duration
 
 VALID = """\

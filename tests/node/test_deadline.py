@@ -14,7 +14,7 @@ from packtrain import report as report_module
 from packtrain.cli import app
 from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
-from packtrain.job.job import Budget, Fleet
+from packtrain.job.job import Budget, FleetSettings
 from packtrain.node import agent as agent_module
 from packtrain.node import preemption as endings_module
 from packtrain.node.deadline import Deadline, first_bound, in_words, seconds_left
@@ -25,8 +25,8 @@ from packtrain.store import Store, StoreError
 from parts.runs import a_lease, new_run, recipe_job
 
 
-def fleet(**fields: Any) -> Fleet:
-    return Fleet.model_validate({"local": {"machines": "1..4"}, "price": 2.0, **fields})
+def fleet(**fields: Any) -> FleetSettings:
+    return FleetSettings.model_validate({"local": {"machines": "1..4"}, "price": 2.0, **fields})
 
 
 def test_without_a_budget_there_is_no_deadline() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job.job import SOURCES, Job
+from packtrain.job.job import Job
+from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.recipes.translate import Translate
 
@@ -28,7 +29,7 @@ def test_every_recipe_s_defaults_lack_nothing_but_the_data(name: str) -> None:
     defaults: Any = recipe_defaults(name)
     data = {
         **defaults["data"],
-        "train": [{kind: ["a"] * SOURCES[kind].path_counts[0]} for kind in recipe_class(name).sources],
+        "train": [{kind: ["a"] * kind_class(FORMATS, kind).path_counts[0]} for kind in recipe_class(name).sources],
     }
     job = Job.model_validate({**defaults, "name": "mine", "recipe": name, "data": data})
     check_recipe(job)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from packtrain.job.train import OPTIMIZERS, Adam, AdamW, Sgd
+from packtrain.job.kinds import OPTIMIZERS, kind_class
+from packtrain.job.train import Adam, AdamW, Sgd
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.train.optimizer import load_optimizer, optimizer_of, optimizer_tensors
 
@@ -45,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(
     tmp_path: Path, make: Callable[[], nn.Module], kind: str
 ) -> None:
-    settings = OPTIMIZERS[kind].model_validate({"decay": 0.1})
+    settings = kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1})
     straight, resumed = make(), make()
     optimizer = optimizer_of(settings, straight)
     train(straight, optimizer, range(5))
@@ -67,7 +68,7 @@ def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(
 def test_a_state_that_is_not_restored_leads_elsewhere(kind: str) -> None:
     """So that the test above proves something."""
     straight, resumed = a_model(), a_model()
-    settings = OPTIMIZERS[kind].model_validate({})
+    settings = kind_class(OPTIMIZERS, kind).model_validate({})
     optimizer = optimizer_of(settings, straight)
     train(straight, optimizer, range(5))
     resumed.load_state_dict(straight.state_dict())
@@ -100,7 +101,7 @@ def test_what_is_loaded_is_a_copy() -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_decay_spares_norms_and_biases(kind: str) -> None:
     model = a_model()
-    groups = optimizer_of(OPTIMIZERS[kind].model_validate({"decay": 0.1}), model).param_groups
+    groups = optimizer_of(kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1}), model).param_groups
     decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {name: decays[id(parameter)] for name, parameter in model.named_parameters()} == {
         "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.1, "2.bias": 0.0,

@@ -11,7 +11,7 @@ from nursery import Nursery
 from test_schedule import EXAMPLES
 from tiny import tiny_job, tiny_run
 
-from packtrain.job.train import EXCHANGES, OPTIMIZERS, SCHEDULES
+from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.store import Store

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.job.train import SCHEDULES, Train
+from packtrain.job.kinds import SCHEDULES
+from packtrain.job.train import Train
 from packtrain.train.schedule import Moment, Rate, rate_of
 
 EXAMPLES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import typer
 from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run
 
 if TYPE_CHECKING:
-    from packtrain.job.fleets import FleetKind
+    from packtrain.job.kinds import FleetKind
     from packtrain.run.run import Run
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]

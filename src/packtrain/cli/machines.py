@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from packtrain.fleet.doctor import Check
-    from packtrain.job.fleets import FleetKind
+    from packtrain.job.kinds import FleetKind
 from packtrain.cli.common import find_store
 
 if TYPE_CHECKING:
@@ -67,19 +67,20 @@ def attach(
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
     """The machines, the store, the variables, and whether addresses may be public: of a job, or of a short form."""
     from packtrain.errors import Mistake
-    from packtrain.job.fleets import Local, Ssh
+    from packtrain.fleet.local import LocalSettings
+    from packtrain.fleet.ssh import SshSettings
     from packtrain.start import load
 
     place = store or os.environ.get("PACKTRAIN_STORE") or "./store"
     if fleet == "local":
-        return Local(), place, (), False
+        return LocalSettings(), place, (), False
     if fleet.startswith("ssh:"):
         from pydantic import ValidationError
 
         from packtrain.job.part import faults
 
         try:
-            return Ssh.model_validate({"hosts": fleet.removeprefix("ssh:").split(",")}), place, (), False
+            return SshSettings.model_validate({"hosts": fleet.removeprefix("ssh:").split(",")}), place, (), False
         except ValidationError as error:
             raise Mistake(f"--fleet {fleet}: {faults(error)[0][1]}") from None
     if not Path(fleet).exists():

@@ -1,26 +1,13 @@
-"""Fleets by the word that names them in a job file. Adding one is a file here and a line in FLEETS."""
+"""Ways to start `packtrain node RUN` on machines. The kinds are listed in job/kinds.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started
-from packtrain.fleet.local import LocalFleet
-from packtrain.fleet.mpi import MpiFleet
-from packtrain.fleet.slurm import SlurmFleet
-from packtrain.fleet.ssh import SshFleet
-from packtrain.job.fleets import FleetKind, Local, Mpi, Slurm, Ssh
+from packtrain.job.kinds import FleetKind
 
-__all__ = ["FLEETS", "Fleet", "Machine", "Start", "Started", "fleet_of"]
-
-FLEETS: Mapping[type[FleetKind], Callable[[Any], Fleet]] = {
-    Local: LocalFleet,
-    Ssh: SshFleet,
-    Mpi: MpiFleet,
-    Slurm: SlurmFleet,
-}
+__all__ = ["Fleet", "Machine", "Start", "Started", "fleet_of"]
 
 
 def fleet_of(kind: FleetKind) -> Fleet:
-    return FLEETS[type(kind)](kind)
+    fleet: Fleet = kind.build()
+    return fleet

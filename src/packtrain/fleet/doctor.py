@@ -20,10 +20,14 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
 from packtrain.fleet.facts import PROBE, Facts, identity
 from packtrain.fleet.link_probe import MEET_SECONDS, SECONDS, Measured
+from packtrain.fleet.local import LocalSettings as Local
+from packtrain.fleet.mpi import MpiSettings as Mpi
 from packtrain.fleet.remote import Remote, Unreachable, agents_command, last_line, secrets_line
+from packtrain.fleet.slurm import SlurmSettings as Slurm
 from packtrain.fleet.slurm import ask
+from packtrain.fleet.ssh import SshSettings as Ssh
 from packtrain.fleet.ssh import store_advice
-from packtrain.job.fleets import FleetKind, Local, Mpi, Slurm, Ssh
+from packtrain.job.kinds import FleetKind
 from packtrain.store import open_store
 from packtrain.units import show_bytes, show_seconds
 

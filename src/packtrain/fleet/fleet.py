@@ -8,15 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from packtrain.errors import Mistake
-from packtrain.job.fleets import FleetKind
 from packtrain.job.job import Job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.part import matching
 from packtrain.node.preemption import Notices
 from packtrain.run.run import Run
 from packtrain.store import Store
 
 Tell = Callable[[str], None]
+
+# Settings that several fleets have.
+Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]
+Python = Annotated[str, matching(r"[A-Za-z0-9_./~+-]+", "the path of a Python, as in /opt/train/bin/python")]
 
 
 def silent(_: str) -> None:

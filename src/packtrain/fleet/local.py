@@ -26,13 +26,20 @@ from psutil import Process
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, silent
 from packtrain.fleet.remote import end_with_client
-from packtrain.job.fleets import Local
+from packtrain.job.kinds import FleetKind
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
 
 HERE = "this machine"
 _ADDRESS = "127.0.0.1"
+
+
+class LocalSettings(FleetKind):
+    """This machine; several agents on it stand for as many machines."""
+
+    def build(self) -> Fleet:
+        return LocalFleet(self)
 
 
 class LocalNode(Started):
@@ -46,7 +53,7 @@ class LocalNode(Started):
 class LocalFleet(Fleet):
     trains_here = True
 
-    def __init__(self, settings: Local) -> None:
+    def __init__(self, settings: LocalSettings) -> None:
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:

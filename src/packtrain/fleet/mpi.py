@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -24,12 +24,12 @@ from psutil import Process
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import local as agents
-from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
+from packtrain.fleet.fleet import Fleet, Machine, Python, Start, Started, Tell, Word, node_arguments, passed_on, silent
 from packtrain.fleet.local import END_SECONDS, start_here
 from packtrain.fleet.remote import end_with_client
-from packtrain.fleet.ssh import SshFleet
-from packtrain.job.fleets import Mpi, Ssh
+from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings
 from packtrain.job.job import Job
+from packtrain.job.part import Argument, Location
 from packtrain.node.assembly import LeaseWatch
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import LEASE_SECONDS, Run
@@ -41,8 +41,25 @@ _HOSTS = "-H"
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 
 
+class MpiSettings(ListedHosts):
+    """Hosts that `mpirun` reaches; Python has the same path on all of them. `options` go to mpirun as they are."""
+
+    python: Python | None = None
+    interface: Word | None = None
+    options: tuple[Argument, ...] = ()
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        yield from super().faults()
+        for number, host in enumerate(self.hosts):
+            if ":" in host:
+                yield ("hosts", number), "mpirun takes no port; name it in ~/.ssh/config"
+
+    def build(self) -> Fleet:
+        return MpiFleet(self)
+
+
 class MpiFleet(Fleet):
-    def __init__(self, settings: Mpi) -> None:
+    def __init__(self, settings: MpiSettings) -> None:
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
@@ -104,7 +121,9 @@ class MpiFleet(Fleet):
     def _over_ssh(self) -> SshFleet:
         """The same hosts, as ssh sees them: that is how mpirun reaches them too."""
         settings = self._settings
-        return SshFleet(Ssh(hosts=settings.hosts, machines=settings.machines, python=settings.python or sys.executable))
+        return SshFleet(
+            SshSettings(hosts=settings.hosts, machines=settings.machines, python=settings.python or sys.executable)
+        )
 
 
 def _need_mpirun() -> None:

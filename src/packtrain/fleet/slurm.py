@@ -15,20 +15,22 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Mistake
-from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent
-from packtrain.job.fleets import Slurm
+from packtrain.fleet.fleet import Fleet, Machine, Python, Start, Started, Tell, Word, node_arguments, passed_on, silent
 from packtrain.job.job import Job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.part import Argument, Location, Ordinal, Seconds
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
 NOTICE_SECONDS = 120
+_LEAST_SECONDS = 300
 _ASK_SECONDS = 30.0
 _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
@@ -63,6 +65,31 @@ exit "$code"
 """
 
 
+class SlurmSettings(FleetKind):
+    """Nodes of a Slurm cluster. `time` is the limit of one job, which is queued again; `gpus` are per machine."""
+
+    partition: Word | None = None
+    account: Word | None = None
+    time: Seconds | None = None
+    gpus: Ordinal | None = None
+    python: Python | None = None
+    interface: Word | None = None
+    options: tuple[Argument, ...] = ()
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        for number, option in enumerate(self.options):
+            if not option.startswith("--") or "\n" in option:
+                yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
+        if self.time is not None and self.time.value < _LEAST_SECONDS:
+            yield (
+                ("time",),
+                f"must be at least {_LEAST_SECONDS // 60} min: two of them are kept for the last checkpoint",
+            )
+
+    def build(self) -> Fleet:
+        return SlurmFleet(self)
+
+
 @dataclass(frozen=True)
 class Queued:
     """A job as squeue shows it."""
@@ -88,7 +115,7 @@ class Queued:
 class SlurmFleet(Fleet):
     not_tied = "a Slurm job cannot be tied to this command: leave --foreground out, `packtrain stop` ends it"
 
-    def __init__(self, settings: Slurm) -> None:
+    def __init__(self, settings: SlurmSettings) -> None:
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:
@@ -159,12 +186,12 @@ _PLAIN = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
 _FIRST_RUN = "{}-1"
 
 
-def script(run: Run, settings: Slurm) -> str:
+def script(run: Run, settings: SlurmSettings) -> str:
     """What sbatch gets. It has names of variables in it, never their values."""
     return script_of(run, run.job, settings)
 
 
-def script_of(run: Run, job: Job, settings: Slurm) -> str:
+def script_of(run: Run, job: Job, settings: SlurmSettings) -> str:
     """The same for a run that is yet to be made."""
     command = node_arguments(run, settings.python or sys.executable, settings, settings.interface)
     return _SCRIPT.format(
@@ -178,7 +205,7 @@ def script_of(run: Run, job: Job, settings: Slurm) -> str:
     )
 
 
-def header(run: Run, job: Job, settings: Slurm) -> str:
+def header(run: Run, job: Job, settings: SlurmSettings) -> str:
     """The lines that sbatch reads."""
     hours = job.budget.hours
     seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
@@ -203,7 +230,7 @@ def header(run: Run, job: Job, settings: Slurm) -> str:
     return "\n".join(f"#SBATCH {option}" for option in options)
 
 
-def _whole(settings: Slurm) -> bool:
+def _whole(settings: SlurmSettings) -> bool:
     """A machine is a whole node, unless the job asks for a part of one: Slurm would give one task one core."""
     shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
     return settings.gpus is None and not any(option.startswith(shares) for option in settings.options)

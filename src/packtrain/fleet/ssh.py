@@ -18,12 +18,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic_core import InitErrorDetails
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
 from packtrain.fleet.facts import PROBE, Facts
-from packtrain.fleet.fleet import Fleet, Machine, Start, Started, Tell, node_arguments, passed_on, silent, values_of
+from packtrain.fleet.fleet import (
+    Fleet,
+    Machine,
+    Python,
+    Start,
+    Started,
+    Tell,
+    Word,
+    node_arguments,
+    passed_on,
+    silent,
+    values_of,
+)
 from packtrain.fleet.local import END_SECONDS, new_log, session_name
 from packtrain.fleet.remote import (
     Remote,
@@ -32,14 +46,53 @@ from packtrain.fleet.remote import (
     secrets_line,
     split_destination,
 )
-from packtrain.job.fleets import Ssh
 from packtrain.job.job import Job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.part import Location, StorePath, matching
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
 _CONNECTIONS = 32
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:]+\])"
+_USER = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?"
+_DESTINATION = rf"{_USER}{_HOST}(?::[0-9]{{1,5}})?"
+Destination = Annotated[str, matching(_DESTINATION, "a host, as in gpu-a, user@gpu-b or gpu-c:2222")]
+
+
+class ListedHosts(FleetKind):
+    """Machines by their names; all of them, unless the job says how many."""
+
+    hosts: tuple[Destination, ...]
+
+    @classmethod
+    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+        hosts = given.get("hosts")
+        if "machines" not in given and isinstance(hosts, Sequence) and not isinstance(hosts, str) and hosts:
+            return {**given, "machines": len(hosts)}
+        return given
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if not self.hosts:
+            yield ("hosts",), "must name at least one host"
+        elif len(set(self.hosts)) != len(self.hosts):
+            yield ("hosts",), "has a host twice"
+        elif self.machines.most > len(self.hosts):
+            yield ("machines",), f"asks for {self.machines.most} of {len(self.hosts)} hosts"
+
+
+class SshSettings(ListedHosts):
+    """Hosts that the system's ssh reaches. `bundle` is a directory of wheels for those without a package index."""
+
+    python: Python | None = None
+    bundle: StorePath | None = None
+    interface: Word | None = None
+
+    def build(self) -> Fleet:
+        return SshFleet(self)
 
 
 class SshNode(Started):
@@ -62,7 +115,7 @@ class Ready:
 
 
 class SshFleet(Fleet):
-    def __init__(self, settings: Ssh) -> None:
+    def __init__(self, settings: SshSettings) -> None:
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[Start]:

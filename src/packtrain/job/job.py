@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, ValidationError, model_serializer
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
-from packtrain.job.fleets import FLEETS, FleetKind, Local
+from packtrain.job.kinds import FLEETS, FORMATS, FleetKind, default_kind, kind_class, not_one, word_of
 from packtrain.job.part import (
     NEEDED,
     Argument,
@@ -32,12 +32,10 @@ from packtrain.job.part import (
     StorePath,
     Variable,
     code_path_fault,
-    not_one,
     quoted,
     refusal,
     unknown_keys,
     what_is,
-    word_of,
     wrong,
     wrongs_of,
 )
@@ -119,33 +117,23 @@ class Folder(Source):
     kind: str = "folder"
 
 
-SOURCES: Mapping[str, type[Source]] = {
-    "bitext": Bitext,
-    "dialogue": Dialogue,
-    "imagenet": ImageNet,
-    "coco": Coco,
-    "vizwiz": VizWiz,
-    "folder": Folder,
-}
-
-
 def _read_source(value: object) -> Source:
     if isinstance(value, Source):
         return value
-    known = (*SOURCES, "weight")
+    known = (*FORMATS, "weight")
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a mapping such as {{bitext: [train.en, train.de]}}, not {what_is(value)}")
     unknown = unknown_keys([key for key in value if key not in known], known)
-    words = [word for word in value if word in SOURCES]
+    words = [word for word in value if word in FORMATS]
     if not unknown and len(words) != 1:
-        raise ValueError(not_one(SOURCES, len(words)))
+        raise ValueError(not_one(FORMATS, len(words)))
     if not words:
         raise refusal(unknown)
     word = words[0]
     paths = _expand_source(value)[word]
     weight = {"weight": value["weight"]} if "weight" in value else {}
     try:
-        source = SOURCES[word].model_validate({"paths": paths, **weight})
+        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **weight})
     except ValidationError as error:
         wrongs = wrongs_of(error)
         for one in wrongs:  # a job file has the paths right under the kind's word
@@ -243,13 +231,13 @@ class Checkpoint(Part):
     best_by: ScoreName | None = None
 
 
-class Fleet(Part):
+class FleetSettings(Part):
     """`workers` is per machine; None is one for each GPU, or one where there is none.
 
     `price` is in dollars for a machine and an hour. `public_address`: collectives, which nobody guards, may use one.
     """
 
-    kind: FleetKind = Local()
+    kind: FleetKind = default_kind(FLEETS, "local")
     workers: Ordinal | None = None
     failures: Count = 3
     price: Positive | None = None
@@ -277,7 +265,7 @@ class Fleet(Part):
             wrongs.append(wrong(not_one(FLEETS, len(words))))
         elif words:
             try:
-                given["kind"] = FLEETS[words[0]].model_validate(settings[words[0]] or {})
+                given["kind"] = kind_class(FLEETS, words[0]).model_validate(settings[words[0]] or {})
             except ValidationError as error:
                 wrongs += wrongs_of(error, words[0])
         return given
@@ -330,7 +318,7 @@ class Job(Part):
     train: Annotated[Train, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
     evaluate: Annotated[Evaluate, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
     checkpoint: Checkpoint = Checkpoint()
-    fleet: Fleet = Fleet()
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
     budget: Budget = Budget()
 
     @classmethod
@@ -395,4 +383,4 @@ def expand(document: Mapping[str, Any]) -> dict[str, Any]:
 def _expand_source(source: Any) -> Any:
     if not isinstance(source, Mapping):
         return source
-    return {key: [value] if key in SOURCES and isinstance(value, str) else value for key, value in source.items()}
+    return {key: [value] if key in FORMATS and isinstance(value, str) else value for key, value in source.items()}

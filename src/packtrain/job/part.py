@@ -252,6 +252,16 @@ def _text(check: Callable[[str], str | None]) -> PlainValidator:
     return PlainValidator(read)
 
 
+def matching(pattern: str, what: str) -> PlainValidator:
+    """A text of a pattern; never one that a program would take for an option."""
+
+    def check(text: str) -> str | None:
+        good = re.fullmatch(pattern, text) and not text.startswith("-")
+        return None if good else f"{quoted(text)} is not {what}"
+
+    return _text(check)
+
+
 def _name_fault(text: str) -> str | None:
     if is_name(text):
         return None
@@ -355,40 +365,3 @@ MachineCount = Annotated[Machines, PlainValidator(_read_machines), PlainSerializ
 Seconds = Annotated[Duration, _measured(Duration, "1 min", only="seconds"), PlainSerializer(str)]
 Interval = Annotated[Duration | Literal["auto"], PlainValidator(_interval), PlainSerializer(str)]
 Batch = Annotated[Amount, _measured(Amount, "4096 tokens"), PlainSerializer(str)]
-
-
-# Kinds: a mapping of one word to its settings, `{noam: {warmup: 8000 steps, scale: 2.0}}`.
-
-
-def not_one(kinds: Mapping[str, type[Part]], count: int) -> str:
-    return f"must name one kind, not {count or 'none'}; known: {', '.join(sorted(kinds))}"
-
-
-def read_kind(kinds: Mapping[str, type[Part]], base: type[Part]) -> PlainValidator:
-    def read(value: object) -> Part:
-        if isinstance(value, base):
-            return value
-        words = ", ".join(sorted(kinds))
-        if not isinstance(value, Mapping):
-            raise ValueError(f"must be a mapping of one of {words} to its settings, not {what_is(value)}")
-        if len(value) != 1:
-            raise ValueError(not_one(kinds, len(value)))
-        [(word, settings)] = value.items()
-        if word not in kinds:
-            raise refusal(unknown_keys([str(word)], kinds))
-        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
-        listed = isinstance(settings, list) and word in kinds[word].model_fields
-        try:
-            return kinds[word].model_validate({word: settings} if listed else settings or {})
-        except ValidationError as error:
-            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
-
-    return PlainValidator(read)
-
-
-def word_of(kinds: Mapping[str, type[Part]], value: Part) -> str:
-    return next(word for word, kind in kinds.items() if kind is type(value))
-
-
-def write_kind(kinds: Mapping[str, type[Part]]) -> PlainSerializer:
-    return PlainSerializer(lambda value: {word_of(kinds, value): value.model_dump(mode="json")})

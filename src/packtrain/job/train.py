@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
+from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES, read_kind, write_kind
 from packtrain.job.part import (
     Batch,
     Count,
@@ -20,8 +21,6 @@ from packtrain.job.part import (
     Positive,
     Seconds,
     Steps,
-    read_kind,
-    write_kind,
 )
 from packtrain.units import Amount, Duration
 
@@ -61,9 +60,6 @@ class AdamW(Optimizer):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: Positive = 1e-8
     decay: NotNegative = 0.01
-
-
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {"sgd": Sgd, "adam": Adam, "adamw": AdamW}
 
 
 # Schedules.
@@ -177,16 +173,6 @@ class Phases(Schedule):
         return tuple(begun) if in_epochs else self.phases[:1]
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {
-    "noam": Noam,
-    "constant": Constant,
-    "one_cycle": OneCycle,
-    "cosine": Cosine,
-    "step": StepDown,
-    "phases": Phases,
-}
-
-
 # Exchanges of gradients.
 
 
@@ -210,9 +196,6 @@ class LocalSteps(Exchange):
 
 class Fsdp(Exchange):
     """Weights, gradients and the optimiser's state are divided among the workers."""
-
-
-EXCHANGES: Mapping[str, type[Exchange]] = {"ddp": Ddp, "local": LocalSteps, "fsdp": Fsdp}
 
 
 # The section.

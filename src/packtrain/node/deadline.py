@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from packtrain.job.job import Budget as Settings
-from packtrain.job.job import Fleet
+from packtrain.job.job import FleetSettings
 from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
 from packtrain.system import say
@@ -17,7 +17,7 @@ _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
 
 
 def seconds_left(
-    budget: Settings, fleet: Fleet, nodes: Iterable[Lease], used_seconds: float, there: int
+    budget: Settings, fleet: FleetSettings, nodes: Iterable[Lease], used_seconds: float, there: int
 ) -> float | None:
     """How long the machines that are `there` may go on together; None without a budget.
 
@@ -33,7 +33,7 @@ def seconds_left(
     return max(0.0, min(limits)) if limits else None
 
 
-def first_bound(budget: Settings, fleet: Fleet) -> float | None:
+def first_bound(budget: Settings, fleet: FleetSettings) -> float | None:
     """What a machine holds to before it knows of any generation: all machines may have begun at once."""
     limits = []
     if budget.hours is not None:

@@ -1,0 +1,117 @@
+"""Things that come in kinds: fleets, raw formats, schedules, optimizers and exchanges.
+
+Each family is one dict from the word in a job file to the kind's settings class, which stands in the kind's own file
+beside its behavior. The references are imported on use, so reading a job needs neither torch nor the kinds that it
+does not name. Adding a kind is one file and one line here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
+
+from packtrain.job.part import MachineCount, Part, refusal, unknown_keys, what_is, wrongs_of
+from packtrain.units import Machines
+
+FLEETS: dict[str, str] = {
+    "local": "packtrain.fleet.local:LocalSettings",
+    "ssh": "packtrain.fleet.ssh:SshSettings",
+    "mpi": "packtrain.fleet.mpi:MpiSettings",
+    "slurm": "packtrain.fleet.slurm:SlurmSettings",
+}
+FORMATS: dict[str, str] = {
+    "bitext": "packtrain.job.job:Bitext",
+    "dialogue": "packtrain.job.job:Dialogue",
+    "imagenet": "packtrain.job.job:ImageNet",
+    "coco": "packtrain.job.job:Coco",
+    "vizwiz": "packtrain.job.job:VizWiz",
+    "folder": "packtrain.job.job:Folder",
+}
+SCHEDULES: dict[str, str] = {
+    "noam": "packtrain.job.train:Noam",
+    "constant": "packtrain.job.train:Constant",
+    "one_cycle": "packtrain.job.train:OneCycle",
+    "cosine": "packtrain.job.train:Cosine",
+    "step": "packtrain.job.train:StepDown",
+    "phases": "packtrain.job.train:Phases",
+}
+OPTIMIZERS: dict[str, str] = {
+    "sgd": "packtrain.job.train:Sgd",
+    "adam": "packtrain.job.train:Adam",
+    "adamw": "packtrain.job.train:AdamW",
+}
+EXCHANGES: dict[str, str] = {
+    "ddp": "packtrain.job.train:Ddp",
+    "local": "packtrain.job.train:LocalSteps",
+    "fsdp": "packtrain.job.train:Fsdp",
+}
+
+
+def kind_class(kinds: Mapping[str, str], word: str) -> Any:
+    """Import and return the settings class that a word stands for."""
+    module, _, name = kinds[word].partition(":")
+    return getattr(import_module(module), name)
+
+
+def word_of(kinds: Mapping[str, str], settings: Part) -> str:
+    """Return the word of a kind's settings, without importing its siblings."""
+    reference = f"{type(settings).__module__}:{type(settings).__qualname__}"
+    return next(word for word, known in kinds.items() if known == reference)
+
+
+def default_kind(kinds: Mapping[str, str], word: str) -> Any:
+    """Return a field's default: the kind of that word with its own defaults."""
+    return Field(default_factory=lambda: kind_class(kinds, word).model_validate({}))
+
+
+def not_one(kinds: Mapping[str, str], count: int) -> str:
+    return f"must name one kind, not {count or 'none'}; known: {', '.join(sorted(kinds))}"
+
+
+def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
+    """Read a mapping of one word to its settings, `{noam: {warmup: 8000 steps, scale: 2.0}}`."""
+
+    def read(value: object) -> Part:
+        if isinstance(value, base):
+            return value
+        words = ", ".join(sorted(kinds))
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must be a mapping of one of {words} to its settings, not {what_is(value)}")
+        if len(value) != 1:
+            raise ValueError(not_one(kinds, len(value)))
+        [(word, settings)] = value.items()
+        if word not in kinds:
+            raise refusal(unknown_keys([str(word)], kinds))
+        kind: type[Part] = kind_class(kinds, word)
+        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
+        listed = isinstance(settings, list) and word in kind.model_fields
+        try:
+            return kind.model_validate({word: settings} if listed else settings or {})
+        except ValidationError as error:
+            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
+
+    return PlainValidator(read)
+
+
+def write_kind(kinds: Mapping[str, str]) -> PlainSerializer:
+    return PlainSerializer(lambda value: {word_of(kinds, value): value.model_dump(mode="json")})
+
+
+class FleetKind(Part):
+    """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
+
+    A kind that knows what its machines cost sets `price`, in dollars per machine and hour.
+    """
+
+    price: ClassVar[float | None] = None
+
+    machines: MachineCount = Machines(1, 1)
+    power_off: Annotated[bool, Field(strict=True)] = False
+
+    @abstractmethod
+    def build(self) -> Any:
+        """Return the `Fleet` with these settings."""
