@@ -34,8 +34,9 @@ from packtrain.node import agent as agent_module
 from packtrain.node import lease as lease_module
 from packtrain.node.agent import IDLE_SECONDS, LOOK_SECONDS, Agent
 from packtrain.run.code import archive
+from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Telemetry
-from packtrain.run.run import LEASE_SECONDS, Run, create_run
+from packtrain.run.run import Run, create_run
 from packtrain.store import Entry, Store, open_store
 
 Answer = TypeVar("Answer")

@@ -10,8 +10,9 @@ from packtrain.errors import Mistake
 from packtrain.export.predict import Wishes, load_predictor
 from packtrain.pack.workers import Plain
 from packtrain.report import write_report
+from packtrain.run.liveness import State, state_of
 from packtrain.run.records import LogLine, Point, Result
-from packtrain.run.run import Run, State, open_run
+from packtrain.run.run import Run, open_run
 from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 
@@ -35,7 +36,7 @@ class RunHandle:
         return f'<iframe sandbox srcdoc="{escape(page)}" style="width:100%;height:640px;border:0"></iframe>'
 
     def state(self) -> State:
-        return self._run.state()
+        return state_of(self._run)
 
     def metrics(self) -> list[Point]:
         """Every step and evaluation of the line that survived."""

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.fleet.mpi import LEAVE_SECONDS, REPLACE_SECONDS, Judge
+from packtrain.fleet.mpi import LEAVE_SECONDS, REPLACE_SECONDS, EndPolicy
+from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Lease
-from packtrain.run.run import LEASE_LOST_SECONDS
 from packtrain.store import Store
 from parts.runs import a_lease, new_run
 
@@ -22,7 +22,7 @@ class Scene:
     """Machines that renew their leases every other second as long as they are at work."""
 
     def __init__(self, least: int, *names: str) -> None:
-        self.judge, self.now = Judge(least), 0.0
+        self.policy, self.now = EndPolicy(least), 0.0
         self.nodes: dict[str, Lease] = {name: a_lease(name) for name in names}
         self.at_work = set(names)
 
@@ -32,8 +32,8 @@ class Scene:
             self.now += 2.0
             for name in self.at_work:
                 self.nodes[name] = replace(self.nodes[name], renewal=self.nodes[name].renewal + 1)
-            self.judge.watch.observe(self.nodes.values(), self.now)
-            if (why := self.judge.why(ended, self.now)) is not None:
+            self.policy.watch.observe(self.nodes.values(), self.now)
+            if (why := self.policy.why(ended, self.now)) is not None:
                 return why
         return None
 

@@ -2,94 +2,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from packtrain.node.assembly import LeaseWatch, Why, joiner, proposal, unwanted
-from packtrain.run.records import Generation, Lease, Member
+from packtrain.node.assembly import Why, joiner, proposal, unwanted
+from packtrain.run.records import Generation, Member
 from packtrain.units import Machines
 from parts.runs import a_generation, a_lease
-
-LOST = 12.0
-
-
-def watched(*looks: tuple[float, list[Lease]]) -> LeaseWatch:
-    watch = LeaseWatch(LOST)
-    for now, nodes in looks:
-        watch.observe(nodes, now)
-    return watch
-
-
-# Leases.
-
-
-def test_one_look_does_not_tell_whether_a_lease_lives() -> None:
-    watch = watched((0.0, [a_lease("a", 5)]))
-    assert not watch.alive("a", 1.0)
-    assert not watch.lost("a", 1.0)
-
-
-def test_a_lease_that_was_seen_to_renew_is_alive() -> None:
-    watch = watched((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]))
-    assert watch.alive("a", 2.0 + LOST - 0.1)
-    assert not watch.lost("a", 2.0 + LOST - 0.1)
-
-
-def test_a_lease_that_does_not_renew_for_long_is_lost() -> None:
-    still = [(now, [a_lease("a", 6)]) for now in (2.0, 5.0, 8.0, 11.0, 13.0)]
-    watch = watched((0.0, [a_lease("a", 5)]), *still)
-    assert watch.lost("a", 2.0 + LOST)
-    assert not watch.alive("a", 2.0 + LOST)
-
-
-def test_time_in_which_the_reader_could_not_look_does_not_count() -> None:
-    """A store that was away is no sign that others are dead, nor that they live."""
-    watch = watched((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]), (62.0, [a_lease("a", 6)]))
-    assert not watch.lost("a", 62.0)
-    assert not watch.alive("a", 62.0)
-    assert watch.lost("a", 62.0 + LOST)
-    watch.observe([a_lease("a", 7)], 64.0)
-    assert watch.alive("a", 64.0)
-
-
-def test_a_lease_that_never_moved_is_lost_after_the_same_time() -> None:
-    watch = watched((100.0, [a_lease("a", 5)]))
-    assert watch.lost("a", 100.0 + LOST)
-
-
-def test_a_lease_that_leaves_is_lost_at_once() -> None:
-    watch = watched((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]), (3.0, [a_lease("a", 7, left=True)]))
-    assert watch.lost("a", 3.0)
-    assert not watch.alive("a", 3.0)
-
-
-def test_a_lease_that_nobody_has_seen_is_lost() -> None:
-    assert LeaseWatch(LOST).lost("a", 0.0)
-    assert not LeaseWatch(LOST).alive("a", 0.0)
-
-
-def test_a_lost_node_that_renews_again_is_alive_again() -> None:
-    watch = watched((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]), (60.0, [a_lease("a", 7)]))
-    assert watch.alive("a", 61.0)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 3.9), st.integers(0, 3), st.booleans()), max_size=12), st.floats(0, 20))
-def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, bool]], after: float) -> None:
-    """Whatever the counter does, what matters is how long ago this reader saw it change."""
-    watch, now, changed, before, renewed = LeaseWatch(LOST), 0.0, None, None, False
-    for pause, renewal, left in looks:
-        now += pause
-        watch.observe([a_lease("a", renewal, left=left)], now)
-        if left:
-            changed, before, renewed = None, None, False
-        elif renewal != before:
-            renewed = before is not None or renewed
-            changed, before = now, renewal
-    now += after
-    assert watch.lost("a", now) == (changed is None or now - changed >= LOST)
-    assert watch.alive("a", now) == (changed is not None and renewed and now - changed < LOST)
-
 
 # Proposals.
 

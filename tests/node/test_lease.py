@@ -11,8 +11,9 @@ import pytest
 
 from packtrain.node import lease as lease_module
 from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Lease, NodeReport
-from packtrain.run.run import LEASE_LOST_SECONDS, Run
+from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.faulty import FaultyStore
 from parts.runs import a_lease

@@ -10,8 +10,8 @@ import pytest
 
 from packtrain.node.assembly import GROW_FACTOR
 from packtrain.run.checkpoint import Superseded, commit, committed
+from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Point, Result
-from packtrain.run.run import LEASE_LOST_SECONDS
 from packtrain.store import Store
 from parts.agents import Company, Make, company_of, look_through
 from parts.faulty import FaultyStore

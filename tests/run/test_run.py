@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -11,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run import run as run_module
-from packtrain.run.records import Generation, Lease, Point, Result, Sample
-from packtrain.run.run import Run, create_run, open_run, run_names, states, surviving
+from packtrain.run.records import Generation, Point, Result, Sample
+from packtrain.run.run import Run, create_run, open_run, run_names, surviving
 from packtrain.store import Store, open_store
 from parts.runs import a_generation, a_lease, new_run, program_job
 
@@ -306,98 +304,3 @@ def test_the_runs_of_a_full_store_are_listed_in_order(any_store: Store) -> None:
     listed = run_names(any_store)
     assert sorted(listed) == sorted(names)
     assert [name for name in listed if name.startswith("a")] == ["a-1", "a-2", "a-3"]
-
-
-# States.
-
-
-@pytest.fixture
-def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "LEASE_SECONDS", 0.1)
-    monkeypatch.setattr(run_module, "WATCH_SECONDS", 0.6)
-
-
-@contextmanager
-def renewing(run: Run, node: Lease) -> Iterator[None]:
-    over = threading.Event()
-
-    def work() -> None:
-        renewal = node.renewal
-        while not over.wait(0.05):
-            renewal += 1
-            run.renew(a_lease(node.node, renewal))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_a_run_whose_node_renews_its_lease_is_running(any_store: Store) -> None:
-    run = new_run(any_store)
-    run.renew(a_lease("a"))
-    with renewing(run, a_lease("a")):
-        assert run.state() == "running"
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_a_run_whose_lease_stands_still_is_interrupted(any_store: Store) -> None:
-    run = new_run(any_store)
-    run.renew(a_lease("a", renewal=5))
-    assert run.state() == "interrupted"
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_a_lease_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_store: Store) -> None:
-    run = new_run(directory_store)
-    run.renew(a_lease("a", renewal=5))
-    timer = threading.Timer(0.1, lambda: run.renew(a_lease("a", renewal=6, left=True)))
-    timer.start()
-    assert run.state() == "interrupted"
-    timer.join()
-
-
-def test_a_run_that_no_machine_has_joined_is_waiting(any_store: Store) -> None:
-    assert new_run(any_store).state() == "waiting"
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(directory_store: Store) -> None:
-    run = new_run(directory_store)
-    run.renew(a_lease("a", renewal=5, left=True))
-    timer = threading.Timer(0.1, lambda: run.renew(a_lease("b")))
-    timer.start()
-    assert run.state() == "running"
-    timer.join()
-
-
-@pytest.mark.parametrize("status", ["finished", "failed", "stopped"])
-def test_a_run_with_a_result_is_what_the_result_says(directory_store: Store, status: str) -> None:
-    run = new_run(directory_store)
-    run.renew(a_lease("a"))
-    run.finish(Result(status, "", 1, 1.0))  # type: ignore[arg-type]
-    assert run.state() == status
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_many_runs_are_watched_together(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time is counted in the watcher's own pauses, not measured."""
-    runs = [new_run(directory_store) for _ in range(6)]
-    for run in runs:
-        run.renew(a_lease("a"))
-    runs[0].finish(Result("finished", "", 1, 1.0))
-    clock = {"now": 0.0, "pauses": 0}
-
-    def sleep(seconds: float) -> None:
-        clock["now"] += seconds
-        clock["pauses"] += 1
-        runs[2].renew(a_lease("a", renewal=int(clock["pauses"])))
-
-    monkeypatch.setattr(run_module.time, "sleep", sleep)
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock["now"])
-    assert states(runs) == ["finished", "interrupted", "running", "interrupted", "interrupted", "interrupted"]
-    assert clock["now"] < 2 * run_module.WATCH_SECONDS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
@@ -13,21 +14,26 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.cli.common import console
-from packtrain.cli.presence import Presence, Word
-from packtrain.errors import EXIT_UNFINISHED, NotFinished, RunFailed
-from packtrain.fleet import Started
+from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
+from packtrain.fleet import Machine, Started, fleet_of
+from packtrain.fleet.slurm import summed_up
 from packtrain.job.job import Job
+from packtrain.node.attempt import Task
 from packtrain.report import report_place, write_report
 from packtrain.report.goodput import COMPUTING, Goodput
 from packtrain.report.summary import Summary, summarise, units_per_second
+from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
 from packtrain.run.records import Event, Point
-from packtrain.run.run import EXIT_CODES, LEASE_LOST_SECONDS, Run
+from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.units import counted, show_count, show_seconds
+from packtrain.units import Machines, counted, show_count, show_seconds
 
 _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0
 _SPEED_STEPS = 100
+ASK_FLEET_SECONDS = 30.0
+_SURE = 2  # answers in a row that no machine is left: a job that is requeued may be in no list for a moment
+_ENDED = ("ended", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 def how_to_go_on(run: Run) -> str:
@@ -74,22 +80,94 @@ def _follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
 
 def conclude(run: Run) -> int:
     """Prints how a run ended and makes sure that its report is there."""
-    state = run.state()
+    state = state_of(run)
     if not run.store.exists(run.key("report.html")):
         write_report(run)
     print_summary(console(), run, summarise(run, state))
     return EXIT_CODES[state]
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """Why a run does not make progress: too few machines. `none_left`: nothing will happen unless somebody acts."""
+
+    text: str
+    none_left: bool = False
+
+
+def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, run: str) -> Shortage | None:
+    """Return None if enough machines are alive. `machines` is what the fleet sees; None if it could not say."""
+    if alive >= wanted.least:
+        return None
+    if alive or machines is None or not all(is_over(machine.state) for machine in machines):
+        states = summed_up(machines or ())
+        text = f"waiting for {wanted.least - alive} of {wanted.least} machines"
+        return Shortage(f"{text}: {states}" if states else text)
+    return Shortage(f"no machine is left; run `packtrain resume {run}` to continue", none_left=True)
+
+
+def is_over(state: str) -> bool:
+    """True if a machine's state, as its fleet names it, is final. Slurm has several words for a requeued job."""
+    words = state.split()
+    return "PENDING" not in words and any(word in _ENDED for word in words)
+
+
+class MachineWatch:
+    """Watches the leases of a run and, while there are too few machines, asks its fleet about them."""
+
+    def __init__(
+        self, run: Run, clock: Callable[[], float] = time.monotonic, ask_seconds: float = ASK_FLEET_SECONDS
+    ) -> None:
+        self._run, self._clock, self._ask_seconds = run, clock, ask_seconds
+        self._leases = LeaseWatch()
+        self._looked = float("-inf")
+        self._asked = clock()  # machines get this long to start before the fleet is asked
+        self.asking: Task | None = None
+        self._machines: list[Machine] | None = None
+        self._shortage: Shortage | None = None
+        self._none_left_times = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True if no machine will come unless somebody acts."""
+        return self._none_left_times >= _SURE
+
+    def look(self) -> Shortage | None:
+        now = self._clock()
+        if now - self._looked >= LEASE_SECONDS:
+            self._looked = now
+            self._leases.observe(self._run.leases(), now)
+        alive = self._leases.count_alive(now)
+        wanted = self._run.job.fleet.kind.machines
+        if alive >= wanted.least:
+            self._asked, self._shortage, self._none_left_times = now, None, 0
+        elif self.asking is not None and self.asking.is_done:
+            self.asking, self._asked = None, now
+            self._shortage = shortage(alive, wanted, self._machines, self._run.name)
+            is_none_left = self._shortage is not None and self._shortage.none_left
+            self._none_left_times = self._none_left_times + 1 if is_none_left else 0
+        elif self.asking is None and now - self._asked >= self._ask_seconds:
+            self.asking = Task(self._ask, "machines")  # in a thread: a host may take long to answer
+        return self._shortage
+
+    def _ask(self) -> None:
+        try:
+            self._machines = fleet_of(self._run.job.fleet.kind).list(self._run)
+        except PacktrainError:
+            self._machines = None
+
+
 class Follower:
-    def __init__(self, run: Run, nodes: Sequence[Started], screen: Console) -> None:
+    def __init__(
+        self, run: Run, nodes: Sequence[Started], screen: Console, machines: MachineWatch | None = None
+    ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._points, self._events = run.points(), run.events()
         self._steps: list[Point] = []
         self._budget_left: float | None = None
         self._began = 0.0
-        self._presence = Presence(run)
-        self._word: Word | None = None
+        self._machines = machines or MachineWatch(run)
+        self._shortage: Shortage | None = None
         self._working_since: float | None = None
         self._plain_at = time.monotonic()
 
@@ -118,13 +196,13 @@ class Follower:
         return self._run.store.exists(self._run.key("report.html"))
 
     def _look_for_machines(self) -> None:
-        word = self._presence.look()
-        if self._presence.in_vain and word is not None and self._run.result() is None:
-            raise NotFinished(f"{self._run.name}: {word.text}")
-        if word != self._word:
-            self._word = word
-            if word is not None:
-                self._screen.print(f"[yellow]{'machines':>10}[/yellow]  {escape(word.text)}")
+        found = self._machines.look()
+        if self._machines.is_hopeless and found is not None and self._run.result() is None:
+            raise NotFinished(f"{self._run.name}: {found.text}")
+        if found != self._shortage:
+            self._shortage = found
+            if found is not None:
+                self._screen.print(f"[yellow]{'machines':>10}[/yellow]  {escape(found.text)}")
 
     def _refuse_silence(self) -> None:
         """If every node that was started here is gone without a result, something is to be said."""
@@ -168,8 +246,8 @@ class Follower:
             self._screen.print(line)
 
     def _line(self) -> str:
-        if self._word is not None:
-            return f"  {self._word.text}"
+        if self._shortage is not None:
+            return f"  {self._shortage.text}"
         if self._steps:
             return progress_line(self._job, self._steps, self._left())
         if self._job.program is not None and self._working_since is not None:

@@ -107,11 +107,12 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint."""
     from packtrain.cli.follow import conclude, follow
+    from packtrain.run.liveness import state_of
     from packtrain.start import reopen
 
     _refuse_both(foreground, detach)
     found = find_run(store, name)
-    state = found.state()
+    state = state_of(found)
     if state == "finished":
         console().print(f"{found.name} has reached its goal already")
         sys.exit(conclude(found))

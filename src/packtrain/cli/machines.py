@@ -129,7 +129,8 @@ def node(
     from packtrain.errors import Mistake, NotFound
     from packtrain.node.preemption import say_why, switch_off
     from packtrain.report import write_report
-    from packtrain.run.run import EXIT_CODES, Run
+    from packtrain.run.liveness import EXIT_CODES
+    from packtrain.run.run import Run
 
     run, agent = Run(find_store(store), name), None
     over = True  # for this machine: also where its agent ends by a defect, for nobody would start another

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from packtrain.errors import PacktrainError
     from packtrain.report.summary import Standing
-    from packtrain.run.run import Run, State
+    from packtrain.run.liveness import State
+    from packtrain.run.run import Run
 
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # the answer to a request takes long, not the request
@@ -105,10 +106,10 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
     """Show how a run stands: its state, scores, machines and last events."""
     from packtrain.cli.follow import print_summary
     from packtrain.report.summary import summarise
-    from packtrain.run.run import EXIT_CODES
+    from packtrain.run.liveness import EXIT_CODES, state_of
 
     run = find_run(store, name)
-    summary = summarise(run, run.state())
+    summary = summarise(run, state_of(run))
     if as_json:
         events = sorted(run.events().read(), key=lambda event: event.time)
         print_json({**asdict(summary), "events": [asdict(event) for event in events]})
@@ -124,7 +125,7 @@ def logs(
     rank: Annotated[int | None, typer.Option("--rank", help="Only this worker's lines.")] = None,
 ) -> None:
     """Print what the workers wrote, that of all machines together or of one worker."""
-    from packtrain.run.run import LEASE_LOST_SECONDS
+    from packtrain.run.liveness import LEASE_LOST_SECONDS
 
     run = find_run(store, name)
     reader, ranks = run.log_lines(), set[int | None]()

@@ -30,9 +30,9 @@ from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings
 from packtrain.job.job import Job
 from packtrain.job.part import Argument, Location
-from packtrain.node.assembly import LeaseWatch
 from packtrain.node.preemption import SECONDS_VARIABLE
-from packtrain.run.run import LEASE_SECONDS, Run
+from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
+from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import say
 
@@ -155,20 +155,17 @@ _KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "0", "OMPI_MCA_plm_rsh_pass_env
 
 
 @dataclass
-class Judge:
-    """Says when mpirun waits in vain: `why` is a reason to end it that has held for long enough."""
+class EndPolicy:
+    """Decides when mpirun waits for machines that will not come: `why` is a reason that has held for long enough."""
 
     least: int
     watch: LeaseWatch = field(default_factory=LeaseWatch)
     _began: bool = False
     _since: tuple[str, float] = ("", 0.0)
 
-    def there(self, now: float) -> int:
-        return sum(not self.watch.lost(name, now) for name, node in self.watch.leases.items() if not node.left)
-
     def why(self, ended: bool, now: float) -> str | None:
-        self._began = self._began or any(self.watch.alive(name, now) for name in self.watch.leases)
-        there = self.there(now)
+        self._began = self._began or self.watch.count_alive(now) > 0
+        there = self.watch.count_remaining(now)
         reason, patience = "", 0.0
         if ended and there == 0:
             reason, patience = "the run has ended", LEAVE_SECONDS
@@ -192,27 +189,27 @@ def keep(command: Sequence[str], run: Run, least: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, pass_on)
-    judge = Judge(least)
+    policy = EndPolicy(least)
     while process.poll() is None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LEASE_SECONDS)
         with suppress(PacktrainError):  # a store that is away says nothing
-            judge.watch.observe(run.leases(), time.monotonic())
-            why = judge.why(run.result() is not None, time.monotonic())
+            policy.watch.observe(run.leases(), time.monotonic())
+            why = policy.why(run.result() is not None, time.monotonic())
             if why is not None and process.poll() is None:
                 say(f"mpirun: ends, for {why}")
-                _end(process, run, judge)
+                _end(process, run, policy)
     return process.returncode
 
 
-def _end(process: subprocess.Popen[bytes], run: Run, judge: Judge) -> None:
+def _end(process: subprocess.Popen[bytes], run: Run, policy: EndPolicy) -> None:
     """Agents that are there commit and leave; mpirun, and its connections to machines that are gone, then end."""
     process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + END_SECONDS
-    while process.poll() is None and time.monotonic() < deadline and judge.there(time.monotonic()):
+    while process.poll() is None and time.monotonic() < deadline and policy.watch.count_remaining(time.monotonic()):
         time.sleep(LEASE_SECONDS / 2)
         with suppress(PacktrainError):
-            judge.watch.observe(run.leases(), time.monotonic())
+            policy.watch.observe(run.leases(), time.monotonic())
     with suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

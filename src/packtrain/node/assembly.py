@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from packtrain.node.attempt import Asked, Attempt
@@ -18,8 +18,9 @@ from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_
 from packtrain.node.deadline import seconds_left
 from packtrain.node.lease import LeaseRenewer
 from packtrain.run.checkpoint import committed
+from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.records import Cause, Generation, Lease, Member, NodeReport, TellEvent
-from packtrain.run.run import LEASE_LOST_SECONDS, LEASE_SECONDS, Run
+from packtrain.run.run import Run
 from packtrain.units import Machines
 
 GATHER_SECONDS = 4.0  # for machines that were started together to be seen together
@@ -227,53 +228,6 @@ class Assembly:
 
 
 # Who takes part in the next attempt: pure decisions over what the store holds.
-
-
-_BLIND_SECONDS = 4.0  # longer than this between two looks, and the reader could not look
-
-
-@dataclass
-class LeaseWatch:
-    """Judges leases by this reader's own clock: what counts is when it saw a renewal, not when it was written.
-
-    Time in which the reader saw nothing at all, because the store was away, does not count: nobody could renew.
-    """
-
-    lost_after_seconds: float = LEASE_LOST_SECONDS
-    leases: dict[str, Lease] = field(default_factory=dict)
-    """The leases as they were last seen, those of nodes that left included."""
-    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _renewed: set[str] = field(default_factory=set)
-    _looked: dict[str, float] = field(default_factory=dict)
-
-    def observe(self, nodes: Iterable[Lease], now: float) -> None:
-        for node in nodes:
-            self.leases[node.node] = node
-            blind = now - self._looked.get(node.node, now) - _BLIND_SECONDS
-            self._looked[node.node] = now
-            if node.left:
-                self._seen.pop(node.node, None)
-                self._renewed.discard(node.node)
-                continue
-            before = self._seen.get(node.node)
-            if before is not None and before[0] != node.renewal:
-                self._renewed.add(node.node)
-            if before is None or before[0] != node.renewal:
-                self._seen[node.node] = (node.renewal, now)
-            elif blind > 0:
-                self._seen[node.node] = (before[0], before[1] + blind)
-                self._renewed.discard(node.node)  # nobody knows what became of it meanwhile
-
-    def alive(self, node: str, now: float) -> bool:
-        """Seen to renew its lease, and not long ago."""
-        return node in self._renewed and now - self._seen[node][1] < self.lost_after_seconds
-
-    def lost(self, node: str, now: float) -> bool:
-        """Has left, or has not renewed for too long. A node can be neither alive nor lost: nobody knows yet."""
-        return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
-
-    def renewed_since(self, node: str, moment: float) -> bool:
-        return node in self._renewed and self._seen[node][1] > moment
 
 
 @dataclass(frozen=True)

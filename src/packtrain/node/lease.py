@@ -11,8 +11,9 @@ from typing import Any
 
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.run.chunks import ChunkWriter
+from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Lease, NodeReport, Telemetry, TelemetrySample
-from packtrain.run.run import LEASE_SECONDS, Run
+from packtrain.run.run import Run
 from packtrain.store import StoreError, open_store
 from packtrain.system import say
 

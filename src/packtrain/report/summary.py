@@ -8,8 +8,9 @@ from typing import Any
 
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import Goodput, goodput
+from packtrain.run.liveness import State
 from packtrain.run.records import Point, Result
-from packtrain.run.run import Run, State, surviving
+from packtrain.run.run import Run, surviving
 
 _RECENT_STEPS = 50
 _BETWEEN = ("start", "evaluation", "save")

@@ -1,8 +1,11 @@
-"""Whether machines work on runs, told at once: nobody has to wait for the next renewal of a lease.
+"""Judges whether the machines of a run are alive, by their leases. Nothing else in Packtrain does.
 
-An agent of this machine holds a lock that says so exactly. Of others the age of the lease tells, by the store's own
-clock: a lease that holds is a machine at work for everybody, and one that ran out is a machine that is lost. Who works
-on a run is watched for some seconds only where that leaves a doubt.
+A node renews its lease every `LEASE_SECONDS`. There are two ways to judge it:
+
+- Watching (`LeaseWatch`): a lease is alive if this reader saw it change not long ago, by the reader's own monotonic
+  clock; clocks of two machines are never compared. Nodes, the follower and the mpirun supervisor do this.
+- At one look (`states_now`, for `packtrain ls`): a node on this machine holds a lock; of others, the store's own clock
+  says how old the lease is. Where that leaves a doubt, the run is watched for a few seconds.
 """
 
 from __future__ import annotations
@@ -10,90 +13,227 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
+from typing import Literal
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
 from packtrain.run.records import Lease
-from packtrain.run.run import LEASE_LOST_SECONDS, Run, State, states
+from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.system import nodes_directory
 
-# File systems that several machines share may have the times of whoever wrote: clocks that are less wrong than this
-# make no machine look lost. (Doctor complains about 30 s.)
+LEASE_SECONDS = 2.0  # between two renewals of a lease
+LEASE_LOST_SECONDS = 12.0  # without a renewal, until a node counts as lost
+WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a command watches a run for a renewal
+# A shared file system may stamp files with the clock of the machine that wrote them. Clocks that are off by less than
+# this make no machine look lost. (Doctor complains about 30 s.)
 DOUBT_SECONDS = 120.0
-_COARSE_SECONDS = 2.0  # servers know times to the second
+_BLIND_SECONDS = 4.0  # a longer pause between two looks means that the reader could not look
+_COARSE_SECONDS = 2.0  # object stores keep times to the second
 _READERS = 16
+
+State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
+EXIT_CODES: dict[State, int] = {
+    "finished": EXIT_DONE,
+    "failed": EXIT_FAILED,
+    "stopped": EXIT_STOPPED,
+    "running": EXIT_UNFINISHED,
+    "waiting": EXIT_UNFINISHED,
+    "interrupted": EXIT_UNFINISHED,
+}
+
+
+# Watching.
+
+
+@dataclass
+class LeaseWatch:
+    """Judges leases by when this reader saw them renewed. Pure: the caller reads the leases and the clock.
+
+    Time in which the reader saw nothing at all, because the store was away, does not count: nobody could renew.
+    """
+
+    lost_after_seconds: float = LEASE_LOST_SECONDS
+    leases: dict[str, Lease] = field(default_factory=dict)
+    """The leases as last seen, also of nodes that have left."""
+    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # the latest renewal, and when it was first seen
+    _renewed: set[str] = field(default_factory=set)
+    _looked: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, leases: Iterable[Lease], now: float) -> None:
+        for lease in leases:
+            name = lease.node
+            self.leases[name] = lease
+            blind = now - self._looked.get(name, now) - _BLIND_SECONDS
+            self._looked[name] = now
+            if lease.left:
+                self._seen.pop(name, None)
+                self._renewed.discard(name)
+                continue
+            before = self._seen.get(name)
+            if before is not None and before[0] != lease.renewal:
+                self._renewed.add(name)
+            if before is None or before[0] != lease.renewal:
+                self._seen[name] = (lease.renewal, now)
+            elif blind > 0:
+                self._seen[name] = (before[0], before[1] + blind)
+                self._renewed.discard(name)  # it may have died while this reader could not look
+
+    def alive(self, node: str, now: float) -> bool:
+        """True if the node was seen to renew its lease not long ago."""
+        return node in self._renewed and now - self._seen[node][1] < self.lost_after_seconds
+
+    def lost(self, node: str, now: float) -> bool:
+        """True if the node has left or not renewed for too long. One that was seen once is neither alive nor lost."""
+        return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
+
+    def renewed_since(self, node: str, moment: float) -> bool:
+        return node in self._renewed and self._seen[node][1] > moment
+
+    def count_alive(self, now: float) -> int:
+        return sum(self.alive(node, now) for node in self.leases)
+
+    def count_remaining(self, now: float) -> int:
+        """The number of nodes that are alive or may be."""
+        return sum(not self.lost(node, now) for node in self.leases)
+
+
+def watch_states(
+    runs: Sequence[Run],
+    seconds: float = WATCH_SECONDS,
+    poll_seconds: float = LEASE_SECONDS / 4,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[State]:
+    """Return the state of each run; one without a result is watched until a node renews its lease or joins.
+
+    All are watched together: many take no longer than one. A run that no machine has ever joined is waiting.
+    """
+    results = [run.result() for run in runs]
+    states: list[State] = ["interrupted" if result is None else result.status for result in results]
+    before: dict[int, set[str]] = {}
+    watches: dict[int, LeaseWatch] = {}
+    for index, run in enumerate(runs):
+        if results[index] is None:
+            watch = watches[index] = LeaseWatch()
+            watch.observe(run.leases(), clock())
+            before[index] = set(watch.leases)
+            if not watch.leases:
+                states[index] = "waiting"
+                del watches[index]
+    deadline = clock() + seconds
+    while watches and clock() < deadline:
+        sleep(poll_seconds)
+        for index, watch in list(watches.items()):
+            watch.observe(runs[index].leases(), clock())
+            joined = [name for name in watch.leases if name not in before[index] and not watch.lost(name, clock())]
+            if joined or watch.count_alive(clock()):
+                states[index] = "running"
+                del watches[index]
+    return states
+
+
+def state_of(run: Run) -> State:
+    return watch_states([run])[0]
+
+
+# At one look.
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A lease of a machine that has not left: how old it is, whether one clock stamped it and was asked for the time,
-    and whether its agent is known to live or to be dead."""
+class LeaseAge:
+    """What one look says about the lease of a node that has not left.
 
-    age_seconds: float | None
+    `one_clock`: the clock that stamped the lease is the one that was asked for the time. `holds_lock`: the node is on
+    this machine, and is known to be running or dead.
+    """
+
+    seconds: float | None
     one_clock: bool
-    lives: bool | None = None
+    holds_lock: bool | None = None
 
-    def says(self) -> bool | None:
-        """Whether that machine is at work; None where nobody can tell yet."""
-        if self.lives is not None:
-            return self.lives
-        if self.age_seconds is None:
+    def is_alive(self) -> bool | None:
+        """None if one look cannot tell."""
+        if self.holds_lock is not None:
+            return self.holds_lock
+        if self.seconds is None:
             return None
-        if self.age_seconds <= LEASE_LOST_SECONDS and (self.one_clock or self.age_seconds >= -_COARSE_SECONDS):
+        if self.seconds <= LEASE_LOST_SECONDS and (self.one_clock or self.seconds >= -_COARSE_SECONDS):
             return True
         lost_after = LEASE_LOST_SECONDS + _COARSE_SECONDS if self.one_clock else DOUBT_SECONDS
-        return False if self.age_seconds > lost_after else None
+        return False if self.seconds > lost_after else None
 
 
-def state_by(signs: Sequence[Sign] | None) -> State | None:
-    """None for the leases: there never was a machine. No state: it has to be watched."""
-    if signs is None:
+def state_by(ages: Sequence[LeaseAge] | None) -> State | None:
+    """Return the state of a run without a result, or None if it has to be watched. No leases at all is None."""
+    if ages is None:
         return "waiting"
-    said = {sign.says() for sign in signs}
-    return "running" if True in said else None if None in said else "interrupted"
+    alive = {age.is_alive() for age in ages}
+    return "running" if True in alive else None if None in alive else "interrupted"
 
 
-def states_now(runs: Sequence[Run]) -> list[State]:
-    """What each run is doing, without waiting wherever that can be told."""
+def store_time(store: Store) -> datetime | None:
+    """Return the time by the store's clock, by writing an object; None if the store cannot be written."""
+    key = f"scratch/time-{uuid.uuid4().hex}"
+    try:
+        store.put(key, b"")
+        entry = store.entry(key)
+        store.delete(key)
+    except PacktrainError:
+        return None
+    return None if entry is None else entry.modified
+
+
+def states_now(
+    runs: Sequence[Run],
+    watch: Callable[[Sequence[Run]], list[State]] = watch_states,
+    clock_of: Callable[[Store], datetime | None] = store_time,
+) -> list[State]:
+    """Return the state of each run; only those that one look leaves in doubt are watched."""
     with ThreadPoolExecutor(_READERS) as readers:
         results = list(readers.map(Run.result, runs))
-        known: list[State | None] = [None if result is None else result.status for result in results]
-        going = [index for index, state in enumerate(known) if state is None]
-        # Asked for before the leases are read: one that is renewed meanwhile looks younger, and none looks older.
-        now = _store_time(runs[going[0]].store) if going else None
-        found = readers.map(lambda index: state_by(_signs(runs[index], now)), going)
-        for index, state in zip(going, found, strict=True):
-            known[index] = state
-    doubtful = [index for index in going if known[index] is None]
-    watched = dict(zip(doubtful, states([runs[index] for index in doubtful]), strict=True))
-    return [state or watched[index] for index, state in enumerate(known)]
+        states: list[State | None] = [None if result is None else result.status for result in results]
+        unfinished = [index for index, state in enumerate(states) if state is None]
+        # Before the leases are read: a lease that is renewed meanwhile then looks younger than it is, never older.
+        now = clock_of(runs[unfinished[0]].store) if unfinished else None
+        found = readers.map(lambda index: state_by(_ages(runs[index], now)), unfinished)
+        for index, state in zip(unfinished, found, strict=True):
+            states[index] = state
+    doubtful = [index for index in unfinished if states[index] is None]
+    watched = dict(zip(doubtful, watch([runs[index] for index in doubtful]), strict=True)) if doubtful else {}
+    return [state or watched[index] for index, state in enumerate(states)]
 
 
-def _signs(run: Run, now: datetime | None) -> list[Sign] | None:
-    """What the leases of a run tell; those of machines that left say nothing."""
+def _ages(run: Run, now: datetime | None) -> list[LeaseAge] | None:
     modified = {entry.key: entry.modified for entry in run.store.list(run.key("nodes/"))}
-    return [_sign(run, node, modified, now) for node in run.leases() if not node.left] if modified else None
+    return [_age(run, lease, modified, now) for lease in run.leases() if not lease.left] if modified else None
 
 
-def _sign(run: Run, node: Lease, modified: Mapping[str, datetime], now: datetime | None) -> Sign:
-    own = node.hostname == socket.gethostname()
-    renewed = modified.get(run.key(f"nodes/{node.node}.json"))
-    age = None if now is None or renewed is None else (now - renewed).total_seconds()
-    return Sign(age, own or not run.store.is_directory, is_held(run, node) if own else None)
+def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], now: datetime | None) -> LeaseAge:
+    is_here = lease.hostname == socket.gethostname()
+    renewed = modified.get(run.key(f"nodes/{lease.node}.json"))
+    seconds = None if now is None or renewed is None else (now - renewed).total_seconds()
+    return LeaseAge(seconds, is_here or not run.store.is_directory, holds_lock(run, lease.node) if is_here else None)
 
 
-def is_held(run: Run, node: Lease) -> bool | None:
-    """Whether an agent of this machine holds its home; None where that home is not here."""
-    home = nodes_directory() / f"{run.name}-{node.node}"
-    if not (home / "owner.json").exists():  # before it is there, the agent has yet to take its lock
+def node_directory(run: Run, node: str) -> Path:
+    """The directory that a node on this machine keeps locked while it runs."""
+    return nodes_directory() / f"{run.name}-{node}"
+
+
+def holds_lock(run: Run, node: str) -> bool | None:
+    """True if the node runs on this machine, False if it died here; None if it never had a directory here."""
+    directory = node_directory(run, node)
+    if not (directory / "owner.json").exists():  # the node has yet to take its lock
         return None
     try:
-        descriptor = os.open(home / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -105,15 +245,3 @@ def is_held(run: Run, node: Lease) -> bool | None:
     finally:
         os.close(descriptor)
     return False
-
-
-def _store_time(store: Store) -> datetime | None:
-    """The time by the store's clock: something is written and looked at. None where nobody may write."""
-    key = f"scratch/time-{uuid.uuid4().hex}"
-    try:
-        store.put(key, b"")
-        entry = store.entry(key)
-        store.delete(key)
-    except PacktrainError:
-        return None
-    return None if entry is None else entry.modified

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFound, PacktrainError
+from packtrain.errors import NotFound, PacktrainError
 from packtrain.job.job import Job
 from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
@@ -31,21 +31,7 @@ from packtrain.run.records import (
 )
 from packtrain.store import Store
 
-LEASE_SECONDS = 2.0  # how often a node renews its lease
-LEASE_LOST_SECONDS = 12.0  # how long without renewal until other nodes give a node up
 _FEW, _READERS = 4, 16
-WATCH_SECONDS = 3 * LEASE_SECONDS  # how long a person's command looks for a sign of life
-
-State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
-EXIT_CODES: dict[State, int] = {
-    "finished": EXIT_DONE,
-    "failed": EXIT_FAILED,
-    "stopped": EXIT_STOPPED,
-    "running": EXIT_UNFINISHED,
-    "waiting": EXIT_UNFINISHED,
-    "interrupted": EXIT_UNFINISHED,
-}
-
 
 Stored = TypeVar("Stored")
 Item = TypeVar("Item")
@@ -188,9 +174,6 @@ class Run:
         self.store.delete(self.key("stop.json"))
         self.store.delete(self.key("result.json"))
 
-    def state(self) -> State:
-        return states([self])[0]
-
     def _find(self, name: str, kind: type[Stored]) -> Stored | None:
         data = self.store.find(self.key(name))
         return None if data is None else self._parse(name, data, kind)
@@ -241,36 +224,6 @@ def _starts(points: Iterable[Point]) -> dict[int, int]:
 def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
     """Whether every later generation went on from this point's step or one after it."""
     return all(point.step <= step for generation, step in starts.items() if generation > point.generation)
-
-
-def states(runs: Sequence[Run]) -> list[State]:
-    """What each run is doing. A run without a result is watched until a node renews its lease or too long passes.
-
-    One that no machine has ever joined is waiting. All are watched at once, so asking about many takes no longer
-    than asking about one.
-    """
-    results = [run.result() for run in runs]
-    watched = {index: _renewals(run) for index, run in enumerate(runs) if results[index] is None}
-    waiting = {index for index, renewals in watched.items() if renewals is None}
-    alive: set[int] = set()
-    deadline = time.monotonic() + WATCH_SECONDS
-    while watched.keys() - alive - waiting and time.monotonic() < deadline:
-        time.sleep(LEASE_SECONDS / 4)
-        for index in watched.keys() - alive - waiting:
-            before = watched[index] or {}
-            if any(before.get(node) != count for node, count in (_renewals(runs[index]) or {}).items()):
-                alive.add(index)
-    return [
-        result.status if result is not None else "running" if index in alive else "waiting" if index in waiting
-        else "interrupted"
-        for index, result in enumerate(results)
-    ]  # fmt: skip
-
-
-def _renewals(run: Run) -> dict[str, int] | None:
-    """Of the nodes that have not left; None where there never was one."""
-    leases = run.leases()
-    return {lease.node: lease.renewal for lease in leases if not lease.left} if leases else None
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:

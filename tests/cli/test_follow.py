@@ -1,0 +1,160 @@
+"""Following a run: what it waits for, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from packtrain.cli import follow as following
+from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, is_over, shortage
+from packtrain.errors import EXIT_UNFINISHED, NotFinished
+from packtrain.fleet import Machine
+from packtrain.fleet.local import LocalFleet
+from packtrain.run.records import Event
+from packtrain.run.run import Run
+from packtrain.store import Store, StoreError
+from packtrain.units import Machines
+from parts.runs import a_lease, new_run, program_job
+
+TWO = Machines(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("alive", "machines", "said"),
+    [
+        (2, None, None),
+        (1, [Machine("a", "running"), Machine("b", "ended")], "waiting for 1 of 2 machines: 1 running, 1 ended"),
+        (
+            0,
+            [Machine("a", "unreachable"), Machine("b", "ended")],
+            "waiting for 2 of 2 machines: 1 unreachable, 1 ended",
+        ),
+        (0, [Machine("7", "PENDING", "Resources")], "waiting for 2 of 2 machines: 1 PENDING (Resources)"),
+        (0, None, "waiting for 2 of 2 machines"),
+        (1, [], "waiting for 1 of 2 machines"),
+    ],
+)
+def test_a_run_with_too_few_machines_says_what_it_waits_for(
+    alive: int, machines: list[Machine] | None, said: str | None
+) -> None:
+    found = shortage(alive, TWO, machines, "job-1")
+    assert (found.text if found else None) == said
+    assert found is None or not found.none_left
+
+
+@pytest.mark.parametrize(
+    "machines", [[], [Machine("a", "ended")], [Machine("a", "COMPLETED"), Machine("b", "TIMEOUT")]]
+)
+def test_a_run_without_machines_says_how_to_continue(machines: list[Machine]) -> None:
+    found = shortage(0, TWO, machines, "job-1")
+    assert found is not None
+    assert found.none_left
+    assert "`packtrain resume job-1`" in found.text
+
+
+@pytest.mark.parametrize(
+    ("state", "over"),
+    [("RUNNING", False), ("COMPLETING", False), ("COMPLETED COMPLETING", True), ("unreachable", False)],
+)
+def test_a_job_that_is_requeued_is_not_over(state: str, over: bool) -> None:
+    assert is_over(state) == over
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def seen(watcher: MachineWatch, clock: Clock, seconds: float, each: Callable[[], None] = lambda: None) -> str:
+    """Return the last text after that time, with a look every two seconds."""
+    found = None
+    for _ in range(int(seconds / 2)):
+        clock.now += 2
+        each()
+        found = watcher.look()
+        if watcher.asking is not None:
+            watcher.asking.result()
+    return found.text if found is not None else ""
+
+
+def test_the_fleet_is_asked_only_while_too_few_machines_are_alive(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    here = [Machine("this machine", "running")]
+
+    def machines(_: LocalFleet, run: Run) -> list[Machine]:
+        asked.append(run.name)
+        return here
+
+    monkeypatch.setattr(LocalFleet, "list", machines)
+    run, clock = new_run(directory_store, program_job(fleet={"local": {"machines": 2}})), Clock()
+    watcher = MachineWatch(run, clock)
+    assert seen(watcher, clock, ASK_FLEET_SECONDS - 2) == ""
+    assert not asked
+    assert seen(watcher, clock, 6) == "waiting for 2 of 2 machines: 1 running"
+    renewals = iter(range(1000))
+
+    def renew() -> None:
+        for name in "ab":
+            run.renew(a_lease(name, next(renewals)))
+
+    assert seen(watcher, clock, 60, renew) == ""
+    assert len(asked) == 1
+    here.clear()  # and nobody renews any more
+    assert "no machine is left" in seen(watcher, clock, 20 + ASK_FLEET_SECONDS)
+    assert not watcher.is_hopeless
+    seen(watcher, clock, ASK_FLEET_SECONDS + 4)
+    assert watcher.is_hopeless
+
+
+def test_following_a_run_that_no_machine_works_on_ends_with_how_to_continue(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(following, "_POLL_SECONDS", 0.01)
+    with pytest.raises(NotFinished, match="no machine is left; run `packtrain resume job-1`") as ended:
+        run = new_run(directory_store)
+        Follower(run, [], following.console(), MachineWatch(run, ask_seconds=0.0)).until_ended()
+    assert ended.value.exit_code == EXIT_UNFINISHED
+    assert "no machine is left" in capsys.readouterr().out, "it is said as soon as it is known"
+
+
+def test_a_store_that_is_away_ends_following_but_not_the_run(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: Run) -> None:
+        raise StoreError("the store does not answer", temporary=True)
+
+    monkeypatch.setattr(Run, "result", away)
+    with pytest.raises(NotFinished, match="does not answer; the run may go on: `packtrain show job-1`"):
+        follow(new_run(directory_store), [], foreground=False)
+
+
+def test_a_program_is_shown_as_running_once_its_workers_have_started(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    follower = Follower(run, [], following.console())
+    assert "starting" in follower._line()
+    events = run.event_writer("a")
+    events.append(Event(0.0, "generation", "1: started 1 worker", 1))
+    events.flush()
+    follower._read()
+    assert "running for" in follower._line()
+
+
+def test_hangs_and_excluded_machines_are_shown_and_commits_are_not(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    events = run.event_writer("a")
+    events.append(Event(0.0, "hang", "rank 1 hangs", 1))
+    events.append(Event(1.0, "excluded", "m2 failed twice", 1))
+    events.append(Event(2.0, "checkpoint", "committed step 4", 1))
+    events.flush()
+    Follower(run, [], following.console())._read()
+    shown = capsys.readouterr().out
+    assert "rank 1 hangs" in shown
+    assert "m2 failed twice" in shown
+    assert "committed" not in shown
