@@ -79,10 +79,6 @@ class CountingStore(Store):
         self._count(False, len(data or b""))
         return data
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self._count(False, length)
-        return self._inner.get_range(key, start, length)
-
     def get_file(self, key: str, path: Path) -> None:
         self._inner.get_file(key, path)
         self._count(False, path.stat().st_size)

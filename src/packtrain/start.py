@@ -79,7 +79,7 @@ def create(loaded: LoadedJob, progress: Progress) -> Run:
     store = open_store(loaded.job.store)
     code = _code(loaded, store)
     machines = loaded.job.fleet.kind.machines
-    if machines.most > 1 and not store.holds_put_if_absent():
+    if machines.most > 1 and not store.supports_put_if_absent():
         raise loaded.mistake(
             "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
         )

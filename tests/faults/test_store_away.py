@@ -13,7 +13,7 @@ import pytest
 from packtrain.node.preemption import POWER_OFF
 from parts.places import Place, assert_nothing_left, make_place, wait_until
 from parts.places import history as history_of
-from parts.proxy import HANG, REFUSE, SOUND, Proxy, always_sound
+from parts.proxy import HANG, PASS, REFUSE, Proxy, no_fault
 from parts.s3 import fresh_location
 
 Make = Callable[..., Place]
@@ -48,11 +48,11 @@ def test_it_often_fails_and_is_gone_for_a_minute(
     every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
     place.wait_for_commit()
     place.pace(0.8)
-    s3_proxy.trouble = always_sound
+    s3_proxy.fault = no_fault
     short.detach("--set", f"budget={{hours: {15 / 3600}}}", "--set", "fleet.local.power_off=true")
     wait_until(lambda: short.run().latest_generation(), "its machines to find together")
 
-    s3_proxy.trouble = lambda *_: REFUSE
+    s3_proxy.fault = lambda *_: REFUSE
     gone = time.time()
     wait_until(lambda: not short.processes(), "the machines without time to end", 60)
     assert switched_off.read_text() == "poweroff\n" * 2
@@ -62,7 +62,7 @@ def test_it_often_fails_and_is_gone_for_a_minute(
     place.pace(0)
 
     assert place.wait_for_result() == "finished"
-    s3_proxy.trouble = always_sound
+    s3_proxy.fault = no_fault
     assert short.run().result() is None, "it has not reached its goal, and could not tell"
     made_meanwhile = [point for point in place.run().points().read() if gone + 5 < point.time < back]
     assert len(made_meanwhile) > 20
@@ -74,7 +74,7 @@ def test_it_often_fails_and_is_gone_for_a_minute(
 def every_fifth_request_fails_and_every_fifth_is_slow(proxy: Proxy) -> None:
     numbers = itertools.count()
     proxy.hang_seconds = 0.5
-    proxy.trouble = lambda *_: {0: REFUSE, 1: HANG}.get(next(numbers) % 5, SOUND)
+    proxy.fault = lambda *_: {0: REFUSE, 1: HANG}.get(next(numbers) % 5, PASS)
 
 
 def without_power_off(directory: Path, switched_off: Path) -> Path:

@@ -16,7 +16,7 @@ import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
 from packtrain.pack.fetch import Download, Patience, local_copy, redirected
 from packtrain.store import Store, StoreError, open_store
-from packtrain.store.staging import explained
+from packtrain.store.errors import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy
 
 DATA = bytes(range(256)) * 12_000  # more than what is read at a time

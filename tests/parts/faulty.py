@@ -64,9 +64,6 @@ class FaultyStore(Store):
     def find(self, key: str) -> bytes | None:
         return self._do("find", key, lambda: self._inner.find(key))
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._do("get_range", key, lambda: self._inner.get_range(key, start, length))
-
     def get_file(self, key: str, path: Path) -> None:
         self._do("get_file", key, lambda: self._inner.get_file(key, path))
 

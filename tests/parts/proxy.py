@@ -1,4 +1,4 @@
-"""An HTTP proxy that stands before a real S3 server and makes trouble on demand."""
+"""An HTTP proxy in front of a real S3 server that injects faults on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from urllib.parse import urlsplit
 
-SOUND = "sound"
+PASS = "pass"
 REFUSE = "refuse"  # 503 instead of asking the server
 BUSY = "busy"  # 429 instead of asking the server
 LOSE_ANSWER = "lose answer"  # the server acts, the client sees 503
@@ -20,29 +20,29 @@ HANG = "hang"  # the server acts, the answer comes after `hang_seconds`
 CUT = "cut"  # the answer ends half-way
 
 
-def always_sound(method: str, path: str) -> str:
-    return SOUND
+def no_fault(method: str, path: str) -> str:
+    return PASS
 
 
 @dataclass
 class Proxy:
-    """`trouble` names, for the method and path of each request, what happens to it."""
+    """`fault` chooses, by the method and path of each request, the fault to inject."""
 
     url: str
     upstream: str
-    trouble: Callable[[str, str], str] = always_sound
+    fault: Callable[[str, str], str] = no_fault
     hang_seconds: float = 3.0
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     lock: Lock = field(default_factory=Lock)
 
-    def first(self, *troubles: str, method: str = "") -> None:
-        """These troubles for the next requests (of `method`), one each; everything after them is sound."""
-        left = list(troubles)
+    def first(self, *faults: str, method: str = "") -> None:
+        """Inject these faults into the next requests (of `method`), one each; the requests after them pass."""
+        left = list(faults)
 
-        def trouble(asked: str, path: str) -> str:
-            return left.pop(0) if left and method in ("", asked) else SOUND
+        def fault(asked: str, path: str) -> str:
+            return left.pop(0) if left and method in ("", asked) else PASS
 
-        self.trouble = trouble
+        self.fault = fault
 
     def count(self, method: str) -> int:
         return sum(asked == method for asked, _, _ in self.requests)
@@ -55,21 +55,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         with self.proxy.lock:
-            trouble = self.proxy.trouble(self.command, self.path)
-            self.proxy.requests.append((self.command, self.path, trouble))
-        if trouble in (REFUSE, BUSY):
-            return self._answer(503 if trouble == REFUSE else 429, {}, b"")
+            fault = self.proxy.fault(self.command, self.path)
+            self.proxy.requests.append((self.command, self.path, fault))
+        if fault in (REFUSE, BUSY):
+            return self._answer(503 if fault == REFUSE else 429, {}, b"")
         status, headers, answer = self._ask(body)
-        if trouble == HANG:
+        if fault == HANG:
             time.sleep(self.proxy.hang_seconds)
-        if trouble == DROP:
+        if fault == DROP:
             self.close_connection = True
             return None
-        if trouble == LOSE_ANSWER:
+        if fault == LOSE_ANSWER:
             return self._answer(503, {}, b"")
-        if trouble == CUT:
+        if fault == CUT:
             self.close_connection = True
-        return self._answer(status, headers, answer, cut=trouble == CUT)
+        return self._answer(status, headers, answer, cut=fault == CUT)
 
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         host = urlsplit(self.proxy.upstream)
@@ -105,7 +105,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that give up are part of the trouble."""
+        """Ignore clients that give up: that is part of the tests."""
 
 
 @contextmanager

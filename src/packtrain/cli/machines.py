@@ -165,11 +165,9 @@ def _agent(run: Run, address: str | None, interface: str | None, workers: int | 
     from packtrain.node.address import check_private, choose_address
     from packtrain.node.agent import Agent
     from packtrain.node.telemetry import gpu_count
-    from packtrain.store.location import server_from
 
     fleet = run.job.fleet
-    endpoint = None if run.store.is_directory else server_from(os.environ).endpoint
-    own = choose_address(address, interface, fleet.kind.machines.most == 1, endpoint, _some_addresses(run))
+    own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
     return Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices())

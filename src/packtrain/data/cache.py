@@ -30,8 +30,7 @@ from pathlib import Path
 from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import PackFile
 from packtrain.store import Store
-from packtrain.store.base import absent
-from packtrain.store.staging import explained
+from packtrain.store.errors import explained
 from packtrain.system import sha256_of
 
 _TRIES = 3
@@ -198,7 +197,7 @@ class Cache:
 
 def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: Lock) -> Path:
     if store.entry(key) is None:
-        raise absent(store, key)
+        raise store.not_found(key)
     path = Path(store.url) / key
     if not _has_hash(path, wanted, lock):
         raise _damaged(store, key)

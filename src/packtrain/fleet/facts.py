@@ -65,7 +65,7 @@ def _look(location: str, key: str) -> tuple[str, bool | None]:
             return "what was written here is not there", None
         answer = answer_key(key)
         store.put(answer, PROBE)
-        return "", store.holds_put_if_absent()
+        return "", store.supports_put_if_absent()
     except PacktrainError as error:
         return str(error), None
 

@@ -37,7 +37,8 @@ from packtrain.errors import Mistake
 from packtrain.pack.raw import printable
 from packtrain.store import Entry, Store, StoreError, is_key, open_store
 from packtrain.store.base import TEMPORARY
-from packtrain.store.staging import explained, make_folder, replace
+from packtrain.store.directory import make_folder, replace
+from packtrain.store.errors import explained
 from packtrain.units import show_bytes
 
 MOST_BYTES = 10**12

@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
+import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from packtrain.backoff import Backoff
-from packtrain.store.base import Entry, Store, absent, checked_key, checked_prefix, checked_range, is_key
-from packtrain.store.errors import ObjectNotFound, StoreError, explain_server, status_of, tells_of_absence
-from packtrain.store.staging import CHUNK_BYTES, explained, replace, stage
+from packtrain.errors import Mistake
+from packtrain.store.base import Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.directory import CHUNK_BYTES, replace, stage
+from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
 Answer = TypeVar("Answer")
 
-PARTS_AT_ONCE = 4
-PARTS_AT_MOST = 9_000  # S3 allows 10,000
-TRANSFER_SECONDS = 120.0
-SMALL_BYTES = 1 << 20
-RETRIES_INSIDE = 4
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 10.0
-MARK = "packtrain-put"
+_PARALLEL_PARTS = 4
+_MOST_PARTS = 9_000  # S3 allows 10,000
+_TRANSFER_SECONDS = 120.0
+_SMALL_BYTES = 1 << 20
+_RETRIES_INSIDE = 4
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
+_MARK = "packtrain-put"
+_METADATA_SECONDS = 1.0
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+# Set on EKS, ECS and wherever else a machine has an identity of its own; obstore uses them by itself.
+_IDENTITIES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where the bucket is and what opens it; without keys obstore asks for the machine's own role."""
+class S3Access:
+    """The server and the keys for it; without keys obstore uses the machine's own role."""
 
     region: str
     endpoint: str | None = None
@@ -46,131 +57,180 @@ class Server:
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
 
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> S3Access:
+        """Read and check the same variables as Amazon's own tools."""
 
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait for a server: for an answer to begin or go on, and for failures to pass."""
+        def first(*names: str) -> str | None:
+            return next((environment[name] for name in names if environment.get(name)), None)
 
-    answer_seconds: float = 15.0
-    outage_seconds: float = 60.0
+        access_key, secret_key = first("AWS_ACCESS_KEY_ID"), first("AWS_SECRET_ACCESS_KEY")
+        if (access_key is None) != (secret_key is None):
+            missing = "AWS_SECRET_ACCESS_KEY" if access_key else "AWS_ACCESS_KEY_ID"
+            raise Mistake(f"the keys for the store are incomplete; set {missing} too")
+        endpoint = first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        if endpoint is not None and not _is_endpoint(endpoint):
+            raise Mistake("AWS_ENDPOINT_URL: invalid URL; use http://host:port or https://host, without keys")
+        region = first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+        access = cls(region, endpoint, access_key, secret_key, first("AWS_SESSION_TOKEN"))
+        if access_key is None and not _has_identity(environment, access):
+            raise Mistake(
+                "no keys for the store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "(`aws configure export-credentials --format env` prints those of the aws command)"
+            )
+        return access
+
+    def config(self) -> S3Config:
+        config: S3Config = {
+            "region": self.region,
+            "virtual_hosted_style_request": False,
+            # Servers differ in how they want a bulk deletion; this store deletes one object at a time anyway.
+            "disable_bulk_delete": True,
+        }
+        if self.endpoint is not None:
+            config["endpoint"] = self.endpoint
+        if self.access_key is not None and self.secret_key is not None:
+            config["access_key_id"] = self.access_key
+            config["secret_access_key"] = self.secret_key
+        if self.session_token is not None:
+            config["session_token"] = self.session_token
+        return config
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return (
+            url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0 and not set(text) & {*"@?"}
+        )
+    except ValueError:
+        return False
+
+
+def _has_identity(environment: Mapping[str, str], access: S3Access) -> bool:
+    """True if the machine seems to have a role of its own.
+
+    Where there is no metadata service, obstore would ask for it for minutes: so only Amazon's own S3 counts, and
+    only if the service can be reached.
+    """
+    if any(environment.get(name) for name in _IDENTITIES):
+        return True
+    host = urlsplit(access.endpoint or "https://s3.amazonaws.com").hostname or ""
+    disabled = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if disabled or not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return False
+    metadata = urlsplit(environment.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
+    try:
+        socket.create_connection((metadata.hostname or "", metadata.port or 80), _METADATA_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def open_bucket(
+    location: str, environment: Mapping[str, str], outage_seconds: float, answer_seconds: float
+) -> BucketStore:
+    """Open `bucket/prefix` with the keys of the environment."""
+    bucket, _, prefix = location.partition("/")
+    prefix = prefix.removesuffix("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise Mistake(f"{bucket!r}: invalid bucket name; write s3://bucket or s3://bucket/prefix")
+    if prefix and not is_key(prefix):
+        raise Mistake(f"{prefix!r}: invalid prefix; use names separated by single slashes, without '.' and '..'")
+    return BucketStore(bucket, prefix, S3Access.of(environment), outage_seconds, answer_seconds)
 
 
 class BucketStore(Store):
+    """`answer_seconds` is how long the server may be silent, `outage_seconds` how long its failures may last."""
+
     is_directory = False
 
-    def __init__(self, bucket: str, prefix: str, server: Server, patience: Patience) -> None:
+    def __init__(
+        self, bucket: str, prefix: str, access: S3Access, outage_seconds: float, answer_seconds: float
+    ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._outage_seconds = patience.outage_seconds
+        self.endpoint = access.endpoint
+        self._outage_seconds = outage_seconds
         self._bucket_seen = False
         self._pid = os.getpid()
 
-        def client(retries: int, answer_seconds: float) -> S3Store:
+        def client(retries: int, silent_seconds: float) -> S3Store:
             return S3Store(
                 bucket,
                 prefix=prefix or None,
-                config=_config(server),
+                config=access.config(),
                 client_options={
-                    "allow_http": (server.endpoint or "").startswith("http://"),
-                    "connect_timeout": timedelta(seconds=min(5.0, answer_seconds)),
+                    "allow_http": (access.endpoint or "").startswith("http://"),
+                    "connect_timeout": timedelta(seconds=min(5.0, silent_seconds)),
                     # `timeout` covers a whole download and so would end a long one; `read_timeout` covers
                     # the time without a byte, and the sending of a whole request.
                     "timeout": timedelta(days=1),
-                    "read_timeout": timedelta(seconds=answer_seconds),
+                    "read_timeout": timedelta(seconds=silent_seconds),
                 },
                 retry_config={
                     "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=patience.outage_seconds),
+                    "retry_timeout": timedelta(seconds=outage_seconds),
                     "backoff": {
-                        "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
-                        "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
+                        "init_backoff": timedelta(seconds=_FIRST_PAUSE_SECONDS),
+                        "max_backoff": timedelta(seconds=_LONGEST_PAUSE_SECONDS),
                         "base": 2,
                     },
                 },
             )
 
-        # No signal reaches Python inside obstore, so what takes one request is retried outside of it.
-        # What takes many is retried inside too, or a server that often fails would never let it end.
-        self._client = client(0, patience.answer_seconds)
-        self._client_for_lists = client(RETRIES_INSIDE, patience.answer_seconds)
-        # Slow lines need their time for a part, but a lost server should not delay what is small.
-        self._client_for_files = client(RETRIES_INSIDE, max(TRANSFER_SECONDS, patience.answer_seconds))
+        # No signal reaches Python inside obstore, so a call of one request is retried outside of it.
+        # A call of many is retried inside too, or it would never end on a server that often fails.
+        self._client = client(0, answer_seconds)
+        self._client_for_lists = client(_RETRIES_INSIDE, answer_seconds)
+        # Slow lines need their time for a part, but a lost server should not delay small requests.
+        self._client_for_files = client(_RETRIES_INSIDE, max(_TRANSFER_SECONDS, answer_seconds))
 
     def put(self, key: str, data: bytes) -> None:
         checked_key(key)
-        client = self._client if len(data) <= SMALL_BYTES else self._client_for_files
-        self._patiently(
+        client = self._client if len(data) <= _SMALL_BYTES else self._client_for_files
+        self._retry(
             key,
-            lambda: obstore.put(client, key, data, chunk_size=CHUNK_BYTES, max_concurrency=PARTS_AT_ONCE),
+            lambda: obstore.put(client, key, data, chunk_size=CHUNK_BYTES, max_concurrency=_PARALLEL_PARTS),
         )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """A try whose answer got lost may have succeeded, and then the next one finds the object there.
+        """Create the object; False if it already exists. After an error nobody knows if it was created.
 
-        The mark that every try of this call carries tells whether it is ours. After an error nobody knows.
+        A try whose answer got lost may have succeeded, and then the next try finds the object: the mark that all
+        tries of this call carry shows if it is ours.
         """
         checked_key(key)
         mark = uuid.uuid4().hex
         tries = 0
 
-        def attempt() -> bool:
+        def create() -> bool:
             nonlocal tries
             tries += 1
             try:
-                obstore.put(
-                    self._client,
-                    key,
-                    data,
-                    mode="create",
-                    use_multipart=False,
-                    attributes={MARK: mark},
-                )
+                obstore.put(self._client, key, data, mode="create", use_multipart=False, attributes={_MARK: mark})
             except AlreadyExistsError as error:
-                if status_of(str(error)) == 409:  # others are at it this moment, and nobody has won yet
+                if status_of(str(error)) == 409:  # others are creating it at this moment, and nobody has won yet
                     raise explain_server(str(error), self.url) from None
                 return tries > 1 and self._mark_of(key) == mark
             return True
 
-        return self._patiently(key, attempt)
+        return self._retry(key, create)
 
     def put_file(self, key: str, path: Path) -> None:
         checked_key(key)
         with explained(path):
             size = path.stat().st_size
             path.open("rb").close()
-        part_bytes = max(CHUNK_BYTES, size // PARTS_AT_MOST + 1)
-        self._patiently(
-            key,
-            lambda: obstore.put(
-                self._client_for_files,
-                key,
-                path,
-                chunk_size=part_bytes,
-                max_concurrency=PARTS_AT_ONCE,
-            ),
-        )
+        part_bytes = max(CHUNK_BYTES, size // _MOST_PARTS + 1)
+        client = self._client_for_files
+        self._retry(key, lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS))
 
     def find(self, key: str) -> bytes | None:
         checked_key(key)
         try:
-            return self._patiently(key, lambda: obstore.get(self._client, key).bytes().to_bytes())
+            return self._retry(key, lambda: obstore.get(self._client, key).bytes().to_bytes())
         except ObjectNotFound:
             return None
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        checked_key(key)
-        checked_range(start, length)
-
-        def fetch() -> bytes:
-            try:
-                # S3 knows no empty range.
-                piece = obstore.get_range(self._client, key, start=start, length=max(length, 1))
-            except BaseError as error:
-                if status_of(str(error)) == 416:
-                    return b""
-                raise
-            return piece.to_bytes()[:length]
-
-        return self._patiently(key, fetch)
 
     def get_file(self, key: str, path: Path) -> None:
         checked_key(key)
@@ -179,11 +239,11 @@ class BucketStore(Store):
             return stage(path.parent, obstore.get(self._client_for_files, key).stream(CHUNK_BYTES))
 
         with explained(path):
-            replace(self._patiently(key, fetch), path)
+            replace(self._retry(key, fetch), path)
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
-        found = self._patiently(
+        found = self._retry(
             prefix,
             lambda: obstore.list(self._client_for_lists, prefix or None, offset=after or None).collect(),
         )
@@ -196,33 +256,33 @@ class BucketStore(Store):
 
     def folders(self, prefix: str) -> builtins.list[str]:
         prefix = checked_prefix(prefix)
-        found = self._patiently(prefix, lambda: obstore.list_with_delimiter(self._client_for_lists, prefix or None))
+        found = self._retry(prefix, lambda: obstore.list_with_delimiter(self._client_for_lists, prefix or None))
         return sorted(path.rpartition("/")[2] for path in found["common_prefixes"] if is_key(path))
 
     def entry(self, key: str) -> Entry | None:
         checked_key(key)
         try:
-            meta = self._patiently(key, lambda: obstore.head(self._client, key))
+            meta = self._retry(key, lambda: obstore.head(self._client, key))
         except ObjectNotFound:
             if not self._bucket_seen:
-                self.find(key)  # the answer to HEAD has no text that would tell a missing bucket; that to GET has
+                self.find(key)  # an answer to HEAD has no text and could mean a missing bucket; one to GET has
             return None
         return Entry(key, meta["size"], meta["last_modified"])
 
     def delete(self, key: str) -> None:
         checked_key(key)
         with suppress(ObjectNotFound):
-            self._patiently(key, lambda: obstore.delete(self._client, key))
+            self._retry(key, lambda: obstore.delete(self._client, key))
 
     def _mark_of(self, key: str) -> object:
         try:
-            return obstore.get(self._client, key).attributes.get(MARK)
+            return obstore.get(self._client, key).attributes.get(_MARK)
         except FileNotFoundError:
             raise StoreError(f"{self.url}: {key!r} was deleted meanwhile", temporary=True) from None
 
-    def _patiently(self, key: str, action: Callable[[], Answer]) -> Answer:
-        """The action's answer, tried again with jittered pauses while what failed is temporary."""
-        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
+    def _retry(self, key: str, action: Callable[[], Answer]) -> Answer:
+        """Call `action` until it succeeds, fails for good, or the outage has lasted too long."""
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
         while True:
             try:
                 return self._once(key, action)
@@ -233,36 +293,20 @@ class BucketStore(Store):
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:
         if os.getpid() != self._pid:
             raise StoreError(
-                f"{self.url}: was opened before this process was forked, and obstore would hang in it: "
+                f"{self.url}: was opened before this process was forked, and obstore would hang in it; "
                 "start workers with spawn or forkserver, and open the store in each"
             )
         try:
             answer = action()
         except FileNotFoundError as error:
-            if error.errno is not None:  # of a local file; those that obstore raises have no number
+            if error.errno is not None:  # a local file is missing; obstore's own have no number
                 raise
-            if tells_of_absence(str(error)):
-                self._bucket_seen = self._bucket_seen or "NoSuchKey" in str(error)
-                raise absent(self, key) from None
-            raise explain_server(str(error), self.url) from None
+            code = code_of(str(error))
+            if code not in ("", "NoSuchKey", "NotFound"):  # not the object but the bucket or an upload is missing
+                raise explain_server(str(error), self.url) from None
+            self._bucket_seen = self._bucket_seen or code == "NoSuchKey"
+            raise self.not_found(key) from None
         except BaseError as error:
             raise explain_server(str(error), self.url) from None
         self._bucket_seen = True
         return answer
-
-
-def _config(server: Server) -> S3Config:
-    config: S3Config = {
-        "region": server.region,
-        "virtual_hosted_style_request": False,
-        # Servers differ in what they want of a bulk deletion; we delete one at a time anyway.
-        "disable_bulk_delete": True,
-    }
-    if server.endpoint is not None:
-        config["endpoint"] = server.endpoint
-    if server.access_key is not None and server.secret_key is not None:
-        config["access_key_id"] = server.access_key
-        config["secret_access_key"] = server.secret_key
-    if server.session_token is not None:
-        config["session_token"] = server.session_token
-    return config

@@ -1,4 +1,7 @@
-"""A store in a directory: each object is a file, and no symbolic link in it is followed."""
+"""A store in a directory: each object is a file, and no symbolic link in it is followed.
+
+A file appears whole: it is written under a temporary name in the same directory, synced, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import builtins
 import errno
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store.base import TEMPORARY, Entry, Store, absent, checked_key, checked_prefix, checked_range, is_key
-from packtrain.store.errors import StoreError
-from packtrain.store.staging import chunks_of, claim, explained, make_folder, replace, stage, sync
+from packtrain.store.base import TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.errors import StoreError, explained
 
 Published = TypeVar("Published")
+
+CHUNK_BYTES = 8 << 20
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
 _FOLDER_TRIES = 100
@@ -39,7 +44,7 @@ class DirectoryStore(Store):
     def put_file(self, key: str, path: Path) -> None:
         with explained(path):
             path.open("rb").close()
-        self._publish(key, lambda: chunks_of(path), replace)
+        self._publish(key, lambda: _chunks_of(path), replace)
 
     def find(self, key: str) -> bytes | None:
         with self._explained(key):
@@ -48,23 +53,14 @@ class DirectoryStore(Store):
             except _ABSENT:
                 return None
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        checked_range(start, length)
-        with self._explained(key):
-            try:
-                with self._readable(key).open("rb", buffering=0) as file:
-                    return b"".join(_range_of(file.fileno(), start, length))
-            except _ABSENT:
-                raise absent(self, key) from None
-
     def get_file(self, key: str, path: Path) -> None:
         with self._explained(key):
             try:
                 source = self._readable(key)
             except _ABSENT:
-                raise absent(self, key) from None
+                raise self.not_found(key) from None
             with explained(path):
-                replace(stage(path.parent, chunks_of(source)), path)
+                replace(stage(path.parent, _chunks_of(source)), path)
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
@@ -89,55 +85,62 @@ class DirectoryStore(Store):
             path = self._readable(key)
             path.unlink()
             sync(path.parent)
-            self._remove_if_empty(path.parent)
+            # Empty folders go too: a bucket has none, and the name may be wanted for an object.
+            folder = path.parent
+            with suppress(OSError):
+                while folder != self._root:
+                    folder.rmdir()
+                    folder = folder.parent
 
     def _publish(
         self, key: str, chunks: Callable[[], Iterable[bytes]], name: Callable[[Path, Path], Published]
     ) -> Published:
+        """Write a new file beside its target, then have `name` give it the target's name."""
         target = self._root / checked_key(key)
         with self._explained(key):
             for tries_left in reversed(range(_FOLDER_TRIES)):
                 try:
                     make_folder(target.parent)
-                    self._refuse_links(target.parent)
+                    if os.path.realpath(target.parent) != str(target.parent):
+                        raise StoreError(f"{target.parent}: leads through a symbolic link, which stores do not follow")
                     staged = stage(target.parent, chunks())
                     break
                 except FileNotFoundError:
-                    # Somebody deleted the last object of the folder, and so the folder, meanwhile.
+                    # Another process deleted the last object of the folder, and so the folder, meanwhile.
                     if not tries_left:
                         raise
             return name(staged, target)
 
     def _claim(self, staged: Path, target: Path) -> bool:
+        """Give a staged file its name if nothing has that name yet; False if something has."""
         try:
-            won = claim(staged, target)
+            # A hard link, unlike a rename, fails if the name is taken.
+            os.link(staged, target)
+        except FileExistsError:
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from None
+            # Over NFS the answer to a successful link can get lost and the repeated request then fails:
+            # the second name of our own file proves that we created it.
+            if staged.stat().st_nlink < 2:
+                return False
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise StoreError(
-                    f"{self.url}: this file system has no hard links, which put-if-absent needs: "
-                    "use another directory, or a bucket"
+                    f"{self.url}: this file system has no hard links, which creating objects atomically needs; "
+                    "use another directory or a bucket"
                 ) from error
             raise
-        if not won and target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        return won
+        finally:
+            staged.unlink(missing_ok=True)
+        sync(target.parent)
+        return True
 
     def _readable(self, key: str) -> Path:
-        """The file of an object; `FileNotFoundError` where there is none, or only behind a link."""
+        """Return the object's file; raise `FileNotFoundError` if there is none, or only behind a link."""
         path = self._root / checked_key(key)
         if os.path.realpath(path) != str(path) or not path.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return path
-
-    def _remove_if_empty(self, folder: Path) -> None:
-        with suppress(OSError):
-            while folder != self._root:
-                folder.rmdir()
-                folder = folder.parent
-
-    def _refuse_links(self, folder: Path) -> None:
-        if os.path.realpath(folder) != str(folder):
-            raise StoreError(f"{folder}: leads through a symbolic link, which a store does not follow")
 
     def _scan(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         folder = self._root / prefix
@@ -171,13 +174,65 @@ def _entry(key: str, status: os.stat_result) -> Entry:
 
 
 def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
-    """A writer that was killed leaves its file behind; who meets it a day later takes it away."""
+    """Remove a temporary file that a killed writer left a day ago or earlier."""
     with suppress(OSError):
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
             Path(entry.path).unlink()
 
 
-def _range_of(descriptor: int, start: int, length: int) -> Iterator[bytes]:
-    while length and (piece := os.pread(descriptor, length, start)):
-        yield piece
-        start, length = start + len(piece), length - len(piece)
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+# Files that appear whole and survive a power cut.
+
+
+def stage(folder: Path, chunks: Iterable[bytes]) -> Path:
+    """Write a new synced file in `folder` under a temporary name, which the caller renames or removes."""
+    path = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        # Not tempfile: its mode 0600 would keep others on a shared mount from reading.
+        with path.open("xb", buffering=0) as file:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def replace(staged: Path, target: Path) -> None:
+    """Rename a staged file to its target, durably."""
+    try:
+        staged.replace(target)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    sync(target.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a directory and the missing ones above it, durably."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    sync(folder.parent)
+
+
+def sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory; they are as safe as they get.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,252 @@
+"""Stores in a bucket: keys and endpoints, and a server that fails in every way."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import Mistake
+from packtrain.store import Store, StoreError, open_store
+from parts.loopback import free_port
+from parts.proxy import BUSY, CUT, DROP, HANG, LOSE_ANSWER, PASS, REFUSE, Proxy
+from parts.s3 import S3Server, fresh_location
+from parts.stores import MEGABYTE, keys, noise, output_of, python
+
+
+def patient(location: str, *, outage_seconds: float = 10.0, answer_seconds: float = 0.2) -> Store:
+    return open_store(location, outage_seconds=outage_seconds, answer_seconds=answer_seconds)
+
+
+@pytest.mark.parametrize("endpoint", ["http://u:canary@127.0.0.1", "127.0.0.1:9000", "ftp://host", "http://h:x"])
+@pytest.mark.usefixtures("s3_environment")
+def test_an_invalid_endpoint_is_refused_without_repeating_it(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    with pytest.raises(Mistake, match="AWS_ENDPOINT_URL: invalid URL") as caught:
+        open_store("s3://bucket")
+    assert "canary" not in str(caught.value)
+
+
+def test_the_endpoint_for_s3_overrides_the_general_one(
+    s3_location: str, s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_environment.endpoint)
+    open_store(s3_location).put("a", b"1")
+    assert open_store(s3_location).get("a") == b"1"
+
+
+@pytest.mark.usefixtures("no_aws")
+def test_missing_keys_are_reported_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.monotonic()
+    with pytest.raises(Mistake, match="no keys for the store; set AWS_ACCESS_KEY_ID"):
+        open_store("s3://bucket")
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(Mistake, match="no keys for the store"):
+        open_store("s3://bucket")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(Mistake, match="no keys for the store"):
+        open_store("s3://bucket")
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.usefixtures("no_aws")
+def test_a_machine_with_a_role_needs_no_keys(moto_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", moto_server.endpoint)
+    assert open_store("s3://bucket").url == "s3://bucket"
+
+
+@pytest.mark.usefixtures("no_aws")
+def test_an_access_key_without_its_secret_is_refused_and_vice_versa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    with pytest.raises(Mistake, match="set AWS_ACCESS_KEY_ID too") as caught:
+        open_store("s3://bucket")
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", [REFUSE, BUSY, LOSE_ANSWER, DROP, HANG, CUT])
+def test_every_call_survives_one_failure(fault: str, s3_proxy: Proxy, s3_location: str, tmp_path: Path) -> None:
+    store = patient(s3_location)
+    s3_proxy.hang_seconds = 0.6
+
+    def after_fault(action: Callable[[], object]) -> object:
+        s3_proxy.first(fault)
+        return action()
+
+    after_fault(lambda: store.put("a/b", b"data"))
+    assert after_fault(lambda: store.get("a/b")) == b"data"
+    assert after_fault(lambda: store.exists("a/b")) is True
+    assert after_fault(lambda: keys(store)) == ["a/b"]
+    assert after_fault(lambda: store.folders("")) == ["a"]
+    assert after_fault(lambda: store.put_if_absent("new", b"1")) is True
+    assert after_fault(lambda: store.put_if_absent("new", b"1")) is False
+    after_fault(lambda: store.get_file("a/b", tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == b"data"
+    after_fault(lambda: store.delete("a/b"))
+    assert keys(store) == ["new"]
+
+
+@pytest.mark.parametrize("fault", [REFUSE, LOSE_ANSWER, DROP, CUT])
+@pytest.mark.parametrize("request_of_upload", ["uploads=", "partNumber=2", "uploadId="])
+def test_an_upload_in_parts_survives_a_failure_of_any_of_its_requests(
+    fault: str, request_of_upload: str, s3_proxy: Proxy, s3_location: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(noise(9 * MEGABYTE))
+    left = [fault]
+
+    def once(method: str, path: str) -> str:
+        query = path.partition("?")[2]
+        hit = query.startswith(request_of_upload) and (method == "POST" or "partNumber" in query)
+        return left.pop() if hit and left else PASS
+
+    s3_proxy.fault = once
+    store = patient(s3_location, answer_seconds=5)
+    store.put_file("big", source)
+    assert left == []
+    assert store.get("big") == source.read_bytes()
+
+
+def test_every_call_succeeds_though_a_fifth_of_all_requests_fail(s3_proxy: Proxy, s3_location: str) -> None:
+    dice = random.Random(3)  # noqa: S311
+    faults = [REFUSE, BUSY, LOSE_ANSWER, DROP, CUT]
+    s3_proxy.fault = lambda *_: dice.choice(faults) if dice.random() < 0.2 else PASS
+    store = patient(s3_location)
+    for number in range(12):
+        key = f"{number:03d}"
+        assert store.put_if_absent(key, key.encode())
+        assert not store.put_if_absent(key, b"other")
+        assert store.get(key) == key.encode()
+    assert keys(store) == [f"{number:03d}" for number in range(12)]
+    assert sum(fault != PASS for _, _, fault in s3_proxy.requests) > 5
+
+
+def test_a_large_file_is_transferred_though_every_third_request_fails(
+    s3_proxy: Proxy, s3_location: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(noise(40 * MEGABYTE))
+    count = itertools.count(1)
+    s3_proxy.fault = lambda *_: REFUSE if next(count) % 3 == 0 else PASS
+    store = patient(s3_location)
+    store.put_file("big", source)
+    store.get_file("big", target)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_put_if_absent_recognizes_its_own_object_after_a_lost_answer(s3_proxy: Proxy, s3_location: str) -> None:
+    store, other = patient(s3_location), patient(s3_location)
+    s3_proxy.first(LOSE_ANSWER, DROP, LOSE_ANSWER)
+    assert store.put_if_absent("generation", b"same bytes")
+    assert not other.put_if_absent("generation", b"same bytes")
+
+
+def test_put_if_absent_does_not_claim_the_same_bytes_of_another_writer(
+    s3_proxy: Proxy, s3_location: str, s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = patient(s3_location)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_environment.endpoint)
+    other = patient(s3_location)
+
+    def overtaken(method: str, path: str) -> str:
+        s3_proxy.first()
+        assert other.put_if_absent("generation", b"same bytes")
+        return REFUSE
+
+    s3_proxy.fault = overtaken
+    assert not store.put_if_absent("generation", b"same bytes")
+
+
+@pytest.mark.parametrize("fault", [REFUSE, BUSY, DROP, HANG])
+def test_an_outage_ends_in_a_temporary_error_in_time(fault: str, s3_proxy: Proxy, s3_location: str) -> None:
+    s3_proxy.fault = lambda *_: fault
+    s3_proxy.hang_seconds = 0.6
+    store = patient(s3_location, outage_seconds=0.5, answer_seconds=0.2)
+    for use in (
+        lambda: store.put("a", b""),
+        lambda: store.put_if_absent("a", b""),
+        lambda: store.get("a"),
+    ):
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match="try again later") as caught:
+            use()
+        assert caught.value.temporary
+        assert 0.5 <= time.monotonic() - begin < 3
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_failing_server(s3_proxy: Proxy, s3_location: str) -> None:
+    s3_proxy.fault = lambda *_: REFUSE
+    code = "import sys; from packtrain.store import open_store; open_store(sys.argv[1]).get('a')"
+    waiting = python(code, s3_location)
+    while not s3_proxy.requests:
+        assert waiting.poll() is None
+    waiting.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, errors = waiting.communicate()
+    assert time.monotonic() - begin < 3
+    assert "KeyboardInterrupt" in errors
+
+
+def test_the_error_says_that_the_server_cannot_be_reached(s3_location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(StoreError, match="cannot connect to the server; check AWS_ENDPOINT_URL") as caught:
+        patient(s3_location, outage_seconds=0.3).get("a")
+    assert caught.value.temporary
+
+
+def test_a_server_that_ignores_put_if_absent_is_detected(
+    rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rclone_server.enter(monkeypatch)
+    store = open_store(fresh_location())
+    assert not store.supports_put_if_absent()
+    assert keys(store) == []
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+
+
+def test_transfers_of_large_files_use_little_memory(s3_location: str, tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from packtrain.store import open_store
+def peak(): return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+source, target = Path(sys.argv[2]), Path(sys.argv[3])
+for location in sys.argv[1].split(","):
+    store = open_store(location)
+    store.put("small", b"1"), store.get("small")
+    before = peak()
+    store.put_file("big", source)
+    store.get_file("big", target)
+    print(peak() - before)
+"""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(noise(MEGABYTE) * 80)
+    output = output_of(python(code, f"{tmp_path}/store,{s3_location}", source, target))
+    megabytes = [int(line) for line in output.splitlines()]
+    assert target.read_bytes() == source.read_bytes()
+    assert max(megabytes) < 64, megabytes
+
+
+def test_a_forked_process_gets_an_error_instead_of_hanging(s3_location: str) -> None:
+    code = """
+import os, sys
+from packtrain.store import StoreError, open_store
+store = open_store(sys.argv[1])
+store.put("a", b"1")
+if os.fork() == 0:
+    try:
+        store.get("a")
+    except StoreError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert "start workers with spawn or forkserver" in output_of(python(code, s3_location))

@@ -1,0 +1,216 @@
+"""Stores in a directory: links, races, killed writers, full and forbidden disks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from packtrain.store import Store, StoreError, open_store
+from parts.presence import need
+from parts.stores import MEGABYTE, keys, output_of, python
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    need(os.geteuid() == 0, "only root can mount a small disk")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    need(subprocess.run(mount, capture_output=True).returncode == 0, "this machine mounts no tmpfs")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+class unprivileged:  # noqa: N801
+    """Root may do anything; for this block the process is nobody."""
+
+    def __enter__(self) -> None:
+        self.user = os.geteuid()
+        if self.user == 0:
+            os.seteuid(65534)
+
+    def __exit__(self, *_: object) -> None:
+        os.seteuid(self.user)
+
+
+def test_files_follow_the_umask(directory_store: Store, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        directory_store.put("a/b", b"")
+        directory_store.put_if_absent("a/c", b"")
+        directory_store.get_file("a/b", tmp_path / "file")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "store/a/b", tmp_path / "store/a/c", tmp_path / "file"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_an_object_cannot_be_put_below_another(directory_store: Store) -> None:
+    directory_store.put("a", b"1")
+    directory_store.put("folder/b", b"1")
+    for put in (directory_store.put, directory_store.put_if_absent):
+        with pytest.raises(StoreError, match="an object cannot have others below it"):
+            put("a/b", b"2")
+        with pytest.raises(StoreError, match="is a directory; there are other objects below this key"):
+            put("folder", b"2")
+    assert keys(directory_store) == ["a", "folder/b"]
+
+
+def test_symbolic_links_in_a_store_are_not_followed(directory_store: Store, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_bytes(b"secret")
+    directory_store.put("inside", b"1")
+    (tmp_path / "store/folder").symlink_to(tmp_path / "outside")
+    (tmp_path / "store/file").symlink_to(tmp_path / "outside/secret")
+    (tmp_path / "store/loop").symlink_to("loop")
+    for key in ("file", "folder/secret", "loop"):
+        assert directory_store.find(key) is None
+        assert not directory_store.exists(key)
+        directory_store.delete(key)
+    with pytest.raises(StoreError, match="symbolic link"):
+        directory_store.put("folder/new", b"")
+    assert keys(directory_store) == ["inside"]
+    assert keys(directory_store, "folder") == directory_store.folders("") == []
+    assert [path.name for path in (tmp_path / "outside").iterdir()] == ["secret"]
+
+
+def test_a_store_may_itself_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    store = open_store(str(tmp_path / "link"))
+    store.put("a/b", b"1")
+    assert store.get("a/b") == b"1"
+    assert keys(store) == ["a/b"]
+
+
+def test_temporary_files_are_not_listed_and_are_removed_after_a_day(directory_store: Store, tmp_path: Path) -> None:
+    directory_store.put("a/b", b"1")
+    fresh, abandoned = tmp_path / "store/a/.tmp-1", tmp_path / "store/c/.tmp-2"
+    abandoned.parent.mkdir()
+    for path in (fresh, abandoned):
+        path.write_bytes(b"half")
+    os.utime(abandoned, (0, 0))
+    assert keys(directory_store) == ["a/b"]
+    assert directory_store.folders("") == ["a"]
+    assert fresh.exists()
+    assert not abandoned.exists()
+
+
+def test_a_race_of_processes_has_one_winner(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from packtrain.store import open_store
+store, number = open_store(sys.argv[1]), sys.argv[2]
+store.put("ready/" + number, b"")
+while not store.exists("go"): time.sleep(0.001)
+print([store.put_if_absent(f"race/{round}", number.encode()) for round in range(20)])
+"""
+    store = open_store(str(tmp_path / "store"))
+    racers = [python(code, tmp_path / "store", number) for number in range(16)]
+    while len(store.list("ready")) < 16:
+        time.sleep(0.01)
+        assert all(racer.poll() in (None, 0) for racer in racers)
+    store.put("go", b"")
+    results = [output_of(racer).strip("[]").split(", ") for racer in racers]
+    for number, outcomes in enumerate(zip(*results, strict=True)):
+        assert outcomes.count("True") == 1
+        assert store.get(f"race/{number}") == str(outcomes.index("True")).encode()
+
+
+def test_concurrent_puts_and_deletions_in_a_folder_succeed(directory_store: Store) -> None:
+    def churn(number: int) -> None:
+        for _ in range(100):
+            directory_store.put(f"a/b/{number}", b"1")
+            assert directory_store.get(f"a/b/{number}") == b"1"
+            directory_store.delete(f"a/b/{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(churn, range(4)))
+    assert keys(directory_store) == directory_store.folders("") == []
+
+
+def test_a_killed_writer_leaves_only_whole_objects(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from packtrain.store import open_store
+store = open_store(sys.argv[1])
+source = Path(sys.argv[2])
+number = 0
+while True:
+    data = bytes([number]) * 8_000_000
+    source.write_bytes(data)
+    store.put("same", data)
+    store.put(f"new/{number:06d}", data)
+    store.put_if_absent(f"once/{number:06d}", data)
+    store.put_file(f"file/{number:06d}", source)
+    number = (number + 1) % 5
+"""
+    store = open_store(str(tmp_path / "store"))
+    for patience in (0.01, 0.03, 0.05, 0.08):
+        writer = python(code, tmp_path / "store", tmp_path / "source")
+        while not store.exists("file/000000"):
+            assert writer.poll() is None
+        time.sleep(patience)
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+        found = store.list()
+        assert len(found) >= 4
+        for entry in found:
+            data = store.get(entry.key)
+            assert data.count(data[:1]) == 8_000_000
+        for entry in found:
+            store.delete(entry.key)
+
+
+def test_a_full_disk_leaves_existing_objects_intact(small_disk: Path) -> None:
+    store = open_store(str(small_disk))
+    store.put("good", b"1" * 1000)
+    for put in (store.put, store.put_if_absent):
+        with pytest.raises(StoreError, match="the disk is full") as caught:
+            put("big", b"2" * 2 * MEGABYTE)
+        assert caught.value.temporary
+    with pytest.raises(StoreError, match="the disk is full"):
+        store.put("good", b"2" * 2 * MEGABYTE)
+    assert store.get("good") == b"1" * 1000
+    assert [path.name for path in small_disk.iterdir()] == ["good"]
+
+
+def test_a_download_to_a_full_disk_leaves_no_partial_file(small_disk: Path, any_store: Store) -> None:
+    any_store.put("big", b"2" * 2 * MEGABYTE)
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match=f"{small_disk}/file: the disk is full"):
+        any_store.get_file("big", small_disk / "file")
+    assert time.monotonic() - begin < 5
+    assert list(small_disk.iterdir()) == []
+
+
+def test_the_error_says_that_the_disk_is_read_only(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(StoreError, match="read-only") as caught:
+        open_store(str(small_disk)).put("a/b", b"")
+    assert not caught.value.temporary
+
+
+def test_the_error_says_that_permission_is_denied(directory_store: Store, tmp_path: Path) -> None:
+    directory_store.put("a/b", b"1")
+    (tmp_path / "store/a").chmod(0)
+    with unprivileged():
+        for use in (directory_store.get, directory_store.list, directory_store.exists):
+            with pytest.raises(StoreError, match="permission denied") as caught:
+                use("a/b" if use != directory_store.list else "a")
+            assert not caught.value.temporary
+        with pytest.raises(StoreError, match="permission denied"):
+            directory_store.put("a/c", b"")

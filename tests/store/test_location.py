@@ -1,0 +1,78 @@
+"""Locations as people write them, valid and invalid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import Mistake
+from packtrain.store import open_store
+from parts.s3 import BUCKET
+from parts.stores import keys, output_of, python
+
+
+def test_a_directory_store_has_an_absolute_url_and_is_made_by_the_first_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store("new/store")
+    assert store.is_directory
+    assert store.url == str(tmp_path / "new/store")
+    assert store.list() == []
+    assert store.folders("") == []
+    assert not (tmp_path / "new").exists()
+    store.put("a", b"1")
+    assert open_store(f"file://{tmp_path}/new/store").get("a") == b"1"
+    assert open_store((tmp_path / "new/store").as_uri().replace("new", "%6eew")).get("a") == b"1"
+
+
+@pytest.mark.usefixtures("s3_environment")
+def test_a_bucket_store_has_the_url_it_was_opened_with() -> None:
+    store = open_store(f"s3://{BUCKET}/some/prefix/")
+    assert not store.is_directory
+    assert store.url == f"s3://{BUCKET}/some/prefix"
+
+
+def test_stores_under_different_prefixes_of_a_bucket_are_separate(s3_location: str) -> None:
+    one, other = open_store(s3_location + "/one"), open_store(s3_location + "/one-more")
+    one.put("a", b"1")
+    assert keys(other) == []
+    assert keys(open_store(s3_location)) == ["one/a"]
+
+
+@pytest.mark.parametrize(
+    ("location", "advice"),
+    [
+        ("", "location is empty"),
+        ("gs://bucket", "gs:// is not supported; use a directory or s3://bucket/prefix"),
+        ("http://127.0.0.1:9000/bucket", "AWS_ENDPOINT_URL"),
+        ("file://host/path", "three slashes"),
+        ("s3://", "invalid bucket name"),
+        ("s3://B/prefix", "invalid bucket name"),
+        ("s3://bucket/a//b", "invalid prefix"),
+        ("s3://bucket/../b", "invalid prefix"),
+    ],
+)
+@pytest.mark.usefixtures("s3_environment")
+def test_an_invalid_location_is_refused_with_advice(location: str, advice: str) -> None:
+    with pytest.raises(Mistake, match=advice):
+        open_store(location)
+
+
+def test_a_file_is_refused_as_a_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(Mistake, match="file: is a file, and a store is a directory"):
+        open_store(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("location", ["s3://AK:canary@bucket/x", "file://u:canary@h/x", "s3://b?key=canary"])
+def test_keys_in_a_url_are_refused_without_repeating_them(location: str) -> None:
+    with pytest.raises(Mistake, match="must not contain keys") as caught:
+        open_store(location)
+    assert "canary" not in str(caught.value)
+
+
+def test_importing_the_package_does_not_import_obstore() -> None:
+    code = "import sys, packtrain.store; print('obstore' in sys.modules)"
+    assert output_of(python(code)) == "False"
