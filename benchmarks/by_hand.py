@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.schedule import Moment, rate_of
@@ -30,7 +31,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = load_job(EXAMPLE, [], recipe_defaults).job
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))  # it is there: the other made it
+    manifest = pack(
+        job.name, job.data, store, InProcess(), PlainProgress(lambda _: None)
+    )  # it is there: the other made it
     recipe = recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
     torch.manual_seed(1)
     model = recipe.build_model()

@@ -25,8 +25,9 @@ import bench
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import commit
 from packtrain.run.code import archive
@@ -125,7 +126,7 @@ def saving(rounds: int, steps: int, directory: Path) -> dict[str, list[tuple[flo
         for every in ("1 h", f"{SAVE_EVERY} steps")
     )
     store = open_store(str(directory / "runs"))
-    manifest = pack(rare.name, rare.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(rare.name, rare.data, store, InProcess(), PlainProgress(lambda _: None))
     assert rare.recipe is not None
     seconds: dict[str, list[tuple[float, float]]] = {"rare": [], "often": []}
     for _ in range(rounds):

@@ -27,8 +27,9 @@ import bench
 from packtrain.data.loader import Order, Position, parts
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.engine import Engine
@@ -58,7 +59,7 @@ def recipe_of(directory: Path, exchange: str) -> Recipe:
     ]
     job = load_job(EXAMPLE, settings, recipe_defaults).job
     store = open_store(str(directory / "store"))
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
 
 

@@ -35,7 +35,7 @@ import bench
 from packtrain.data.images import ImageBatches, random_crop_box
 from packtrain.data.order import permutation
 from packtrain.data.pack import SplitReader
-from packtrain.pack.manifest import Shard
+from packtrain.pack.manifest import ShardFile
 from packtrain.pack.picture import to_tiled
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 
@@ -115,7 +115,7 @@ def packtrain(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
         },
     )
     (folder / "shard").write_bytes(encode_shard(columns))
-    shard = Shard("shard", 0, "", len(columns))
+    shard = ShardFile("shard", 0, "", len(columns))
     batches = ImageBatches(SplitReader([shard], lambda _: folder / "shard"), workers)
 
     def epoch(number: int) -> int:

@@ -27,11 +27,10 @@ from torch.utils.data import DataLoader
 
 import bench
 from packtrain.data.loader import Order
-from packtrain.data.order import Ids
-from packtrain.data.pack import SplitReader
-from packtrain.data.text import likeness, pad
+from packtrain.data.order import Ids, likeness
+from packtrain.data.pack import SplitReader, pad
 from packtrain.pack.bitext import read_bitext
-from packtrain.pack.manifest import Shard
+from packtrain.pack.manifest import ShardFile
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
 from packtrain.system import sha256_of
@@ -64,7 +63,7 @@ def packed(sources: Rows, targets: Rows, folder: Path) -> SplitReader:
         ragged = {name: Ragged.from_rows(rows, np.dtype("<u2")) for name, rows in sides.items()}
         path = folder / f"train-{number:05d}"
         path.write_bytes(encode_shard(Columns(ragged)))
-        shards.append(Shard(path.name, path.stat().st_size, sha256_of(path), len(sources[part])))
+        shards.append(ShardFile(path.name, path.stat().st_size, sha256_of(path), len(sources[part])))
     return SplitReader(shards, lambda shard: folder / shard.name)
 
 

@@ -23,8 +23,9 @@ from PIL import Image
 
 import bench
 from packtrain.job.job import Data
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import Plain, Processes
+from packtrain.pack.workers import Processes
 from packtrain.store import open_store
 
 WIDTH, HEIGHT, DISTINCT, CLASSES = 480, 427, 300, 10
@@ -107,7 +108,7 @@ def seconds_packing(folder: Path, store: Path) -> tuple[float, int]:
     data = Data.model_validate({"train": [{"imagenet": str(folder)}]})
     with PeakMemory() as memory:
         started = time.perf_counter()
-        pack("bench", data, open_store(str(store)), Processes(), Plain(lambda _: None))
+        pack("bench", data, open_store(str(store)), Processes(), PlainProgress(lambda _: None))
         return time.perf_counter() - started, memory.bytes
 
 

@@ -29,8 +29,9 @@ import bench
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import EvaluationRequest, Recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive
 from packtrain.run.run import create_run
@@ -67,7 +68,7 @@ def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
     ]  # fmt: skip
     job = load_job(path, settings, recipe_defaults).job
     store = open_store(str(directory / "store"))
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(name)(job, Pack(store, manifest.name, directory / "cache")), store
 
 

@@ -30,8 +30,9 @@ from packtrain.data.order import epoch_batches
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive
 from packtrain.run.run import create_run
@@ -149,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         job = load_job(EXAMPLE, settings, recipe_defaults).job
         store = open_store(f"{directory}/store")
-        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+        manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         assert job.recipe is not None
         recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))
         contenders: dict[str, Callable[[], tuple[float, float]]] = {

@@ -33,9 +33,10 @@ from packtrain.data.pack import Pack
 from packtrain.export.predict import Wishes, load_predictor
 from packtrain.job.job import Job
 from packtrain.job.load import load_job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.vocabulary import BOS, EOS, UNKNOWN
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Decoding, Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.pairs import PairRecipe
 from packtrain.run.code import archive
@@ -119,7 +120,7 @@ def example(*settings: str) -> Job:
 
 
 def packed(job: Job, store: Store, cache: Path) -> PairRecipe:
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     made = recipe_class("translate")(job, Pack(store, manifest.name, cache))
     assert isinstance(made, PairRecipe)
     return made

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids
-from packtrain.data.text import pad
+from packtrain.data.pack import pad
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job
 from packtrain.pack.vocabulary import PAD

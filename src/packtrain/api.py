@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.export.predict import Wishes, load_predictor
-from packtrain.pack.workers import Plain
+from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
 from packtrain.run.liveness import State, state_of
 from packtrain.run.records import LogLine, Point, Result
@@ -84,7 +84,7 @@ class RunHandle:
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
     """Packs if needed, starts the run and returns; it goes on by itself."""
-    created = create(load(job, overrides), Plain(print))
+    created = create(load(job, overrides), PlainProgress(print))
     start(created, tied=False)
     return RunHandle(created)
 

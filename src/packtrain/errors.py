@@ -56,6 +56,20 @@ class RunStopped(PacktrainError):
     exit_code = EXIT_STOPPED
 
 
+def printable(text: str, limit: int | None = None) -> str:
+    """Return the text as it can be shown and stored: on one line, without control characters, and as valid UTF-8."""
+    if limit is not None and len(text) > limit:
+        text = text[: limit - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def quoted(text: str, limit: int = 200) -> str:
+    """Return the text for an error message: in quotes, escaped and short."""
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest known word, or lists them all when none is close."""
     choices = sorted(known)

@@ -15,10 +15,11 @@ from packtrain.fleet import Started, fleet_of
 from packtrain.job.job import Data, Job, Source
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
+from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import Processes, Progress, Workers
+from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive, snapshot
 from packtrain.run.run import Run, create_run
@@ -42,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
 
 
 def pack_data(
-    loaded: LoadedJob, store: Store, progress: Progress, workers: Workers, allow_drops: bool = False
+    loaded: LoadedJob, store: Store, progress: PackProgress, workers: Workers, allow_drops: bool = False
 ) -> Manifest | None:
     """The job's pack, made if it is not there; a program has none."""
     if loaded.job.program is not None:
@@ -70,7 +71,7 @@ def with_local_copies(data: Data, store: Store, directory: Path, tell: Tell) -> 
     return data.model_copy(update=splits)
 
 
-def create(loaded: LoadedJob, progress: Progress) -> Run:
+def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     """The run's folder with everything that nodes need. Whatever can be refused is refused before."""
     if loaded.job.recipe is None and loaded.job.program is None:
         raise loaded.mistake("recipe", "is needed to run; without one the data can only be packed")

@@ -11,7 +11,8 @@ from cli.test_commands import EXAMPLES, assert_refused, packtrain
 from packtrain.cli.samples import english, german
 from packtrain.cli.template import STARTS, Wanted, write_start
 from packtrain.errors import Mistake
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
@@ -34,7 +35,7 @@ def test_a_start_loads_and_its_data_can_be_packed(kind: str, tmp_path: Path) -> 
     loaded = load(tmp_path / f"{kind}.yaml", [f"store={tmp_path / 'store'}"])
     assert loaded.job.name == kind
     said: list[str] = []
-    manifest = pack_data(loaded, open_store(loaded.job.store), Plain(said.append), HereAlone())
+    manifest = pack_data(loaded, open_store(loaded.job.store), PlainProgress(said.append), InProcess())
     assert not [line for line in said if "warning" in line]
     if manifest is not None:
         assert manifest.splits["train"].samples > manifest.splits["valid"].samples > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.pack.manifest import FORMAT, Manifest, PackFile, Shard, Split, pack_key
+from packtrain.pack.manifest import FORMAT, Manifest, PackFile, ShardFile, Split, pack_key
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.store import Store
 from packtrain.store.directory import DirectoryStore
@@ -41,12 +41,12 @@ def put_file(store: Store, name: str, data: bytes) -> PackFile:
     return PackFile(name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def put_shard(store: Store, name: str, rows: Rows, first: int = 0) -> Shard:
+def put_shard(store: Store, name: str, rows: Rows, first: int = 0) -> ShardFile:
     """A shard with a column `tokens` of these rows, and a column `number` of the samples' own numbers."""
     numbers = np.arange(first, first + len(rows), dtype=np.int32)
     data = encode_shard(Columns({"tokens": Ragged.from_rows(rows, np.dtype("<u2"))}, {"number": numbers}))
     file = put_file(store, name, data)
-    return Shard(file.name, file.bytes, file.sha256, len(rows))
+    return ShardFile(file.name, file.bytes, file.sha256, len(rows))
 
 
 def put_pack(store: Store, rows: Rows, samples_per_shard: int) -> Manifest:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.handmade import NAME, Remote, put_file
-from packtrain.data.cache import Cache, Prefetch
+from packtrain.data.cache import FileCache, Prefetch
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
@@ -25,7 +25,7 @@ FETCH = """
 import sys, time
 from pathlib import Path
 from data.handmade import NAME, Remote
-from packtrain.data.cache import Cache
+from packtrain.data.cache import FileCache
 from packtrain.pack.manifest import PackFile, pack_key
 
 root, cache, name, size, sha256, pause = sys.argv[1:]
@@ -38,7 +38,7 @@ class Slow(Remote):
         super().get_file(key, path)
 
 wanted = PackFile(name, int(size), sha256)
-print(Cache(Path(cache)).path_of(Slow(Path(root)), pack_key(NAME, name), wanted).read_text())
+print(FileCache(Path(cache)).path_of(Slow(Path(root)), pack_key(NAME, name), wanted).read_text())
 """
 
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def path_of(cache: Cache, store: Store, file: PackFile) -> Path:
+def path_of(cache: FileCache, store: Store, file: PackFile) -> Path:
     return cache.path_of(store, pack_key(NAME, file.name), file)
 
 
@@ -85,7 +85,7 @@ def leftovers(folder: Path) -> list[Path]:
 def test_a_file_is_fetched_once_and_found_by_its_content(remote: Remote, folder: Path) -> None:
     file, same = put_file(remote, "a", b"apple"), put_file(remote, "b", b"apple")
     for wanted in (file, file, same):
-        path = path_of(Cache(folder), remote, wanted)
+        path = path_of(FileCache(folder), remote, wanted)
         assert path == folder / file.sha256
         assert path.read_bytes() == b"apple"
     assert remote.fetched == ["a"]
@@ -94,7 +94,7 @@ def test_a_file_is_fetched_once_and_found_by_its_content(remote: Remote, folder:
 
 def test_files_come_from_any_kind_of_store(any_store: Store, folder: Path) -> None:
     file = put_file(any_store, "a", b"apple")
-    assert path_of(Cache(folder), any_store, file).read_bytes() == b"apple"
+    assert path_of(FileCache(folder), any_store, file).read_bytes() == b"apple"
 
 
 def test_processes_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_processes_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path
 
 def test_threads_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
-    cache = Cache(folder)
+    cache = FileCache(folder)
     threads = [threading.Thread(target=path_of, args=(cache, remote, file)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -126,9 +126,9 @@ def test_a_fetch_that_was_killed_leaves_nothing_that_is_used_and_is_cleared_away
         killed.wait()
     assert leftovers(folder) != []
     assert cached(folder) == set()
-    path_of(Cache(folder), remote, other)
+    path_of(FileCache(folder), remote, other)
     assert leftovers(folder) == []
-    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+    assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
 
 
 def test_who_waits_for_a_fetch_that_is_killed_does_it_itself(remote: Remote, folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_another_process_is_fetching_is_left_alone(remote: Remote, folder: 
     slow = started(remote, folder, file, 1.0)
     assert slow.stdout is not None
     assert slow.stdout.readline() == "fetching\n"
-    path_of(Cache(folder), remote, other)
+    path_of(FileCache(folder), remote, other)
     assert len(leftovers(folder)) == 2
     assert slow.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["apple"]
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_damaged_in_the_store_is_fetched_three_times_and_then_nam
     file = put_file(remote, "a", b"apple")
     put_file(remote, "a", data)
     with pytest.raises(PacktrainError) as refused:
-        path_of(Cache(folder), remote, file)
+        path_of(FileCache(folder), remote, file)
     assert str(refused.value) == (
         f"a of pack {NAME} in {remote.url} does not have the hash it should (fetched 3 times);"
         " delete the pack's manifest.json and pack again"
@@ -187,7 +187,7 @@ def test_a_file_that_arrives_damaged_once_is_fetched_again(
             damage(path)
 
     monkeypatch.setattr(remote, "get_file", unsteady)
-    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+    assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
     assert remote.fetched == ["a"] * 3
 
 
@@ -196,8 +196,8 @@ def test_a_file_that_is_damaged_in_the_cache_is_fetched_again(
     remote: Remote, folder: Path, harm: Callable[[Path], None]
 ) -> None:
     file = put_file(remote, "a", b"apple")
-    harm(path_of(Cache(folder), remote, file))
-    assert path_of(Cache(folder), remote, file).read_bytes() == b"apple"
+    harm(path_of(FileCache(folder), remote, file))
+    assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
     assert remote.fetched == ["a"] * 2
 
 
@@ -205,14 +205,14 @@ def test_a_file_that_is_not_in_the_store_is_named(remote: Remote, folder: Path) 
     file = put_file(remote, "a", b"apple")
     remote.delete(pack_key(NAME, "a"))
     with pytest.raises(NotFound, match=f"object 'packs/{NAME}/a' not found"):
-        path_of(Cache(folder), remote, file)
+        path_of(FileCache(folder), remote, file)
     assert leftovers(folder) == []
 
 
 @pytest.mark.parametrize("sha256", ["", "../../etc/passwd", "A" * 64, "0" * 63 + "\n"])
 def test_a_hash_that_is_none_is_refused(remote: Remote, folder: Path, sha256: str) -> None:
     with pytest.raises(PacktrainError, match="is not a hash"):
-        path_of(Cache(folder), remote, PackFile("a", 1, sha256))
+        path_of(FileCache(folder), remote, PackFile("a", 1, sha256))
     assert not folder.exists()
 
 
@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(remote: Remote, tmp_path: Pa
     file = put_file(remote, "a", b"apple")
     (tmp_path / "file").touch()
     with pytest.raises(PacktrainError, match="a part of the path is a file, not a directory"):
-        path_of(Cache(tmp_path / "file"), remote, file)
+        path_of(FileCache(tmp_path / "file"), remote, file)
 
 
 # A directory.
@@ -242,7 +242,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_files_of_a_directory_are_used_where_they_are(directory_store: Store, folder: Path) -> None:
     file = put_file(directory_store, "a", b"apple")
-    path = path_of(Cache(folder), directory_store, file)
+    path = path_of(FileCache(folder), directory_store, file)
     assert path == Path(directory_store.url) / pack_key(NAME, "a")
     assert cached(folder) == set()
 
@@ -252,23 +252,23 @@ def test_a_file_is_hashed_once_on_a_machine_and_again_when_it_changed(
 ) -> None:
     file = put_file(directory_store, "a", b"apple")
     for _ in range(3):
-        path_of(Cache(folder), directory_store, file)
+        path_of(FileCache(folder), directory_store, file)
     assert hashed == ["a"]
     put_file(directory_store, "a", b"apple")
-    path_of(Cache(folder), directory_store, file)
+    path_of(FileCache(folder), directory_store, file)
     assert hashed == ["a", "a"]
 
 
 def test_a_file_that_is_damaged_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
     file = put_file(directory_store, "a", b"apple")
-    damage(path_of(Cache(folder), directory_store, file))
+    damage(path_of(FileCache(folder), directory_store, file))
     with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* does not have the hash it should; delete"):
-        path_of(Cache(folder), directory_store, file)
+        path_of(FileCache(folder), directory_store, file)
 
 
 def test_a_file_that_is_not_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
     with pytest.raises(NotFound, match=r"object .* not found"):
-        path_of(Cache(folder), directory_store, PackFile("a", 1, "0" * 64))
+        path_of(FileCache(folder), directory_store, PackFile("a", 1, "0" * 64))
 
 
 # Room.
@@ -276,7 +276,7 @@ def test_a_file_that_is_not_in_a_directory_is_named(directory_store: Store, fold
 
 def test_the_least_recently_used_goes_first(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
-    cache = Cache(folder, limit_bytes=30)
+    cache = FileCache(folder, limit_bytes=30)
     for file in (*files[:3], files[0]):
         path_of(cache, remote, file)
         time.sleep(0.01)
@@ -287,7 +287,7 @@ def test_the_least_recently_used_goes_first(remote: Remote, folder: Path) -> Non
 def test_many_small_ones_make_room_for_a_large_one(remote: Remote, folder: Path) -> None:
     small = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
     large = put_file(remote, "large", b"x" * 25)
-    cache = Cache(folder, limit_bytes=40)
+    cache = FileCache(folder, limit_bytes=40)
     for file in (*small, large):
         path_of(cache, remote, file)
         time.sleep(0.01)
@@ -296,11 +296,11 @@ def test_many_small_ones_make_room_for_a_large_one(remote: Remote, folder: Path)
 
 def test_what_a_live_process_needs_stays_even_beyond_the_limit(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "abc"]
-    cache = Cache(folder, limit_bytes=10)
+    cache = FileCache(folder, limit_bytes=10)
     with cache.hold(file.sha256 for file in files[:2]):
         for file in files[:2]:
             path_of(cache, remote, file)
-        path_of(Cache(folder, limit_bytes=10), remote, files[2])
+        path_of(FileCache(folder, limit_bytes=10), remote, files[2])
         assert cached(folder) == {file.sha256 for file in files}
     path_of(cache, remote, put_file(remote, "d", b"d" * 10))
     assert len(cached(folder)) == 1
@@ -309,18 +309,18 @@ def test_what_a_live_process_needs_stays_even_beyond_the_limit(remote: Remote, f
 
 def test_what_a_killed_process_needed_may_go(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "ab"]
-    path_of(Cache(folder), remote, files[0])
-    script = f"import os; from pathlib import Path; from packtrain.data.cache import Cache\n\
-hold = Cache(Path({str(folder)!r})).hold([{files[0].sha256!r}]); os.kill(os.getpid(), 9)"
+    path_of(FileCache(folder), remote, files[0])
+    script = f"import os; from pathlib import Path; from packtrain.data.cache import FileCache\n\
+hold = FileCache(Path({str(folder)!r})).hold([{files[0].sha256!r}]); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
-    path_of(Cache(folder, limit_bytes=10), remote, files[1])
+    path_of(FileCache(folder, limit_bytes=10), remote, files[1])
     assert cached(folder) == {files[1].sha256}
 
 
 def test_an_open_file_can_be_read_after_it_was_removed(remote: Remote, folder: Path) -> None:
     first, second = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
-    with path_of(Cache(folder), remote, first).open("rb") as file:
-        path_of(Cache(folder, limit_bytes=1), remote, second)
+    with path_of(FileCache(folder), remote, first).open("rb") as file:
+        path_of(FileCache(folder, limit_bytes=1), remote, second)
         assert cached(folder) == {second.sha256}
         assert file.read() == b"apple"
 
@@ -330,7 +330,7 @@ def test_processes_that_share_a_small_cache_all_get_what_they_want(remote: Remot
     wrong: list[str] = []
 
     def use(first: int) -> None:
-        cache = Cache(folder, limit_bytes=200)
+        cache = FileCache(folder, limit_bytes=200)
         for number in range(40):
             file = files[(first + number * 5) % len(files)]
             with cache.hold([file.sha256]):
@@ -343,7 +343,7 @@ def test_processes_that_share_a_small_cache_all_get_what_they_want(remote: Remot
     for thread in threads:
         thread.join()
     assert wrong == []
-    path_of(Cache(folder, limit_bytes=100), remote, put_file(remote, "last", b"last"))
+    path_of(FileCache(folder, limit_bytes=100), remote, put_file(remote, "last", b"last"))
     assert sum((folder / name).stat().st_size for name in cached(folder)) <= 100
 
 
@@ -407,7 +407,7 @@ def test_the_limit_leaves_half_of_a_small_disk(remote: Remote, folder: Path, mon
 
     monkeypatch.setattr("packtrain.data.cache.shutil.disk_usage", small_disk)
     for file in files:
-        path_of(Cache(folder), remote, file)
+        path_of(FileCache(folder), remote, file)
         time.sleep(0.01)
     assert cached(folder) == {file.sha256 for file in files[1:]}
     assert open_store(remote.url).exists(pack_key(NAME, "a"))

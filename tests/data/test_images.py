@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.pictures import difference, photo, quarters
-from packtrain.data.images import ImageBatches, centre_box, random_crop, random_crop_box, rectangular_plan, resize_into
+from packtrain.data.images import ImageBatches, center_box, random_crop, random_crop_box, rectangular_plan, resize_into
 from packtrain.data.order import block, permutation, philox_words, share
 from packtrain.data.pack import SplitReader
-from packtrain.data.tiles import Box
 from packtrain.errors import PacktrainError
-from packtrain.pack.manifest import Shard
+from packtrain.pack.manifest import ShardFile
 from packtrain.pack.shard import Columns, Ragged, encode_shard
-from packtrain.pack.tiles import Coding, Tiled, encode
+from packtrain.pack.tiles import Box, Coding, Tiled, encode
 
 SIZES = [(130, 90), (90, 130), (64, 64), (33, 200), (200, 33), (7, 5), (160, 128), (100, 75), (1, 1), (75, 100)]
 SIDES = st.integers(1, 3000)
@@ -41,7 +40,7 @@ def shard_of(tiled: list[Tiled]) -> Columns:
 
 
 def split_of(folder: Path, *shards: list[Tiled]) -> SplitReader:
-    made = [Shard(f"{number}", 1, "", len(tiled)) for number, tiled in enumerate(shards)]
+    made = [ShardFile(f"{number}", 1, "", len(tiled)) for number, tiled in enumerate(shards)]
     for shard, tiled in zip(made, shards, strict=True):
         (folder / shard.name).write_bytes(encode_shard(shard_of(tiled)))
     return SplitReader(made, lambda shard: folder / shard.name)
@@ -134,14 +133,14 @@ def test_half_of_the_samples_are_mirrored() -> None:
     ],
 )
 def test_validation_sees_the_middle(size: tuple[int, int], out: tuple[int, int], expected: Box) -> None:
-    assert centre_box(*size, *out) == expected
+    assert center_box(*size, *out) == expected
 
 
 @given(SIDES, SIDES, st.integers(8, 512), st.integers(8, 512))
 def test_the_middle_lies_within_the_image_and_has_the_shape_of_the_output(
     width: int, height: int, out_width: int, out_height: int
 ) -> None:
-    box = centre_box(width, height, out_width, out_height)
+    box = center_box(width, height, out_width, out_height)
     assert 0 <= box.left < box.left + box.width <= width
     assert 0 <= box.top < box.top + box.height <= height
     assert abs(box.width - max(1, box.height * out_width / out_height)) <= 1 + out_width / out_height
@@ -231,16 +230,16 @@ def test_rectangular_batches_are_the_same_on_any_number_of_ranks(
     images: SplitReader, batches: ImageBatches, num_ranks: int
 ) -> None:
     for part in rectangular_plan(images.plain("width"), images.plain("height"), 32, 4):
-        whole = batches.centred(part.ids, part.height, part.width)
+        whole = batches.centered(part.ids, part.height, part.width)
         assert whole.shape == (len(part.ids), part.height, part.width, 3)
         blocks = [block(len(part.ids), rank, num_ranks) for rank in range(num_ranks)]
-        parts = [batches.centred(part.ids[list(rows)], part.height, part.width) for rows in blocks if rows]
+        parts = [batches.centered(part.ids[list(rows)], part.height, part.width) for rows in blocks if rows]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_the_middle_of_a_picture_is_in_its_right_colours(tmp_path: Path) -> None:
     with ImageBatches(split_of(tmp_path, [encode(quarters(128, 96), Coding("4:4:4", 95))]), 1) as batches:
-        seen = batches.centred(np.array([0]), 32, 32)[0]
+        seen = batches.centered(np.array([0]), 32, 32)[0]
     corners = seen[4, 4], seen[4, 27], seen[27, 4], seen[27, 27]
     expected = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
     assert all(difference(np.array(one), np.array(other)) < 6 for one, other in zip(corners, expected, strict=True))
@@ -264,7 +263,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         ImageBatches(split_of(tmp_path, [tiled, broken]), 2) as batches,
         pytest.raises(PacktrainError, match="image 1 of the pack"),
     ):
-        batches.centred(np.array([0, 1]), 32, 32)
+        batches.centered(np.array([0, 1]), 32, 32)
 
 
 def test_torch_keeps_its_threads_elsewhere(images: SplitReader) -> None:
@@ -286,8 +285,8 @@ def test_torch_keeps_its_threads_elsewhere(images: SplitReader) -> None:
 def test_plans_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from packtrain.data.images import random_crop, centre_box\n"
-        "print(random_crop(500, 375, 0.08, 1, 2, 3).box.width > 0, centre_box(500, 375, 224, 224).width)"
+        "from packtrain.data.images import random_crop, center_box\n"
+        "print(random_crop(500, 375, 0.08, 1, 2, 3).box.width > 0, center_box(500, 375, 224, 224).width)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True 329\n"

@@ -17,13 +17,13 @@ from packtrain.data.order import (
     Stream,
     block,
     epoch_batches,
+    likeness,
     mixed_epoch,
     permutation,
     philox_words,
     share,
     turns_of,
 )
-from packtrain.data.text import likeness
 from packtrain.pack.bitext import read_bitext
 from packtrain.pack.vocabulary import Vocabulary
 
@@ -306,3 +306,24 @@ def test_little_of_a_batch_of_the_example_is_padding(
     assert lists(batches) == lists(epoch_batches(*order))  # the limit of positions is for other corpora
     filled = [int(target[batch].sum()) - len(batch) for batch in batches]
     assert np.mean(filled) > 0.97 * budget
+
+
+def test_neighbours_on_the_path_of_likeness_differ_little_in_either_length() -> None:
+    source, target = (side.ravel() for side in np.meshgrid(np.arange(1, 60), np.arange(1, 60)))
+    order = np.argsort(likeness(source, target), kind="stable")
+    for side in (source, target):
+        assert np.abs(np.diff(side[order])).max() == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**20)), min_size=2, max_size=2))
+def test_pairs_are_as_alike_as_can_be_only_if_both_lengths_are_equal(pairs: list[tuple[int, int]]) -> None:
+    source, target = np.array(pairs, np.int64).T
+    one, other = likeness(source, target)
+    assert (one == other) == (pairs[0] == pairs[1])
+
+
+def test_pairs_stand_by_their_longer_side_first() -> None:
+    source, target = np.array([9, 1, 8, 7, 10]), np.array([1, 9, 8, 7, 1])
+    assert np.argsort(likeness(source, target)).tolist()[0] == 3
+    assert np.argsort(likeness(source, target)).tolist()[1] == 2
+    assert np.argsort(likeness(source, target)).tolist()[-1] == 4

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import InProcess
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
@@ -42,7 +43,7 @@ def test_every_place_gives_the_same_pack(tmp_path: Path, s3_location: str, monke
                 f"data: {{train: [{{bitext: '{place}'}}], vocabulary: 300}}\n"
             )
             loaded = load(tmp_path / "job.yaml")
-            manifest = pack_data(loaded, open_store(loaded.job.store), Plain(lambda _: None), HereAlone())
+            manifest = pack_data(loaded, open_store(loaded.job.store), PlainProgress(lambda _: None), InProcess())
             assert manifest is not None
             names.append(manifest.name)
     finally:

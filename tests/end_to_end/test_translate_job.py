@@ -334,5 +334,5 @@ def digest_of(store: str) -> str:
 def test_a_second_run_uses_the_pack_that_is_there(uninterrupted: Place) -> None:
     before = digest_of(uninterrupted.store)
     done = uninterrupted.packtrain("pack", "job.yaml")
-    assert "is there already" in done.stdout
+    assert "already exists" in done.stdout
     assert digest_of(uninterrupted.store) == before

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pack.rawsets import END, header, member, mended, refusal, tar, write
+from packtrain.errors import printable
 from packtrain.pack import archive
 from packtrain.pack.archive import tar_members
-from packtrain.pack.raw import Locator, printable
+from packtrain.pack.raw import Locator
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pack.rawsets import coco, picture, refusal, tar, write, zipped
-from packtrain.pack import textfile
+from packtrain.pack import raw
 from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, read_coco
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped, RawImage
 
@@ -195,5 +195,5 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(textfile, "_JSON_BYTES", 100)
+    monkeypatch.setattr(raw, "_JSON_BYTES", 100)
     assert "split it into several files" in Reading(tmp_path, PETS).refusal()

@@ -16,8 +16,9 @@ from pack.pictures import photo, saved
 from pack.rawsets import write
 from packtrain.job.job import Data
 from packtrain.pack import images
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import Dask, HereAlone, Plain, Workers
+from packtrain.pack.workers import Dask, InProcess, Workers
 from packtrain.store import open_store
 from parts import sshd
 from parts.presence import need
@@ -36,7 +37,7 @@ def packed(source: Path, location: Path, workers: Workers) -> dict[str, bytes]:
     """What is in the store after packing."""
     store = open_store(str(location))
     data = Data.model_validate({"train": [{"imagenet": str(source)}], "sizes": [16]})
-    manifest = pack("toy", data, store, workers, Plain(lambda _: None))
+    manifest = pack("toy", data, store, workers, PlainProgress(lambda _: None))
     assert manifest.splits["train"].samples == 16
     assert len(manifest.splits["train"].shards) > 3
     return {entry.key: store.get(entry.key) for entry in store.list("")}
@@ -67,7 +68,7 @@ def test_an_ssh_cluster_makes_the_same_bytes_and_leaves_no_process(
     assert len(tasks) > 3
     assert len(worker_pids) == 2
     assert set(worker_pids) <= {process.pid for process in started}
-    assert on_cluster == packed(tmp_path / "train", tmp_path / "alone", HereAlone())
+    assert on_cluster == packed(tmp_path / "train", tmp_path / "alone", InProcess())
 
     _, alive = psutil.wait_procs(started, timeout=60)
     assert [*alive, *ssh.processes()] == []

@@ -14,13 +14,13 @@ import pytest
 
 import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import Download, Patience, local_copy, redirected
+from packtrain.pack.fetch import Download, FetchPolicy, local_copy, redirected
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy
 
 DATA = bytes(range(256)) * 12_000  # more than what is read at a time
-HASTE = Patience(answer_seconds=1.0, tries=4, pause_seconds=0.01)
+HASTE = FetchPolicy(answer_seconds=1.0, tries=4, pause_seconds=0.01)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from packtrain.pack.manifest import (
     Drops,
     Manifest,
     PackFile,
-    Shard,
+    ShardFile,
     Split,
     find_manifest,
     pack_key,
@@ -18,7 +18,7 @@ from packtrain.pack.manifest import (
 )
 from packtrain.store import Store
 
-SHARD = Shard("train-00000.safetensors", 99, "ff", 3)
+SHARD = ShardFile("train-00000.safetensors", 99, "ff", 3)
 MANIFEST = Manifest(
     FORMAT,
     "toy-0123",

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtrain.data.tiles import Box, decode_crop
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Data
 from packtrain.pack import images
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns, open_shard
+from packtrain.pack.tiles import Box, decode_crop
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
-from packtrain.pack.workers import Dask, HereAlone, Plain, Processes, Result, Task, Workers
+from packtrain.pack.workers import Dask, InProcess, Processes, Result, Task, Workers
 from packtrain.store import Store, open_store
 
 
@@ -64,7 +65,9 @@ def captions_in(folder: Path, count: int, marks: dict[str, bool] | None = None) 
 
 def packed(store: Store, workers: Workers | None = None, said: list[str] | None = None, **data: Any) -> Manifest:
     tell = (said if said is not None else []).append
-    return pack("toy", Data.model_validate({"vocabulary": 300, **data}), store, workers or HereAlone(), Plain(tell))
+    return pack(
+        "toy", Data.model_validate({"vocabulary": 300, **data}), store, workers or InProcess(), PlainProgress(tell)
+    )
 
 
 def columns(store: Store, manifest: Manifest, split: str, folder: Path) -> list[Columns]:
@@ -101,7 +104,7 @@ def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path, monkeypatc
     monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
     source = classes_in(tmp_path / "train", "ab", each=8)
     made = []
-    for name, workers in (("alone", HereAlone()), ("one", Processes(1)), ("three", Processes(3))):
+    for name, workers in (("alone", InProcess()), ("one", Processes(1)), ("three", Processes(3))):
         store = open_store(str(tmp_path / name))
         manifest = packed(store, workers, train=[{"imagenet": source}], sizes=[16])
         assert len(manifest.splits["train"].shards) > 3
@@ -151,7 +154,7 @@ def test_sources_of_captions_mix_and_what_is_marked_is_filtered(directory_store:
     assert split.dropped == {}
 
 
-def test_bad_pictures_are_counted_and_named(directory_store: Store, tmp_path: Path) -> None:
+def test_bad_images_are_counted_and_named(directory_store: Store, tmp_path: Path) -> None:
     source = Path(classes_in(tmp_path / "train", each=120))
     (source / "a" / "0.jpg").write_bytes(b"")
     (source / "b" / "7.jpg").write_bytes(picture(1)[:300])
@@ -161,20 +164,20 @@ def test_bad_pictures_are_counted_and_named(directory_store: Store, tmp_path: Pa
     assert {name for drops in split.dropped.values() for name in drops.names} == {"a/0.jpg", "b/7.jpg"}
 
 
-def test_too_many_bad_pictures_stop_the_pack_unless_allowed(directory_store: Store, tmp_path: Path) -> None:
+def test_too_many_bad_images_stop_the_pack_unless_allowed(directory_store: Store, tmp_path: Path) -> None:
     source = Path(classes_in(tmp_path / "train"))
     (source / "a" / "0.jpg").write_bytes(b"not a picture")
     data = Data.model_validate({"train": [{"imagenet": str(source)}]})
     with pytest.raises(FieldMistake, match=r"data\.train: 1 of 12 samples .* such as a/0\.jpg; .* --allow-drops"):
-        pack("toy", data, directory_store, HereAlone(), Plain(lambda _: None))
-    allowed = pack("toy", data, directory_store, HereAlone(), Plain(lambda _: None), allow_drops=True)
+        pack("toy", data, directory_store, InProcess(), PlainProgress(lambda _: None))
+    allowed = pack("toy", data, directory_store, InProcess(), PlainProgress(lambda _: None), allow_drops=True)
     assert allowed.splits["train"].samples == 11
 
 
-def test_a_picture_that_is_trained_on_and_evaluated_is_told(directory_store: Store, tmp_path: Path) -> None:
+def test_an_image_in_train_and_valid_causes_a_warning(directory_store: Store, tmp_path: Path) -> None:
     source, said = classes_in(tmp_path / "train"), []
     packed(directory_store, None, said, train=[{"imagenet": source}], valid=[{"imagenet": source}])
-    assert said[-1].startswith("warning: 12 samples of valid are in train, too")
+    assert said[-1].startswith("warning: 12 samples of valid are also in train")
 
 
 def test_kinds_of_data_do_not_mix(directory_store: Store, tmp_path: Path) -> None:
@@ -195,7 +198,9 @@ class Interrupted(Workers):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_pack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
     train = [{"imagenet": classes_in(tmp_path / "train", each=8)}]
     broken, whole = open_store(str(tmp_path / "broken")), open_store(str(tmp_path / "whole"))
@@ -214,5 +219,5 @@ def test_packing_again_does_nothing(directory_store: Store, tmp_path: Path) -> N
     first = packed(directory_store, train=train)
     before = directory_store.list("")
     assert packed(directory_store, None, said, train=train) == first
-    assert said == [f"pack {first.name} is there already"]
+    assert said == [f"pack {first.name} already exists"]
     assert directory_store.list("") == before

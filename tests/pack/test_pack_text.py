@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pack.corpus import data_of
 from packtrain.pack import pairs as text
-from packtrain.pack.pairs import encode, fault, fingerprint, repeated
+from packtrain.pack.pairs import encode, filter_reason, fingerprint, repeated
 from packtrain.pack.raw import TextPair
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 
@@ -27,7 +27,7 @@ DATA = data_of(["a.tsv"], max_words=6, max_ratio=3.0)
     ],
 )
 def test_a_pair_is_left_out_for_one_reason(source: str, target: str, reason: str | None) -> None:
-    assert fault(TextPair(source, target), DATA) == reason
+    assert filter_reason(TextPair(source, target), DATA) == reason
 
 
 def test_a_fingerprint_tells_sides_apart() -> None:

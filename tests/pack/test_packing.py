@@ -10,9 +10,10 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
 from packtrain.job.job import Data, Job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import digest, pack, settings_of
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.store import Store, open_store
 
 
@@ -21,12 +22,12 @@ def objects(store: Store) -> dict[str, bytes]:
 
 
 def quietly(job: Job, store: Store) -> Manifest:
-    return pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    return pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
 
 
 def told(job: Job, store: Store) -> list[str]:
     said: list[str] = []
-    pack(job.name, job.data, store, HereAlone(), Plain(said.append))
+    pack(job.name, job.data, store, InProcess(), PlainProgress(said.append))
     return said
 
 
@@ -64,7 +65,7 @@ def test_packing_again_reads_the_manifest_and_writes_nothing(
         monkeypatch.setattr(any_store, method, refuse)
     assert quietly(job, any_store) == first
     assert any_store.list("") == listed
-    assert told(job, any_store) == [f"pack {first.name} is there already"]
+    assert told(job, any_store) == [f"pack {first.name} already exists"]
 
 
 def test_the_same_data_makes_the_same_bytes(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_manifest_is_written_last(directory_store: Store, tmp_path: Path, mo
     assert keys[-1] == f"packs/{manifest.name}/manifest.json"
 
 
-def test_an_interrupted_pack_goes_on_where_it_was(
+def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
     any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, put = job_of(tmp_path), any_store.put
@@ -131,22 +132,24 @@ def test_a_shard_that_was_cut_off_is_made_again(
     assert objects(any_store) == objects(untouched)
 
 
-def test_what_was_done_is_told(directory_store: Store, tmp_path: Path) -> None:
+def test_packing_reports_samples_and_what_was_left_out(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, pairs=[*GREETINGS, GREETINGS[0], ("", "leer")])
     assert told(job, directory_store) == [
-        "train: 8 pairs, left out 1 (the same pair again), 1 (one side is empty)",
+        "train: 8 pairs; left out 1 (duplicate pair), 1 (one side is empty)",
         "valid: 5 pairs",
     ]
     filtered = quietly(job, directory_store).splits["train"].filtered
     assert {reason: (drops.count, drops.names) for reason, drops in filtered.items()} == {
         "one side is empty": (1, ("train.tsv:10",)),
-        "the same pair again": (1, ("train.tsv:9",)),
+        "duplicate pair": (1, ("train.tsv:9",)),
     }
 
 
-def test_a_sample_that_is_trained_on_and_evaluated_is_told(directory_store: Store, tmp_path: Path) -> None:
+def test_a_sample_in_train_and_valid_causes_a_warning(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, valid=[*QUESTIONS, GREETINGS[0], GREETINGS[1]])
-    assert told(job, directory_store)[-1].startswith("warning: 2 samples of valid are in train, too")
+    assert told(job, directory_store)[-1].startswith(
+        "warning: 2 samples of valid are also in train; scores will be too optimistic"
+    )
 
 
 def test_every_source_has_shards_of_its_own(directory_store: Store, tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_every_source_has_shards_of_its_own(directory_store: Store, tmp_path: Pa
     assert [shard.samples for shard in split.shards] == [8, 5]
 
 
-def test_two_vocabularies_can_be_had(directory_store: Store, tmp_path: Path) -> None:
+def test_each_side_can_have_a_vocabulary(directory_store: Store, tmp_path: Path) -> None:
     data = {"train": [{"bitext": write_pairs(tmp_path / "a.tsv", GREETINGS)}], "vocabulary": 300, "joint": False}
     manifest = quietly(job_of(tmp_path, data=data), directory_store)
     assert manifest.vocabulary is not None
@@ -174,31 +177,26 @@ def test_two_jobs_with_the_same_data_have_packs_of_their_own(directory_store: St
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_set_without_a_usable_sample_is_refused(directory_store: Store, tmp_path: Path, split: str) -> None:
+def test_a_split_without_usable_samples_is_refused(directory_store: Store, tmp_path: Path, split: str) -> None:
     job = job_of(tmp_path)
     (tmp_path / f"{split}.tsv").write_text("")
-    with pytest.raises(Mistake, match=f"data.{split}: has no usable sample: it is empty"):
+    with pytest.raises(Mistake, match=f"data.{split}: no usable samples: the source is empty"):
         quietly(job, directory_store)
     assert not any(key.endswith("manifest.json") for key in objects(directory_store))
 
 
-def test_a_set_that_the_filters_left_empty_is_refused_with_their_reasons(
-    directory_store: Store, tmp_path: Path
-) -> None:
+def test_a_split_left_empty_by_filters_is_refused_with_the_reasons(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, pairs=[("", "leer"), ("a " * 99, "lang")])
-    with pytest.raises(Mistake, match=r"data.train: has no usable sample, left out 1 \(one side is empty\), 1 \(more"):
+    with pytest.raises(Mistake, match=r"data.train: no usable samples; left out 1 \(one side is empty\), 1 \(more"):
         quietly(job, directory_store)
 
 
-def test_data_that_is_not_there_is_named(directory_store: Store, tmp_path: Path) -> None:
+def test_a_missing_source_is_named(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (tmp_path / "valid.tsv").unlink()
-    with pytest.raises(Mistake, match=r"valid\.tsv: No such file or directory; the job's data must be there"):
+    with pytest.raises(Mistake, match=r"valid\.tsv: No such file or directory; packing needs the raw data"):
         quietly(job, directory_store)
     assert objects(directory_store) == {}
-
-
-# The digest.
 
 
 def digest_of(data: Data) -> str:
@@ -212,7 +210,7 @@ def bitext(folder: Path, source: bytes = b"one\ntwo\n", target: bytes = b"eins\n
     return [str(folder / "a.en"), str(folder / "a.de")]
 
 
-def test_the_digest_does_not_depend_on_where_the_data_lies_or_since_when(tmp_path: Path) -> None:
+def test_the_digest_does_not_depend_on_where_the_data_lies_or_when_it_was_written(tmp_path: Path) -> None:
     here, there = bitext(tmp_path / "here"), bitext(tmp_path / "there" / "deeper")
     os.utime(there[0], (1, 1))
     assert digest_of(data_of(here)) == digest_of(data_of(there))
@@ -229,7 +227,7 @@ def test_the_digest_depends_on_every_byte_of_every_source(tmp_path: Path) -> Non
     assert len(digests) == 5
 
 
-def test_the_digest_depends_on_every_setting_and_on_which_split_has_what(tmp_path: Path) -> None:
+def test_the_digest_depends_on_every_setting_and_on_the_split_of_each_source(tmp_path: Path) -> None:
     paths = bitext(tmp_path)
     other = {"bitext": write_pairs(tmp_path / "b.tsv", QUESTIONS)}
     digests = {

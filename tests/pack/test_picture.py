@@ -13,7 +13,7 @@ from PIL.JpegImagePlugin import get_sampling
 
 import packtrain.pack.picture as picture
 from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
-from packtrain.pack.picture import MOST_PIXELS, Unusable, to_tiled
+from packtrain.pack.picture import MOST_PIXELS, UnusableImage, to_tiled
 from packtrain.pack.tiles import find_segments
 
 SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
@@ -22,7 +22,7 @@ JPEG = saved(PHOTO, "JPEG", quality=90)
 
 
 def reason_for(data: bytes) -> str:
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(UnusableImage) as caught:
         to_tiled(data)
     return caught.value.reason
 
@@ -281,7 +281,7 @@ def test_pixels_are_counted_before_any_is_decoded(monkeypatch: pytest.MonkeyPatc
         with_size(JPEG, side, side),
         saved(Image.new("1", (8, 8)), "PNG").replace((8).to_bytes(4, "big") * 2, side.to_bytes(4, "big") * 2),
     ):
-        with pytest.raises(Unusable):
+        with pytest.raises(UnusableImage):
             to_tiled(data)
 
 
@@ -338,7 +338,7 @@ def test_warnings_of_the_decoder_do_not_leak() -> None:
     def attempt(data: bytes) -> None:
         try:
             to_tiled(data)
-        except Unusable as unusable:
+        except UnusableImage as unusable:
             assert unusable.reason == "too many pixels"
 
     with warnings.catch_warnings(record=True) as seen:
@@ -385,7 +385,7 @@ def test_a_mutated_file_gives_good_tiles_or_a_reason(data: bytes, changes: list[
         mutated[at : at + len(value)] = value
     try:
         tiled = to_tiled(bytes(mutated))
-    except Unusable as unusable:
+    except UnusableImage as unusable:
         assert unusable.reason in {
             "not an image", "damaged", "cut off", "too many pixels", "too long", "unknown depth",
         }  # fmt: skip

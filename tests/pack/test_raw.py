@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pack.rawsets import refusal, write
-from packtrain.pack.raw import Dropped, Locator, file_inside, in_order, number_of, printable
+from packtrain.errors import printable
+from packtrain.pack.raw import Dropped, Locator, file_inside, in_order, number_of
 
 
 def test_a_locator_reads_a_file_or_a_part_of_it(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_header_of_an_impossible_length_is_refused(tmp_path: Path, header_byte
 )
 def test_offsets_that_do_not_cut_the_values_into_rows_are_refused(tmp_path: Path, offsets: np.ndarray) -> None:
     column = Ragged(np.array([5, 6, 7, 8], U16), offsets)
-    with pytest.raises(ShardError, match="column 'x' does not fit its offsets"):
+    with pytest.raises(ShardError, match="column 'x' does not match its offsets"):
         open_shard(written(tmp_path / "a", {"x": column}))
 
 
@@ -157,5 +157,5 @@ def test_a_column_of_one_number_a_row_comes_back(tmp_path: Path) -> None:
 def test_columns_of_unequal_length_are_refused(tmp_path: Path) -> None:
     columns = Columns({"x": Ragged.from_rows(ROWS, U16)}, {"label": np.array([3], np.int32)})
     (tmp_path / "a").write_bytes(encode_shard(columns))
-    with pytest.raises(ShardError, match="not equally long"):
+    with pytest.raises(ShardError, match="columns differ in length"):
         open_shard(tmp_path / "a")

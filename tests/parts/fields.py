@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packtrain.pack.workers import Plain
+from packtrain.pack.build import PlainProgress
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.start import create, load
@@ -99,7 +99,7 @@ def make_field(network: Network, store: str, settings: list[str], environment: M
     directory = network.scratch / "client"
     directory.mkdir(exist_ok=True)
     make_place(directory, store)
-    run = create(load(directory / "job.yaml", settings), Plain(lambda _: None))
+    run = create(load(directory / "job.yaml", settings), PlainProgress(lambda _: None))
     own = {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", "PACE": str(network.shared / PACE)}
     field = Field(network, run, {**own, **environment})
     field.pace(0)

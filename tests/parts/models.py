@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_class
 from packtrain.run.checkpoint import Checkpoint, commit
 from packtrain.run.code import archive
@@ -25,7 +26,7 @@ from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress,
 def packed_run(folder: Path, job: Job) -> Run:
     """A run in the store of that folder, with its pack and nothing else."""
     store = open_store(str(folder / "store"))
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return create_run(store, job, archive({}), manifest.name)
 
 

@@ -9,8 +9,9 @@ import torch
 
 from pack.corpus import job_of
 from packtrain.data.pack import Pack
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.chat.model import DialogueTransformer
 from packtrain.recipes.chat.shape import ChatShape
@@ -30,7 +31,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
         folder: Path = tmp_path_factory.mktemp("recipe")
         job = job_of(folder, **changes)
         store = open_store(str(folder / "store"))
-        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+        manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, folder / "cache"))
 
     return make

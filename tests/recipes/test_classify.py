@@ -18,8 +18,9 @@ from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import (
     Batch,
     Decoding,
@@ -69,7 +70,7 @@ def make(raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> MakeC
 
     def make(data: dict[str, Any] | None = None, **sections: Any) -> Recipe:
         job = job_of({**raw, **(data or {})}, **sections)
-        manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+        manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         return recipe_class("classify")(job, Pack(store, manifest.name, folder / "cache"))
 
     return make

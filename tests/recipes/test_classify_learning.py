@@ -9,8 +9,9 @@ import pytest
 
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import EvaluationRequest, recipe_class
 from packtrain.start import load
 from packtrain.store import open_store
@@ -44,7 +45,7 @@ def test_photographs_are_told_apart_after_160_steps(tmp_path: Path) -> None:
         }
     )
     store = open_store(str(tmp_path / "store"))
-    manifest = pack(job.name, job.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     recipe = recipe_class("classify")(job, Pack(store, manifest.name, tmp_path / "cache"))
     model = learn(recipe, STEPS)
     ids = np.arange(0, recipe.count("valid"), 10)

@@ -18,8 +18,9 @@ from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
 from packtrain.job.train import Ddp
+from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
-from packtrain.pack.workers import HereAlone, Plain
+from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.resnet import ResNet
 from packtrain.recipes.resnet_shape import RESNETS
@@ -153,5 +154,5 @@ def recipe_on(job: Job, data: dict[str, Any], folder: Path) -> Recipe:
         }
     )
     store = open_store(str(folder / "store"))
-    manifest = pack(job.name, changed.data, store, HereAlone(), Plain(lambda _: None))
+    manifest = pack(job.name, changed.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(str(job.recipe))(changed, Pack(store, manifest.name, folder / "cache"))

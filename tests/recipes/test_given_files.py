@@ -13,7 +13,7 @@ from pack.pictures import photo, saved
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.export.predict import load_predictor
-from packtrain.pack.workers import Plain
+from packtrain.pack.build import PlainProgress
 from packtrain.recipes import Recipe, recipe_of
 from packtrain.recipes.classify.shape import SIZES
 from packtrain.recipes.resnet import ResNet
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def created(folder: Path) -> Run:
-    return create(load(folder / "job.yaml"), Plain(lambda _: None))
+    return create(load(folder / "job.yaml"), PlainProgress(lambda _: None))
 
 
 def recipe_on(run: Run, cache: Path) -> Recipe:
@@ -89,13 +89,13 @@ def test_the_same_file_is_kept_once(folder: Path) -> None:
 def test_a_file_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
     (folder / "first.safetensors").unlink()
     with pytest.raises(Mistake, match=r"job\.yaml:5: model\.weights: there is no file .*/job/first\.safetensors$"):
-        create(load(folder / "job.yaml"), Plain(lambda _: None))
+        create(load(folder / "job.yaml"), PlainProgress(lambda _: None))
 
 
 def test_an_object_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
     loaded = load(folder / "job.yaml", ["model.weights=store:raw/none"])
     with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: there is no such object in "):
-        create(loaded, Plain(lambda _: None))
+        create(loaded, PlainProgress(lambda _: None))
 
 
 def test_a_file_that_the_store_has_lost_or_changed_is_told(folder: Path, tmp_path: Path) -> None:
@@ -118,6 +118,6 @@ def test_a_model_that_a_checkpoint_fills_needs_no_first_weights(folder: Path, tm
 
 
 def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:
-    run = create(load(folder / "job.yaml", ["model.width=16"]), Plain(lambda _: None))
+    run = create(load(folder / "job.yaml", ["model.width=16"]), PlainProgress(lambda _: None))
     with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, where this model has 16 x"):
         begun(recipe_on(run, tmp_path / "worker"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import Mistake
-from packtrain.pack.workers import Plain
+from packtrain.pack.build import PlainProgress
 from packtrain.recipes import own, recipe_class, recipe_of
 from packtrain.recipes.own import unpacked_code
 from packtrain.report.summary import summarise
@@ -141,7 +141,7 @@ def test_defaults_and_checks_of_an_own_recipe_hold(example: Path) -> None:
 
 
 def created(example: Path) -> Run:
-    return create(load(example / "job.yaml"), Plain(lambda _: None))
+    return create(load(example / "job.yaml"), PlainProgress(lambda _: None))
 
 
 def test_a_run_takes_the_recipe_along(example: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pack.corpus import GREETINGS, QUESTIONS
-from packtrain.data.order import Ids, block, share
-from packtrain.data.text import likeness
+from packtrain.data.order import Ids, block, likeness, share
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Recipe, Scores

@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from pack.pictures import photo, saved
-from packtrain.pack.manifest import FORMAT, Drops, Kind, Manifest, Shard, Split
+from packtrain.pack.manifest import FORMAT, Drops, Kind, Manifest, ShardFile, Split
 from packtrain.pack.picture import to_tiled
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
@@ -67,7 +67,7 @@ def manifest_of(
 ) -> Manifest:
     def described(columns: Sequence[Columns]) -> Split:
         samples = sum(map(len, columns))
-        files = tuple(Shard("file", 1000, "0" * 64, len(one)) for one in columns)
+        files = tuple(ShardFile("file", 1000, "0" * 64, len(one)) for one in columns)
         given = {"filtered": {}, "dropped": {}, "sources": (samples,), **split}
         return Split(samples=samples, shards=files, **given)  # type: ignore[arg-type]
 
@@ -177,12 +177,12 @@ def test_shards_may_come_one_at_a_time() -> None:
 
 def test_what_went_in_and_what_was_left_out_is_printed() -> None:
     left_out = {
-        "filtered": {"the same pair again": Drops(1312, tuple(f"train.en:{number}" for number in range(10)))},
+        "filtered": {"duplicate pair": Drops(1312, tuple(f"train.en:{number}" for number in range(10)))},
         "dropped": {"cut off": Drops(2, ("a.jpg", "b.jpg"))},
         "sources": (1, 1),
     }
     text = printed(stats_for("pairs", {"train": [pairs(("the cat", "die Katze"), ("a", "a"))]}, **left_out))
-    for words in ("mine-0123", "1,312", "the same pair again", "train.en:9", "cut off", "a.jpg, b.jpg", "1 + 1"):
+    for words in ("mine-0123", "1,312", "duplicate pair", "train.en:9", "cut off", "a.jpg, b.jpg", "1 + 1"):
         assert words in text
     assert max(map(len, text.splitlines())) <= 100
 

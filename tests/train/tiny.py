@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
-from packtrain.pack.manifest import FORMAT, Manifest, Shard, Split
+from packtrain.pack.manifest import FORMAT, Manifest, ShardFile, Split
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
@@ -122,5 +122,5 @@ class Tiny(Recipe):
 class _NamedPack:
     name = "pack-1"
     manifest = Manifest(
-        FORMAT, name, "pairs", {}, {"train": Split(SAMPLES, {}, {}, (SAMPLES,), (Shard("train", 1, "", SAMPLES),))}
+        FORMAT, name, "pairs", {}, {"train": Split(SAMPLES, {}, {}, (SAMPLES,), (ShardFile("train", 1, "", SAMPLES),))}
     )

@@ -64,7 +64,7 @@ def pack(
     allow_drops: Annotated[bool, typer.Option("--allow-drops", help="Go on without unusable samples.")] = False,
 ) -> None:
     """Turn the job's raw data into a pack in its store; nothing is done twice."""
-    from packtrain.cli.packs import Bars
+    from packtrain.cli.packs import ProgressBars
     from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
@@ -72,7 +72,7 @@ def pack(
     loaded = load(job, overrides or ())
     store, screen = open_store(loaded.job.store), console()
     workers = Dask(dask) if dask else Processes(processes)
-    manifest = pack_data(loaded, store, Bars(screen), workers, allow_drops)
+    manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
     if manifest is None:
         screen.print("a program packs no data")
         return
@@ -90,13 +90,13 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Pack if needed, start the run, and follow it. Ctrl-C leaves it going."""
-    from packtrain.cli.packs import Bars
+    from packtrain.cli.packs import ProgressBars
     from packtrain.start import create, load
 
     _refuse_both(foreground, detach)
     loaded = load(job, overrides or ())
     _refuse_tied(loaded.job.fleet.kind, foreground)
-    _start_and_follow(create(loaded, Bars(console())), foreground, detach)
+    _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
 
 
 def resume(

@@ -13,9 +13,9 @@ from rich.progress import ProgressColumn as Column
 from rich.text import Text
 
 from packtrain.data.pack import Pack
+from packtrain.pack.build import Advance
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
-from packtrain.pack.workers import Advance
 from packtrain.report.pack_page import print_stats, sample_page
 from packtrain.report.pack_stats import stats_of
 from packtrain.store import Store
@@ -49,7 +49,7 @@ class _Rate(Column):
         return Text(f"{show_count(speed)}/s" if speed else "", style="cyan")
 
 
-class Bars:
+class ProgressBars:
     """Progress for a terminal; elsewhere only the lines are printed."""
 
     def __init__(self, screen: Console) -> None:

@@ -80,7 +80,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
     return False
 
 
-class Cache:
+class FileCache:
     """Holds at most `limit_bytes` (default: 50 GB, or half of the disk if that is less), and more only while live
     processes need more: the packs they have open are never removed. The least recently used goes first.
     """

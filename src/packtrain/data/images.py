@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import SplitReader
-from packtrain.data.tiles import Box, Pixels, decode_crop
 from packtrain.errors import PacktrainError
+from packtrain.pack.tiles import Box, Pixels, decode_crop
 
 _SCRATCH_BYTES = 6 << 20  # for each thread, twice: enough for two megapixels; what is larger gets memory of its own
 _TRIES = 10
@@ -69,7 +69,7 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
             return Box(left, top, box_width, box_height)
     box_width = min(width, max(1, round(height * _WIDEST)))
     box_height = min(height, max(1, round(width / _NARROWEST)))
-    return _centred(width, height, box_width, box_height)
+    return _centered(width, height, box_width, box_height)
 
 
 def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
@@ -84,7 +84,7 @@ def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, turns: Ids |
     return lambda at, width, height: random_crop(width, height, min_scale, seed, epoch, *rows[at])
 
 
-def centre_box(width: int, height: int, out_width: int, out_height: int) -> Box:
+def center_box(width: int, height: int, out_width: int, out_height: int) -> Box:
     """The part that is left of an image resized until its short side is 1.14 x that of the output, then cropped."""
     scale = min(
         min(width, height) / int(_ZOOM * min(out_width, out_height)),
@@ -92,10 +92,10 @@ def centre_box(width: int, height: int, out_width: int, out_height: int) -> Box:
         height / out_height,
     )
     box_width, box_height = (max(1, round(side * scale)) for side in (out_width, out_height))
-    return _centred(width, height, min(width, box_width), min(height, box_height))
+    return _centered(width, height, min(width, box_width), min(height, box_height))
 
 
-def _centred(width: int, height: int, box_width: int, box_height: int) -> Box:
+def _centered(width: int, height: int, box_width: int, box_height: int) -> Box:
     return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
 
 
@@ -149,10 +149,10 @@ class ImageBatches:
         """For training: random resized crops of size x size, half of them mirrored."""
         return self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, turns))
 
-    def centred(self, ids: Ids, height: int, width: int) -> Pixels:
+    def centered(self, ids: Ids, height: int, width: int) -> Pixels:
         """For validation: the middle of each image. The size is square, or that of a RectangularBatch."""
         return self._batch(
-            ids, height, width, lambda _, own_width, own_height: Crop(centre_box(own_width, own_height, width, height))
+            ids, height, width, lambda _, own_width, own_height: Crop(center_box(own_width, own_height, width, height))
         )
 
     def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:

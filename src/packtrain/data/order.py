@@ -20,6 +20,7 @@ Ids = NDArray[np.int64]
 NO_SAMPLES = "an epoch has no samples; raise the weights of its sources, or add data"
 
 _POOL_BATCHES = 100  # batches' worth of samples sorted by likeness together: little padding, little bias
+_SHELL = 1 << 32  # more than any difference of two lengths, on either side
 _PADDED = 4  # times the budget: the most positions of a batch, with those that are filled up
 
 
@@ -85,6 +86,16 @@ def turns_of(ids: Ids) -> Ids:
     turns = np.empty(len(ids), np.int64)
     turns[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
     return turns
+
+
+def likeness(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pairs of these lengths that stand together when sorted by this need little padding on either side.
+
+    A path through all pairs of lengths on which neighbours differ little: shells whose longer side is equal, each
+    from the shortest source to the shortest target, and every other one the way back.
+    """
+    longer = np.maximum(source, target)
+    return longer * _SHELL + np.where(longer % 2, target - source, source - target)
 
 
 def epoch_batches(

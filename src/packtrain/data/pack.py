@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.cache import Cache, Lock, Prefetch
+from packtrain.data.cache import FileCache, Lock, Prefetch
 from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.pack.manifest import Manifest, PackFile, Shard, pack_key, read_manifest
+from packtrain.pack.manifest import Manifest, PackFile, ShardFile, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
@@ -31,7 +31,7 @@ class Pack:
 
     def __init__(self, store: Store, name: str, directory: Path, cache_bytes: int | None = None) -> None:
         self._store, self.name = store, name
-        self._cache = Cache(directory, cache_bytes)
+        self._cache = FileCache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
         self._hold: Lock | None = None  # as long as it lives, the cache keeps what it has of this pack
         self._splits: dict[str, SplitReader] = {}
@@ -107,7 +107,7 @@ class SplitReader:
     shards than that, the ones that were not used for longest are closed, and opened again when they are needed.
     """
 
-    def __init__(self, shards: Sequence[Shard], path_of: Callable[[Shard], Path]) -> None:
+    def __init__(self, shards: Sequence[ShardFile], path_of: Callable[[ShardFile], Path]) -> None:
         self._shards, self._path_of = tuple(shards), path_of
         self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
         self._number_type = np.min_scalar_type(len(shards))  # short ones are sorted faster
@@ -141,7 +141,7 @@ class SplitReader:
                 self._open.popitem(last=False)
         return columns
 
-    def _opened(self, shard: Shard) -> Columns:
+    def _opened(self, shard: ShardFile) -> Columns:
         path = self._path_of(shard)
         columns = open_shard(path)
         if len(columns) != shard.samples:
@@ -237,3 +237,41 @@ class Column:
         """`ids` as SplitReader.by_shard has them, with this column of the shards."""
         back, pieces = self._split.by_shard(ids)
         return back, [(self._split.shard(number).ragged[self._name], rows) for number, rows in pieces]
+
+
+def pad(column: Ragged | Column, ids: Ids, filler: int) -> NDArray[np.int64]:
+    """The rows `ids` side by side, filled up with `filler` to the longest of them."""
+    if not len(ids):
+        return np.zeros((0, 1), np.int64)
+    if isinstance(column, Ragged):
+        back, parts = None, [(column, ids)]
+    else:
+        back, parts = column.by_shard(ids)
+    bounds = [(part.offsets[rows], part.offsets[rows + 1]) for part, rows in parts]
+    lengths = np.concatenate([ends - starts for starts, ends in bounds])
+    width = max(1, int(lengths.max()))
+    found = [_wide(part.values, *edges, width) for (part, _), edges in zip(parts, bounds, strict=True)]
+    batch = found[0] if len(found) == 1 else np.concatenate(found)
+    if back is not None:
+        batch, lengths = batch.take(back, axis=0), lengths[back]
+    batch = batch.astype(np.int64)
+    shortest = int(lengths.min())
+    np.copyto(batch[:, shortest:], filler, where=np.arange(shortest, width) >= lengths[:, None])
+    return batch
+
+
+def _wide(values: Array, starts: Ids, ends: Ids, width: int) -> Array:
+    """`width` values from each start on, those behind the end of a row being anything.
+
+    Samples of a batch are about equally long, and taking a little too much is faster than choosing: the values are
+    seen as windows that overlap, each a single item of all its bytes, so that a row is one item to copy.
+    """
+    last = len(values) - width
+    if last < 0:
+        values, last = np.concatenate([values, np.zeros(-last, values.dtype)]), 0
+    window = np.dtype((np.void, width * values.itemsize))
+    windows = np.ndarray((last + 1,), window, values, 0, values.strides)
+    found: Array = windows[np.minimum(starts, last)].view(values.dtype).reshape(len(starts), width)
+    for row in np.flatnonzero(starts > last).tolist():  # the last rows of a shard: no window begins there
+        found[row, : ends[row] - starts[row]] = values[starts[row] : ends[row]]
+    return found

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, NotFinished
-from packtrain.pack.raw import quoted
+from packtrain.errors import Mistake, NotFinished, quoted
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
 from packtrain.run.checkpoint import best as best_of

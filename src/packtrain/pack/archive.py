@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from packtrain.errors import Mistake
-from packtrain.pack.raw import Locator, printable, quoted
+from packtrain.errors import Mistake, printable, quoted
+from packtrain.pack.raw import Locator
 
 _BLOCK = 512
 _NAME_BYTES = 4096
@@ -51,7 +51,7 @@ _COMPRESSED = {
 _OCTAL = re.compile(rb" *([0-7]*) *")
 
 
-class Member(NamedTuple):
+class ArchiveMember(NamedTuple):
     name: str
     where: Locator
 
@@ -62,11 +62,11 @@ class _Header(NamedTuple):
     size: int
 
 
-class Fault(Exception):
+class MemberError(Exception):
     """What is wrong with a member; the reader adds where."""
 
 
-def tar_members(where: Locator, called: str | None = None) -> Iterator[Member]:
+def tar_members(where: Locator, called: str | None = None) -> Iterator[ArchiveMember]:
     """The plain files of a tar in its order. `where` is the tar itself, or the part of a file that is one."""
     shown = printable(called or where.path)
     try:
@@ -86,7 +86,7 @@ class _Tar:
     def __init__(self, descriptor: int, path: str, shown: str, start: int, end: int) -> None:
         self._descriptor, self._path, self._shown, self._start, self._end = descriptor, path, shown, start, end
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[ArchiveMember]:
         self._refuse_other_formats()
         seen: set[bytes] = set()
         position = self._start
@@ -103,17 +103,17 @@ class _Tar:
                     position = offset
                     continue
                 if header.kind not in _FILES:
-                    raise Fault(_REFUSED.get(header.kind, f"is of the unknown kind {header.kind!r}"))
+                    raise MemberError(_REFUSED.get(header.kind, f"is of the unknown kind {header.kind!r}"))
                 if name in seen:
-                    raise Fault("is there twice")
+                    raise MemberError("is there twice")
                 if offset + header.size > self._end:
-                    raise Fault(f"has {header.size:,} bytes, more than are left; fetch the file again")
-            except Fault as fault:
+                    raise MemberError(f"has {header.size:,} bytes, more than are left; fetch the file again")
+            except MemberError as fault:
                 raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {fault}") from None
             seen.add(name)
             if len(seen) > _MEMBERS:
                 raise self._mistake(f"more than {_MEMBERS:,} members; make several tars of it")
-            yield Member(_text(name), Locator(self._path, offset, header.size))
+            yield ArchiveMember(_text(name), Locator(self._path, offset, header.size))
             position = offset + _padded(header.size)
 
     def _header(self, block: bytes, position: int) -> tuple[_Header, int]:
@@ -132,16 +132,16 @@ class _Tar:
             elif header.kind == _GLOBAL:
                 said = _records(self._extension(header, position))
                 if not said.keys().isdisjoint((b"path", b"size")) or _is_sparse(said):
-                    raise Fault("is a header that gives all members one name or size")
+                    raise MemberError("is a header that gives all members one name or size")
             else:
                 break
             position += _padded(header.size)
             block = self._read(position, _BLOCK)
             if not any(block):
-                raise Fault("is a header without the member it is about")
+                raise MemberError("is a header without the member it is about")
             header = _parse(block)
         if _is_sparse(extended):
-            raise Fault(_REFUSED[b"S"])
+            raise MemberError(_REFUSED[b"S"])
         name = extended.get(b"path", header.name if long_name is None else long_name)
         size = _decimal(extended[b"size"]) if b"size" in extended else header.size
         is_directory = header.kind == b"\0" and name.endswith(b"/")  # as the oldest writers had it
@@ -149,7 +149,7 @@ class _Tar:
 
     def _extension(self, header: _Header, position: int) -> bytes:
         if header.size > _EXTENSION_BYTES:
-            raise Fault(f"is a header of {header.size:,} bytes, which no name needs")
+            raise MemberError(f"is a header of {header.size:,} bytes, which no name needs")
         return self._read(position, header.size)
 
     def _read(self, position: int, size: int) -> bytes:
@@ -168,7 +168,7 @@ class _Tar:
         if len(start) == _BLOCK and any(start):
             try:
                 _parse(start)
-            except Fault as fault:
+            except MemberError as fault:
                 raise self._mistake(f"not a tar: its first header {fault}") from None
 
     def _refuse_more_after(self, position: int) -> None:
@@ -190,10 +190,10 @@ def _parse(block: bytes) -> _Header:
     rest = block[:148] + b" " * 8 + block[156:]
     excess = _number(block[148:156]) - sum(rest)
     if excess and excess != -256 * sum(byte > 127 for byte in rest):  # some old writers added up signed bytes
-        raise Fault("has a wrong checksum")
+        raise MemberError("has a wrong checksum")
     size = _number(block[124:136])
     if size < 0:
-        raise Fault("has a negative size")
+        raise MemberError("has a negative size")
     name = block[:100].split(b"\0", 1)[0]
     # GNU's own kind of header has dates where the standard has the start of a long name.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
@@ -206,13 +206,13 @@ def _number(field: bytes) -> int:
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
     if match is None:
-        raise Fault("has a number that is none")
+        raise MemberError("has a number that is none")
     return int(match[1] or b"0", 8)
 
 
 def _decimal(digits: bytes) -> int:
     if not digits.isdigit() or len(digits) > 20:
-        raise Fault("has a size that is no number")
+        raise MemberError("has a size that is no number")
     return int(digits)
 
 
@@ -224,7 +224,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = int(digits) if digits.isdigit() and len(digits) <= 7 else 0
         key, equals, value = data[len(digits) + 1 : length].partition(b"=")
         if not space or not equals or length > len(data) or not value.endswith(b"\n"):
-            raise Fault("has an extended header that is damaged")
+            raise MemberError("has an extended header that is damaged")
         records[key] = value[:-1]
         data = data[length:]
     return records
@@ -238,13 +238,13 @@ def safe_name(name: bytes) -> bytes:
     """The name without what says nothing; what could lead elsewhere is refused."""
     parts = name.split(b"/")
     if name.startswith(b"/"):
-        raise Fault("has an absolute name")
+        raise MemberError("has an absolute name")
     if b".." in parts:
-        raise Fault("has '..' in its name")
+        raise MemberError("has '..' in its name")
     if b"\0" in name or not name:
-        raise Fault("has no usable name")
+        raise MemberError("has no usable name")
     if len(name) > _NAME_BYTES:
-        raise Fault(f"has a name of {len(name):,} bytes")
+        raise MemberError(f"has a name of {len(name):,} bytes")
     return b"/".join(part for part in parts if part not in (b"", b".")) or b"."
 
 
@@ -279,7 +279,7 @@ def is_zip(path: str) -> bool:
         raise Mistake(f"{printable(path)}: {error.strerror or error}") from error
 
 
-def zip_members(path: str) -> Iterator[Member]:
+def zip_members(path: str) -> Iterator[ArchiveMember]:
     """The plain files of a zip, in the order of its directory."""
     shown = printable(path)
     try:
@@ -294,7 +294,7 @@ def zip_members(path: str) -> Iterator[Member]:
         raise Mistake(f"{shown}: {error.strerror or printable(str(error))}") from error
 
 
-def _members(infos: list[zipfile.ZipInfo], descriptor: int, path: str) -> Iterator[Member]:
+def _members(infos: list[zipfile.ZipInfo], descriptor: int, path: str) -> Iterator[ArchiveMember]:
     end = os.fstat(descriptor).st_size
     seen: set[bytes] = set()
     for info in infos:
@@ -303,31 +303,31 @@ def _members(infos: list[zipfile.ZipInfo], descriptor: int, path: str) -> Iterat
         try:
             name = safe_name(info.filename.encode("utf-8", "surrogateescape"))
             if name in seen:
-                raise Fault("is there twice")
+                raise MemberError("is there twice")
             seen.add(name)
             where = _where(info, descriptor, path, end)
-        except Fault as fault:
+        except MemberError as fault:
             raise Mistake(f"{printable(path)}: member {quoted(info.filename)} {fault}") from None
-        yield Member(name.decode("utf-8", "surrogateescape"), where)
+        yield ArchiveMember(name.decode("utf-8", "surrogateescape"), where)
 
 
 def _where(info: zipfile.ZipInfo, descriptor: int, path: str, end: int) -> Locator:
     if info.flag_bits & _ENCRYPTED:
-        raise Fault("is encrypted; unpack it first")
+        raise MemberError("is encrypted; unpack it first")
     if stat.S_ISLNK(info.external_attr >> 16):
-        raise Fault("is a symbolic link")
+        raise MemberError("is a symbolic link")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise Fault("is compressed in a way that is not read here; unpack it first")
+        raise MemberError("is compressed in a way that is not read here; unpack it first")
     if info.file_size > _INFLATED_BYTES:
-        raise Fault(f"comes to {info.file_size:,} bytes, more than any picture")
+        raise MemberError(f"comes to {info.file_size:,} bytes, more than any picture")
     header = os.pread(descriptor, _HEADER.size, info.header_offset) if 0 <= info.header_offset < end else b""
     if len(header) < _HEADER.size:
-        raise Fault("lies beyond the end of the file; fetch it again")
+        raise MemberError("lies beyond the end of the file; fetch it again")
     mark, name_length, extra_length = _HEADER.unpack(header)
     offset = info.header_offset + _HEADER.size + name_length + extra_length
     if mark != _START or offset + info.compress_size > end:
-        raise Fault("is not where the zip says; fetch the file again")
+        raise MemberError("is not where the zip says; fetch the file again")
     is_stored = info.compress_type == zipfile.ZIP_STORED
     if is_stored and info.file_size != info.compress_size:
-        raise Fault("has two sizes; fetch the file again")
+        raise MemberError("has two sizes; fetch the file again")
     return Locator(path, offset, info.compress_size, None if is_stored else info.file_size)

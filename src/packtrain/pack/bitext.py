@@ -7,8 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.pack.raw import TextPair
-from packtrain.pack.textfile import read_lines
+from packtrain.pack.raw import TextPair, read_lines
 
 
 def read_bitext(paths: tuple[str, ...]) -> Iterator[TextPair]:

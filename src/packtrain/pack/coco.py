@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, printable, quoted
 from packtrain.pack.archive import is_zip, tar_members, zip_members
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
@@ -22,10 +22,9 @@ from packtrain.pack.raw import (
     RawImage,
     check_inside,
     file_inside,
-    printable,
-    quoted,
+    is_text,
+    read_json,
 )
-from packtrain.pack.textfile import is_text, read_json
 
 PRECANNED, REJECTED = "precanned caption", "rejected caption"
 ONLY_FILTERED = "image with precanned or rejected captions only"

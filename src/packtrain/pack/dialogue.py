@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, printable, quoted
 from packtrain.pack.bitext import read_tsv
-from packtrain.pack.raw import Drop, TextPair, file_inside, printable, quoted
-from packtrain.pack.textfile import encoding_of, read_lines
+from packtrain.pack.raw import Drop, TextPair, encoding_of, file_inside, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
 MISSING_LINE = "line of a conversation that is not in the file of lines"

@@ -33,8 +33,7 @@ from urllib.error import URLError
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
 
-from packtrain.errors import Mistake
-from packtrain.pack.raw import printable
+from packtrain.errors import Mistake, printable
 from packtrain.store import Entry, Store, StoreError, is_key, open_store
 from packtrain.store.base import TEMPORARY
 from packtrain.store.directory import make_folder, replace
@@ -55,7 +54,7 @@ def local_copy(
     tell: Tell,
     *,
     most_bytes: int = MOST_BYTES,
-    patience: Patience | None = None,
+    patience: FetchPolicy | None = None,
 ) -> Path:
     """The file that a source's path stands for: itself where it is local, else its copy below `directory`.
 
@@ -67,7 +66,7 @@ def local_copy(
     if not separator:
         return Path(path)
     if scheme.lower() in ("http", "https"):
-        client = Client(patience or Patience())
+        client = Client(patience or FetchPolicy())
         return _from_web(checked_address(path), client, directory, tell, most_bytes)
     if scheme.lower() == "s3":
         bucket, _, key = rest.partition("/")
@@ -231,7 +230,7 @@ _METADATA = ipaddress.ip_address("fd00:ec2::254")  # the one such service that i
 
 
 @dataclass(frozen=True)
-class Patience:
+class FetchPolicy:
     """How long a silent server is waited for, and how often in a row it may fail before it has sent anything new."""
 
     answer_seconds: float = 30.0
@@ -248,7 +247,7 @@ class _Trouble(Exception):
 
 
 @dataclass(frozen=True)
-class Version:
+class RemoteVersion:
     """What a server says of the file it has now."""
 
     etag: str
@@ -256,7 +255,7 @@ class Version:
     size: int | None
 
     @classmethod
-    def of(cls, headers: HTTPMessage) -> Version:
+    def of(cls, headers: HTTPMessage) -> RemoteVersion:
         told = headers.get("Content-Length", "")
         size = int(told) if re.fullmatch("[0-9]{1,18}", told) else None
         if headers.get("Content-Range"):
@@ -272,7 +271,7 @@ class Version:
     def is_known(self) -> bool:
         return bool(self.etag or self.modified or self.size is not None)
 
-    def differs(self, other: Version) -> bool:
+    def differs(self, other: RemoteVersion) -> bool:
         """A tag counts more than a date, in which mirrors differ; and proxies weaken tags."""
         if None not in (self.size, other.size) and self.size != other.size:
             return True
@@ -292,15 +291,15 @@ def _range_of(headers: HTTPMessage) -> tuple[int | None, int | None]:
     return (int(match[1]) if match[1] else None), (int(match[2]) if match[2] != "*" else None)
 
 
-def describe(client: Client, address: str) -> Version:
+def describe(client: Client, address: str) -> RemoteVersion:
     with client.ask("HEAD", address, {}) as answer:
         if answer.status == 200:
-            return Version.of(answer.headers)
+            return RemoteVersion.of(answer.headers)
         _refuse_trouble(answer)
     # Some servers know no HEAD, and addresses that are signed for GET refuse it.
     with client.ask("GET", address, {"Range": "bytes=0-0"}) as answer:
         _refuse_status(answer, address, allowed=(200, 206, 416))
-        return Version.of(answer.headers)
+        return RemoteVersion.of(answer.headers)
 
 
 @dataclass
@@ -309,19 +308,19 @@ class Download:
 
     client: Client
     address: str
-    version: Version
+    version: RemoteVersion
     file: FileIO
     most_bytes: int
     tell: Tell
 
-    def run(self) -> Version | None:
+    def run(self) -> RemoteVersion | None:
         """None when the file is whole; else the version that the server has instead by now."""
         if self.version.condition is None:
             self._cut()
         self.tell(f"fetching {shown(self.address)}{self._of_size(' (', ')')}")
         return self.client.patiently(self.address, self._once, self._here, self.tell)
 
-    def _once(self) -> Version | None:
+    def _once(self) -> RemoteVersion | None:
         here = self._here()
         if here and here == self.version.size:
             return None
@@ -331,7 +330,7 @@ class Download:
         with self.client.ask("GET", self.address, headers) as answer:
             _refuse_status(answer, self.address, allowed=(200, 206, 416) if headers else (200,))
             _refuse_encoding(answer, self.address)
-            now = Version.of(answer.headers)
+            now = RemoteVersion.of(answer.headers)
             if self.version.differs(now):
                 return now
             if answer.status == 416 or (answer.status == 206 and _range_of(answer.headers)[0] != here):
@@ -376,7 +375,7 @@ class Download:
 class Client:
     """Asks servers on the web, each time from the first address: what it leads to may be signed for minutes only."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: FetchPolicy) -> None:
         self._patience = patience
         self._opener = OpenerDirector()  # build_opener would add what opens file://, ftp:// and data:
         for handler in (ProxyHandler(), _GuardedHTTP(), _GuardedHTTPS(context=ssl.create_default_context())):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from packtrain.errors import Mistake, nearest
+from packtrain.errors import Mistake, nearest, printable, quoted
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -25,11 +25,11 @@ from packtrain.pack.raw import (
     TextPair,
     file_inside,
     in_order,
+    is_text,
     number_of,
-    printable,
-    quoted,
+    parse_json,
+    read_lines,
 )
-from packtrain.pack.textfile import is_text, parse_json, read_lines
 
 Shape = Literal["label", "caption", "text"]
 

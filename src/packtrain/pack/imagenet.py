@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.errors import Mistake
-from packtrain.pack.archive import Member, tar_members
+from packtrain.errors import Mistake, printable, quoted
+from packtrain.pack.archive import ArchiveMember, tar_members
 from packtrain.pack.raw import (
     MISSING_FILE,
     Drop,
@@ -26,11 +26,9 @@ from packtrain.pack.raw import (
     RawImage,
     in_order,
     number_of,
-    printable,
-    quoted,
+    read_lines,
     refuse_leading_out,
 )
-from packtrain.pack.textfile import read_lines
 
 EMPTY_CLASS = "class without pictures"
 NO_PICTURE = "line of the ground truth without a picture"
@@ -129,31 +127,31 @@ def _class_places(path: str) -> Iterator[tuple[str, Locator]]:
         raise Mistake(f"{path}: no class in it, neither a folder nor a tar. {_ADVICE}")
 
 
-def _class_members(path: str, name: str, where: Locator, drop: Drop) -> Iterator[Member]:
+def _class_members(path: str, name: str, where: Locator, drop: Drop) -> Iterator[ArchiveMember]:
     if where.length is None:
         return _files(path, where.path, drop)
     return _visible(tar_members(where, f"{path}: {name}.tar"))
 
 
-def _flat_members(path: str, drop: Drop) -> Iterator[Member]:
+def _flat_members(path: str, drop: Drop) -> Iterator[ArchiveMember]:
     if Path(path).is_dir():
         return _files(path, path, drop)
     return _visible(tar_members(Locator(path)))
 
 
-def _visible(members: Iterator[Member]) -> Iterator[Member]:
+def _visible(members: Iterator[ArchiveMember]) -> Iterator[ArchiveMember]:
     """Without the files that systems leave behind (`._x`, `.DS_Store`)."""
     return (member for member in members if not member.name.rpartition("/")[2].startswith("."))
 
 
-def _files(root: str, folder: str, drop: Drop) -> Iterator[Member]:
+def _files(root: str, folder: str, drop: Drop) -> Iterator[ArchiveMember]:
     for entry in _listing(folder):
         if entry.is_symlink():
             refuse_leading_out(root, entry.path, root)
             if not Path(entry.path).exists():
                 drop(MISSING_FILE, printable(entry.path))
         if _is_there(entry.is_file):
-            yield Member(entry.name, Locator(entry.path))
+            yield ArchiveMember(entry.name, Locator(entry.path))
 
 
 def _is_there(kind: Callable[[], bool]) -> bool:

@@ -23,7 +23,7 @@ def _plain(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Version:
+class FormatVersion:
     """The part of a manifest that every format has."""
 
     format: int
@@ -37,7 +37,7 @@ class PackFile:
 
 
 @dataclass(frozen=True)
-class Shard(PackFile):
+class ShardFile(PackFile):
     samples: int
 
 
@@ -60,7 +60,7 @@ class Split:
     filtered: dict[str, Drops]
     dropped: dict[str, Drops]
     sources: tuple[int, ...]
-    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+    shards: Annotated[tuple[ShardFile, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     if data is None:
         return None
     try:
-        version = TypeAdapter(Version).validate_json(data).format
+        version = TypeAdapter(FormatVersion).validate_json(data).format
         if version != FORMAT:
             raise PacktrainError(f"pack {pack} in {store.url} has format {version}, this version reads {FORMAT}")
         return TypeAdapter(Manifest).validate_json(data)

@@ -1,4 +1,4 @@
-"""Raw data to a pack in the store. Packing what is packed already does nothing; an interrupted pack goes on."""
+"""Turn raw data into a pack in the store. An existing pack is reused; an interrupted one is resumed."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ import numpy as np
 
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Data
+from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.formats import common_kind
 from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key
 from packtrain.pack.pairs import pack_pairs
-from packtrain.pack.shard import forget_notes
-from packtrain.pack.workers import Contents, Packing, Progress, Workers, splits_of
+from packtrain.pack.workers import Workers
 from packtrain.store import Store
 from packtrain.system import sha256_of
 
-PACKERS: Mapping[Kind, Callable[[Packing], Contents]] = {
+PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
     "pairs": pack_pairs,
     "labels": pack_labels,
     "captions": pack_captions,
 }
-MOST_DROPPED = 0.01
+MOST_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
 _HASHED_BYTES = 4_000_000_000
 
 
 def pack(
-    name: str, data: Data, store: Store, workers: Workers, progress: Progress, allow_drops: bool = False
+    name: str, data: Data, store: Store, workers: Workers, progress: PackProgress, allow_drops: bool = False
 ) -> Manifest:
-    """The pack of a job's data, made now unless it is there. `name` is the job's."""
+    """Return the pack of a job's data, making it if the store does not have it. `name` is the name of the job."""
     kind = common_kind(splits_of(data))
     settings = settings_of(data, kind)
     folder = f"{name}-{digest(settings)}"
     existing = find_manifest(store, folder)
     if existing is not None:
-        progress.say(f"pack {folder} is there already")
+        progress.say(f"pack {folder} already exists")
         return existing
     contents = PACKERS[kind](Packing(folder, data, store, workers, progress))
-    splits = {split: gathered.split() for split, gathered in contents.gathered.items()}
+    splits = {split: build.finish() for split, build in contents.splits.items()}
     for split, found in splits.items():
-        _refuse_losses(split, found, allow_drops)
+        _check_drops(split, found, allow_drops)
         progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found)}")
-    _tell_overlap(contents, progress)
+    _warn_of_overlap(contents, progress)
     manifest = Manifest(
         FORMAT, folder, kind, settings, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
     )
     store.put(pack_key(folder, "manifest.json"), manifest.to_json())
-    forget_notes(store, folder)
+    delete_notes(store, folder)
     return manifest
 
 
@@ -62,36 +62,32 @@ _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": 
 def _left_out(split: Split) -> str:
     reasons = {**split.filtered, **split.dropped}
     said = ", ".join(f"{drops.count:,} ({reason})" for reason, drops in reasons.items())
-    return f", left out {said}" if said else ""
+    return f"; left out {said}" if said else ""
 
 
-def _refuse_losses(split: str, found: Split, allow_drops: bool) -> None:
+def _check_drops(split: str, found: Split, allow_drops: bool) -> None:
     if not found.samples:
-        raise FieldMistake(f"data.{split}", f"has no usable sample{_left_out(found) or ': it is empty'}")
+        raise FieldMistake(f"data.{split}", f"no usable samples{_left_out(found) or ': the source is empty'}")
     lost = sum(drops.count for drops in found.dropped.values())
     if lost > MOST_DROPPED * (lost + found.samples) and not allow_drops:
         reason, drops = next(iter(found.dropped.items()))
         raise FieldMistake(
             f"data.{split}",
-            f"{lost:,} of {lost + found.samples:,} samples cannot be used; most of them, {drops.count:,}: {reason},"
-            f" such as {drops.names[0]}; mend them, or pack with --allow-drops",
+            f"{lost:,} of {lost + found.samples:,} samples are unusable, most often ({drops.count:,}): {reason},"
+            f" such as {drops.names[0]}; fix them, or pack with --allow-drops",
         )
 
 
-def _tell_overlap(contents: Contents, progress: Progress) -> None:
-    """Says when samples of an evaluated split are trained on, too."""
+def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:
     trained = np.unique(np.frombuffer(contents.fingerprints["train"], np.uint64))
     for split, values in contents.fingerprints.items():
         same = int(np.isin(np.frombuffer(values, np.uint64), trained).sum()) if split != "train" else 0
         if same:
-            progress.say(f"warning: {same:,} samples of {split} are in train, too: its scores will flatter")
-
-
-# What the bytes of a pack depend on.
+            progress.say(f"warning: {same:,} samples of {split} are also in train; scores will be too optimistic")
 
 
 def settings_of(data: Data, kind: Kind) -> dict[str, Any]:
-    """Sources by content, and settings."""
+    """Return everything that the bytes of a pack depend on: the content of its sources, and settings."""
     settings: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
@@ -117,7 +113,7 @@ def digest(settings: dict[str, Any]) -> str:
 
 
 def _content_of(path: Path, field: str) -> str:
-    """A file's hash; of a folder or a very large file, names, sizes and times: reading all of ImageNet takes long."""
+    """Return the hash of a file; for a folder or a very large file, of names, sizes and times, which is faster."""
     try:
         if path.is_dir():
             return _listing_digest(path)
@@ -126,7 +122,7 @@ def _content_of(path: Path, field: str) -> str:
             return f"{status.st_size}-{status.st_mtime_ns}"
         return sha256_of(path)
     except OSError as error:
-        raise FieldMistake(field, f"{path}: {error.strerror}; the job's data must be there to be packed") from error
+        raise FieldMistake(field, f"{path}: {error.strerror}; packing needs the raw data") from error
 
 
 def _listing_digest(folder: Path) -> str:

@@ -1,6 +1,6 @@
-"""Packing pairs of texts, as a stream in two passes: what is in memory is a shard, and some bytes for every pair.
+"""Pack pairs of texts in two streaming passes: memory holds one shard, and 8 bytes for every pair.
 
-The tokeniser uses all cores by itself, so that the workers of images have nothing to do here.
+The tokenizer uses all cores by itself, so packing pairs does not use workers.
 """
 
 from __future__ import annotations
@@ -14,18 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.job.job import Data, Source
+from packtrain.pack.build import (
+    Advance,
+    PackContents,
+    Packing,
+    ShardTarget,
+    Sources,
+    empty_contents,
+    put_file,
+    splits_of,
+)
 from packtrain.pack.formats import PAIRS
 from packtrain.pack.raw import Drop, Dropped, TextPair
-from packtrain.pack.shard import Columns, Place, Ragged, put_file
+from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
-from packtrain.pack.workers import Advance, Contents, Packing, Sources, empty_contents, splits_of
 
 SHARD_PAIRS = 250_000
-_REPEATED = "the same pair again"
-_TOLD_EVERY = 1000
+_DUPLICATE = "duplicate pair"
+_ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
+_BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
+_SORTED_PARTS = 16
 
 
-def pack_pairs(packing: Packing) -> Contents:
+def pack_pairs(packing: Packing) -> PackContents:
     contents = empty_contents(packing.data)
     with packing.progress.track("reading train", None) as advance:
         source, target = _fit(packing, contents, advance)
@@ -41,15 +52,15 @@ def pack_pairs(packing: Packing) -> Contents:
     return contents
 
 
-def _fit(packing: Packing, contents: Contents, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
-    """The first pass over the training data: vocabularies, and the fingerprints that tell repeated pairs."""
+def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
+    """Read the training data once: fit the vocabularies, and note the fingerprints that find duplicates."""
     seen = contents.fingerprints["train"]
 
     def noted() -> Iterator[TextPair]:
         for _, _, pair in _kept(packing, Dropped(), Dropped()):
             seen.append(fingerprint(pair))
-            if len(seen) % _TOLD_EVERY == 0:
-                advance(_TOLD_EVERY)
+            if len(seen) % _ADVANCE_EVERY == 0:
+                advance(_ADVANCE_EVERY)
             yield pair
 
     size = packing.data.vocabulary
@@ -62,32 +73,32 @@ def _fit(packing: Packing, contents: Contents, advance: Advance) -> tuple[Vocabu
 
 
 Chosen = Iterator[tuple[int, TextPair]]
-"""Pairs with the number of their source."""
+"""Pairs, each with the number of its source."""
 
 
-def _trained(packing: Packing, contents: Contents, again: NDArray[np.bool_]) -> Chosen:
-    gathered = contents.gathered["train"]
-    kept = _kept(packing, gathered.dropped, gathered.filtered)
+def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_]) -> Chosen:
+    build = contents.splits["train"]
+    kept = _kept(packing, build.dropped, build.filtered)
     for repeats, (index, name, pair) in zip(again, kept, strict=True):
         if repeats:
-            gathered.filtered(_REPEATED, name)
+            build.filtered(_DUPLICATE, name)
         else:
             yield index, pair
 
 
-def _evaluated(contents: Contents, split: str, sources: Sources) -> Chosen:
-    """What is evaluated stays whole, or scores could not be compared."""
+def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
+    """Yield all pairs of an evaluation split: filtering them would make scores incomparable."""
     for index, source in enumerate(sources):
-        for _, pair in _read(source, contents.gathered[split].dropped):
+        for _, pair in _read(source, contents.splits[split].dropped):
             contents.fingerprints[split].append(fingerprint(pair))
             yield index, pair
 
 
 def _kept(packing: Packing, dropped: Drop, filtered: Drop) -> Iterator[tuple[int, str, TextPair]]:
-    """The training pairs that the settings keep, with their source's number and their own name."""
+    """Yield the training pairs that the settings keep, with the number of their source and their own name."""
     for index, source in enumerate(packing.data.train):
         for name, pair in _read(source, dropped):
-            reason = fault(pair, packing.data)
+            reason = filter_reason(pair, packing.data)
             if reason is None:
                 yield index, name, pair
             else:
@@ -102,23 +113,23 @@ def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, TextPair]]:
 
 def _make_shards(
     packing: Packing,
-    contents: Contents,
+    contents: PackContents,
     split: str,
     chosen: Chosen,
     vocabularies: tuple[Vocabulary, Vocabulary],
     advance: Advance,
 ) -> None:
     for number, (index, pairs) in enumerate(_parts(chosen)):
-        place = Place(packing.name, split, number, index)
-        made = place.made_before(packing.store)
-        if made is None:
-            made = place.put(packing.store, encode(pairs, *vocabularies), Dropped())
-        contents.gathered[split].made.append(made)
+        target = ShardTarget(packing.name, split, number, index)
+        finished = target.find(packing.store)
+        if finished is None:
+            finished = target.put(packing.store, encode(pairs, *vocabularies), Dropped())
+        contents.splits[split].shards.append(finished)
         advance(len(pairs))
 
 
 def _parts(chosen: Chosen) -> Iterator[tuple[int, list[TextPair]]]:
-    """Runs of pairs of one source, a shard's worth at most."""
+    """Group consecutive pairs of one source into shards."""
     part: list[TextPair] = []
     current = 0
     for index, pair in chosen:
@@ -131,15 +142,8 @@ def _parts(chosen: Chosen) -> Iterator[tuple[int, list[TextPair]]]:
         yield current, part
 
 
-# Pairs of texts: what the settings keep, which have come before, and their tokens.
-
-
-_BLOCK_PAIRS = 20_000  # as many are lists of Python numbers at a time
-_PARTS = 16
-
-
-def fault(pair: TextPair, data: Data) -> str | None:
-    """Why the settings leave a pair out of training."""
+def filter_reason(pair: TextPair, data: Data) -> str | None:
+    """Return why the settings leave a pair out of training, or None."""
     lengths = len(pair.source.split()), len(pair.target.split())
     if min(lengths) == 0:
         return "one side is empty"
@@ -156,31 +160,23 @@ def fingerprint(pair: TextPair) -> int:
 
 
 def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
-    """Which of them have come before. Done in parts, so that sorting takes little memory beside them."""
+    """Return for each fingerprint whether an earlier one is equal."""
     values = np.frombuffer(fingerprints, np.uint64)
     again = np.zeros(len(values), np.bool_)
-    for part in range(_PARTS):
-        places = np.flatnonzero(values % _PARTS == part)
+    for part in range(_SORTED_PARTS):  # sorting all at once would need several times their memory
+        places = np.flatnonzero(values % _SORTED_PARTS == part)
         order = places[np.argsort(values[places], kind="stable")]
         again[order[1:][values[order[1:]] == values[order[:-1]]]] = True
     return again
 
 
 def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary) -> Columns:
-    """Token columns. Sources end with EOS; targets also begin with BOS."""
+    """Return the token columns. Sources end with EOS; targets also begin with BOS."""
     blocks = [pairs[start : start + _BLOCK_PAIRS] for start in range(0, len(pairs), _BLOCK_PAIRS)]
-    sources = [Ragged.from_rows(_ended(source, [one.source for one in block]), _dtype(source)) for block in blocks]
-    targets = [Ragged.from_rows(_begun(target, [one.target for one in block]), _dtype(target)) for block in blocks]
+    sources = [_tokens([one.source for one in block], source, []) for block in blocks]
+    targets = [_tokens([one.target for one in block], target, [BOS]) for block in blocks]
     return Columns({"source": Ragged.joined(sources), "target": Ragged.joined(targets)})
 
 
-def _ended(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
-    return [[*row, EOS] for row in vocabulary.encode(texts)]
-
-
-def _begun(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
-    return [[BOS, *row, EOS] for row in vocabulary.encode(texts)]
-
-
-def _dtype(vocabulary: Vocabulary) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    return np.dtype("<u2") if len(vocabulary) <= 1 << 16 else np.dtype("<u4")
+def _tokens(texts: list[str], vocabulary: Vocabulary, start: list[int]) -> Ragged:
+    return Ragged.from_rows([[*start, *row, EOS] for row in vocabulary.encode(texts)], vocabulary.dtype)

@@ -12,7 +12,7 @@ What becomes of each kind of file:
   pages the first is taken.
 - Turned by EXIF: turned upright. All metadata is left out, colour profiles too: pixels are taken to be sRGB.
 - What a file holds decides, never its name. Formats other than these are not opened.
-- Dropped, as Unusable, with the reason: "empty", "not an image", "damaged", "cut off", "too many pixels" (over 89
+- Dropped, as UnusableImage, with the reason: "empty", "not an image", "damaged", "cut off", "too many pixels" (over 89
   million, seen in the header before anything is decoded), "too long" (a side over 65,500 pixels), "unknown depth"
   (integers of 32 bits, and floats, whose black and white only the maker knows).
 
@@ -52,7 +52,7 @@ _UPRIGHT = {
 }
 
 
-class Unusable(Exception):
+class UnusableImage(Exception):
     """Why a file is left out, in a few words that are the same for all such files, so that they can be counted."""
 
     def __init__(self, reason: str) -> None:
@@ -68,36 +68,36 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
             coding = _coding(image)
             pixels = _decoded_jpeg(data, image) or _flat(image)
             upright = _orientation(image)
-        except Unusable:
+        except UnusableImage:
             raise
         except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
-            raise Unusable(_fault(error)) from error
+            raise UnusableImage(_fault(error)) from error
     if short_side is not None and min(pixels.size) > short_side:
         coding = Coding()
         pixels = pixels.resize(_shrunk(*pixels.size, short_side), Image.Resampling.LANCZOS)
     if upright in _UPRIGHT:
         pixels = pixels.transpose(_UPRIGHT[upright])
     if max(pixels.size) > LONGEST_SIDE:
-        raise Unusable("too long")
+        raise UnusableImage("too long")
     return encode(pixels, coding)
 
 
 def _open(data: bytes) -> Image.Image:
     """The image with only its header read."""
     if not data:
-        raise Unusable("empty")
+        raise UnusableImage("empty")
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except Image.DecompressionBombError as error:
-        raise Unusable("too many pixels") from error
+        raise UnusableImage("too many pixels") from error
     except UnidentifiedImageError as error:
-        raise Unusable("damaged" if data.startswith(_MAGIC) else "not an image") from error
+        raise UnusableImage("damaged" if data.startswith(_MAGIC) else "not an image") from error
     except Exception as error:  # as above
-        raise Unusable(_fault(error)) from error
+        raise UnusableImage(_fault(error)) from error
     if image.width * image.height > MOST_PIXELS:
-        raise Unusable("too many pixels")
+        raise UnusableImage("too many pixels")
     if image.info.get("progressive") and data.count(b"\xff\xda") > _MOST_SCANS:
-        raise Unusable("damaged")
+        raise UnusableImage("damaged")
     return image
 
 
@@ -138,9 +138,9 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
     except ValueError as error:
         fault = str(error)
     if "premature end" in fault.lower():
-        raise Unusable("cut off")
+        raise UnusableImage("cut off")
     if "Corrupt" in fault and "extraneous" not in fault:  # bytes too many do no harm, and are common
-        raise Unusable("damaged")
+        raise UnusableImage("damaged")
     return None
 
 
@@ -150,7 +150,7 @@ def _flat(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise Unusable("unknown depth")
+        raise UnusableImage("unknown depth")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")

@@ -1,10 +1,12 @@
-"""The vocabulary: one byte-pair encoding over bytes, so that any script has a spelling and none is unknown."""
+"""A vocabulary of subwords: byte-pair encoding over bytes, so that no text has unknown characters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -23,7 +25,7 @@ class Vocabulary:
 
     @classmethod
     def fit(cls, texts: Iterable[str], size: int) -> Vocabulary:
-        """Learns `size` pieces from the texts; fewer if the texts do not hold that many."""
+        """Learn `size` subwords from the texts, or fewer if the texts have no more."""
         tokenizer = Tokenizer(BPE())
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
         tokenizer.decoder = ByteLevelDecoder()
@@ -42,7 +44,12 @@ class Vocabulary:
         try:
             return cls(Tokenizer.from_str(text))
         except Exception as error:  # the library raises bare Exception
-            raise PacktrainError(f"the pack's vocabulary cannot be read ({error}); pack the data again") from error
+            raise PacktrainError(f"the pack's vocabulary is damaged ({error}); pack the data again") from error
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every token."""
+        return np.dtype("<u2") if len(self) <= 1 << 16 else np.dtype("<u4")
 
     def to_json(self) -> str:
         return self._tokenizer.to_str()
@@ -51,15 +58,15 @@ class Vocabulary:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The pieces of each text, without marks of beginning or end.
+        """Return the tokens of each text, without BOS and EOS.
 
-        Special tokens written out in a text are spelled like any other text.
+        A special token written out in a text, such as `<eos>`, is encoded like any other text.
         """
         self._tokenizer.encode_special_tokens = True
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def is_strange(self, text: str) -> bool:
-        """Whether most characters of a text are spelled in bytes: they were hardly there when pieces were learned."""
+        """True if most characters are encoded as single bytes: the training data hardly had them."""
         if text.isascii():
             return False
         starts = [start for start, _ in self._tokenizer.encode(text).offsets]

@@ -13,14 +13,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.images import ImageBatches, centre_box, resize_into
+from packtrain.data.images import ImageBatches, center_box, resize_into
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack, SplitReader
-from packtrain.data.tiles import Pixels, decode_crop
-from packtrain.errors import Mistake
-from packtrain.pack.picture import Unusable, to_tiled
-from packtrain.pack.raw import printable
-from packtrain.pack.tiles import Tiled
+from packtrain.errors import Mistake, printable
+from packtrain.pack.picture import UnusableImage, to_tiled
+from packtrain.pack.tiles import Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import Recipe
 from packtrain.units import show_bytes
 
@@ -85,7 +83,7 @@ def read_picture(path: str, short_side: int | None = None) -> Tiled:
         if size > MOST_BYTES:
             raise Mistake(f"{name}: {show_bytes(size)} are more than the {show_bytes(MOST_BYTES)} of any picture")
         return to_tiled(file.read_bytes(), short_side)
-    except Unusable as error:
+    except UnusableImage as error:
         raise Mistake(f"{name}: {error.reason}; a picture is a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
     except OSError as error:
         raise Mistake(f"{name}: cannot be read: {error.strerror}") from None
@@ -93,7 +91,7 @@ def read_picture(path: str, short_side: int | None = None) -> Tiled:
 
 def middle_of(picture: Tiled, height: int, width: int) -> Pixels:
     """What validation sees of a picture: its middle, uint8 [height, width, RGB]."""
-    box = centre_box(picture.width, picture.height, width, height)
+    box = center_box(picture.width, picture.height, width, height)
     out = np.empty((height, width, 3), np.uint8)
     resize_into(out, decode_crop(picture.jpeg, picture.segments, picture.width, picture.height, box), flip=False)
     return out

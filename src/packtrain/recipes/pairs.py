@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids
-from packtrain.data.pack import Column
-from packtrain.data.text import likeness, pad
+from packtrain.data.order import Ids, likeness
+from packtrain.data.pack import Column, pad
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job
 from packtrain.pack.shard import Ragged

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packtrain.errors import printable
 from packtrain.pack.manifest import Drops
-from packtrain.pack.raw import printable
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import ClassCount, ColumnsOf, Measure, PackStats, SplitStats
 from packtrain.report.page import HEIGHT, POLICY, WIDTH, nice_ticks, page

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, Stream, philox_words
-from packtrain.data.pack import Pack
-from packtrain.data.text import pad
+from packtrain.data.pack import Pack, pad
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job
 from packtrain.job.train import Adam, AdamW, Sgd

@@ -6,8 +6,7 @@ import numpy as np
 
 from packtrain.data.images import Crop, ImageBatches, random_crops, resize_into
 from packtrain.data.order import Ids
-from packtrain.data.tiles import Box, Pixels, decode_crop
-from packtrain.pack.tiles import Tiled
+from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 
 
 class CaptionedBatches(ImageBatches):

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from packtrain.data.images import ImageBatches, RectangularBatch, rectangular_plan
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
-from packtrain.data.tiles import Pixels
 from packtrain.job.job import Job
 from packtrain.job.train import EpochSettings
+from packtrain.pack.tiles import Pixels
 from packtrain.recipes.classify.shape import classifier_of
 from packtrain.recipes.classify.words import read_words
 from packtrain.recipes.images import Copies, Pictured, middle_of, read_picture
@@ -145,7 +145,7 @@ class Classify(Pictured[ImageBatches]):
         batches = self._copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             request.on_batch()
-            pixels = torch.from_numpy(batches.centred(batch.ids, batch.height, batch.width)).to(device)
+            pixels = torch.from_numpy(batches.centered(batch.ids, batch.height, batch.width)).to(device)
             with torch.inference_mode():
                 logits = model(normalised(pixels)).float()
             best = logits.topk(min(_GUESSES, logits.shape[1])).indices

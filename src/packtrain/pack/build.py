@@ -1,0 +1,183 @@
+"""A pack while it is being built: its inputs, its progress, its finished shards and what was left out.
+
+Every shard is stored with a note of its contents under `making/`, so that an interrupted build resumes with the shards
+that exist. The manifest is written last and replaces the notes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from packtrain.job.job import Data, Source
+from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key
+from packtrain.pack.raw import Dropped
+from packtrain.pack.shard import Columns, encode_shard
+from packtrain.pack.workers import Workers
+from packtrain.store import Store
+
+Advance = Callable[[int], None]
+Sources = tuple[Source, ...]
+
+_FIRST_NAMES = 10
+
+
+class PackProgress(Protocol):
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def track(self, what: str, total: int | None) -> AbstractContextManager[Advance]:
+        """Show a bar of that many samples; None if the total is unknown."""
+
+
+class PlainProgress:
+    """Lines only, for scripts."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def say(self, text: str) -> None:
+        self._tell(text)
+
+    @contextmanager
+    def track(self, what: str, total: int | None) -> Iterator[Advance]:  # noqa: ARG002
+        yield lambda _: None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Everything a packer needs. `name` is the name of the pack's folder."""
+
+    name: str
+    data: Data
+    store: Store
+    workers: Workers
+    progress: PackProgress
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard in the store. `fingerprints` are hashes of its raw samples, to find samples shared by two splits."""
+
+    split: str
+    number: int
+    source: int
+    shard: ShardFile
+    dropped: dict[str, Drops]
+    fingerprints: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardTarget:
+    """The place of a shard in a pack: a plain value that can be sent to any worker."""
+
+    pack: str
+    split: str
+    number: int
+    source: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}.safetensors"
+
+    def _note(self) -> str:
+        return pack_key(self.pack, f"making/{self.name}.json")
+
+    def find(self, store: Store) -> FinishedShard | None:
+        """Return the shard if an interrupted build has stored it."""
+        # The pack's name contains the digest of its data and settings, so an existing note is still valid.
+        data = store.find(self._note())
+        if data is None:
+            return None
+        try:
+            return TypeAdapter(FinishedShard).validate_json(data)
+        except ValidationError:
+            return None
+
+    def put(self, store: Store, columns: Columns, dropped: Dropped, fingerprints: Iterable[int] = ()) -> FinishedShard:
+        file = put_file(store, self.pack, self.name, encode_shard(columns))
+        shard = ShardFile(file.name, file.bytes, file.sha256, len(columns))
+        finished = FinishedShard(self.split, self.number, self.source, shard, drops_of(dropped), tuple(fingerprints))
+        store.put(self._note(), json.dumps(asdict(finished)).encode())
+        return finished
+
+
+def put_file(store: Store, pack: str, name: str, data: bytes) -> PackFile:
+    store.put(pack_key(pack, name), data)
+    return PackFile(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def delete_notes(store: Store, pack: str) -> None:
+    for entry in store.list(pack_key(pack, "making")):
+        store.delete(entry.key)
+
+
+def drops_of(dropped: Dropped) -> dict[str, Drops]:
+    return {reason: Drops(count, tuple(dropped.names[reason])) for reason, count in dropped.counts.most_common()}
+
+
+@dataclass
+class SplitBuild:
+    """A split while its shards are being made, in any order."""
+
+    sources: int
+    shards: list[FinishedShard] = field(default_factory=list)
+    filtered: Dropped = field(default_factory=Dropped)
+    dropped: Dropped = field(default_factory=Dropped)
+
+    def finish(self) -> Split:
+        ordered = sorted(self.shards, key=lambda finished: finished.number)
+        counts = [0] * self.sources
+        for finished in ordered:
+            counts[finished.source] += finished.shard.samples
+        return Split(
+            sum(counts),
+            drops_of(self.filtered),
+            _merged([drops_of(self.dropped), *(finished.dropped for finished in ordered)]),
+            tuple(counts),
+            tuple(finished.shard for finished in ordered if finished.shard.samples),
+        )
+
+
+def _merged(parts: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:
+    """Return all drops by reason, the most frequent first, with the names from the first parts."""
+    counts: dict[str, int] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for part in parts:
+        for reason, drops in part.items():
+            counts[reason] = counts.get(reason, 0) + drops.count
+            names[reason] = (*names.get(reason, ()), *drops.names)[:_FIRST_NAMES]
+    return {
+        reason: Drops(counts[reason], names[reason]) for reason in sorted(counts, key=lambda one: (-counts[one], one))
+    }
+
+
+@dataclass
+class PackContents:
+    """All splits of a pack being built. `fingerprints` are hashes of raw samples, to find one that is in two splits."""
+
+    splits: dict[str, SplitBuild]
+    classes: tuple[str, ...] = ()
+    vocabulary: PackFile | None = None
+    target_vocabulary: PackFile | None = None
+    fingerprints: dict[str, array[int]] = field(default_factory=dict)
+
+
+def empty_contents(data: Data) -> PackContents:
+    splits = splits_of(data)
+    return PackContents(
+        {split: SplitBuild(len(sources)) for split, sources in splits.items()},
+        fingerprints={split: array("Q") for split in splits},
+    )
+
+
+def splits_of(data: Data) -> dict[str, Sources]:
+    named = {"train": data.train, "valid": data.valid, "test": data.test}
+    return {split: sources for split, sources in named.items() if sources}
