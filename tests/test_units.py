@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.units import Amount, Duration, counted, parse_bytes, parse_seconds
+from packtrain.units import Amount, Duration, counted, parse_bytes, parse_seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,32 @@ def test_a_duration_is_read_as_people_write_it(text: str, value: float, unit: st
         ("1,5 hours", "'1,5 hours' is not a number with a unit, such as '500 steps'"),
         ("5 stesp", "unknown unit 'stesp' in '5 stesp'; did you mean 'step'?"),
         ("2.5 steps", "'2.5 steps' is not a whole number of steps"),
-        ("-5 steps", "'-5 steps' must be more than zero and less than 1e+15"),
-        ("0 steps", "'0 steps' must be more than zero and less than 1e+15"),
-        ("1e999 s", "'1e999 s' must be more than zero and less than 1e+15"),
+        ("-5 steps", "'-5 steps' must be greater than zero and less than 1e+15"),
+        ("0 steps", "'0 steps' must be greater than zero and less than 1e+15"),
+        ("1e999 s", "'1e999 s' must be greater than zero and less than 1e+15"),
         ("1e14 days", "'1e14 days' must be less than 1e+15 seconds"),
         ("nan steps", "'nan steps' is not a number with a unit, such as '500 steps'"),
         ("9" * 5000 + " steps", f"'{'9' * 57}...' is not a number with a unit, such as '500 steps'"),
     ],
 )
-def test_a_duration_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+def test_an_invalid_duration_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:
         Duration.parse(text)
     assert str(refused.value) == message
 
 
-def test_what_is_counted_has_its_plural() -> None:
+def test_a_counted_noun_gets_its_plural() -> None:
     assert [counted(number, "worker") for number in (0, 1, 2, 1000)] == [
         "0 workers", "1 worker", "2 workers", "1,000 workers",
     ]  # fmt: skip
+
+
+def test_times_and_sizes_are_shown_with_about_two_digits() -> None:
+    seconds = (0.84, 9.95, 42, 59.6, 185, 3599.6, 7620, 273_600)
+    shown = ["0.8 s", "10 s", "42 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 07 min", "3 d 04 h"]
+    assert [show_seconds(number) for number in seconds] == shown
+    sizes = ["512 B", "4.3 MB", "100 MB", "2.0 GB"]
+    assert [show_bytes(number) for number in (512, 4_300_000, 99_600_000, 2e9)] == sizes
 
 
 def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
@@ -62,7 +70,7 @@ def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
         Amount.parse("100 steps")
 
 
-def test_sizes_and_times_are_read_alone_too() -> None:
+def test_sizes_and_times_are_read_with_their_units() -> None:
     assert parse_bytes("2 GB") == 2_000_000_000
     assert parse_bytes("2 GiB") == 2**31
     assert parse_seconds("90 s") == 90

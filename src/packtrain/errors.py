@@ -1,7 +1,7 @@
 """Errors that a person can act on.
 
-Every one is a single line (what is wrong, where, what to do) and carries the exit code of the
-command that raised it. Anything else that escapes is a defect of Packtrain and keeps its traceback.
+Each is a single line (where, what is wrong, what to do) and carries the exit code of the command that raised it. Any
+other exception that escapes is a defect of Packtrain and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXIT_STOPPED = 103
 
 
 class PacktrainError(Exception):
-    """What went wrong, in one line, with the exit code it leads to."""
+    """The base of all errors that are shown as one line, without a traceback."""
 
     exit_code = EXIT_FAILED
 
@@ -27,13 +27,13 @@ class PacktrainError(Exception):
 
 
 class Mistake(PacktrainError):
-    """The caller asked for something that cannot be done; nothing was started."""
+    """A request that cannot be done; nothing was started."""
 
     exit_code = EXIT_MISTAKE
 
 
 class FieldMistake(Mistake):
-    """A mistake in a field of the job that only a recipe, a fleet or the data can see."""
+    """A mistake in a field of the job that only a recipe, a fleet or the data reveals."""
 
     def __init__(self, field: str, fault: str) -> None:
         super().__init__(f"{field}: {fault}")
@@ -71,7 +71,7 @@ def quoted(text: str, limit: int = 200) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint that names the closest known word, or lists them all when none is close."""
+    """Return a hint that names the closest known word, or lists them all if none is close."""
     choices = sorted(known)
     close = get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:

@@ -13,7 +13,7 @@ _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
 _QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 _MACHINES = re.compile(r"([0-9]+)(?:\s*\.\.\s*([0-9]+))?", re.ASCII)
 _MOST_MACHINES = 100_000
-_LONGEST = 60
+_LONGEST = 60  # characters of a quantity; errors repeat no more than that
 _LARGEST = 1e15  # whole numbers below are exact as floats
 
 _SECONDS_PER: Mapping[str, float] = {
@@ -46,7 +46,7 @@ def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[flo
     if unit not in units:
         raise ValueError(f"unknown unit {unit!r} in {text!r}; {nearest(unit, units)}")
     if not 0 < number < _LARGEST:
-        raise ValueError(f"{text!r} must be more than zero and less than {_LARGEST:g}")
+        raise ValueError(f"{text!r} must be greater than zero and less than {_LARGEST:g}")
     return number, unit
 
 
@@ -77,7 +77,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much goes into a batch: a whole number of tokens or of samples."""
+    """The size of a batch: a whole number of tokens or of samples."""
 
     value: int
     unit: str
@@ -95,7 +95,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Machines:
-    """How many machines a run has: it starts with `least` and takes in more as they come, up to `most`."""
+    """The number of machines of a run: it starts with `least` and takes in more as they join, up to `most`."""
 
     least: int
     most: int
@@ -111,7 +111,7 @@ class Machines:
         if machines.most > _MOST_MACHINES:
             raise ValueError(f"must be at most {_MOST_MACHINES:,}")
         if machines.least > machines.most:
-            raise ValueError(f"{text!r} begins with more machines than it ends with; write the smaller number first")
+            raise ValueError(f"{text!r}: the minimum is larger than the maximum; write the smaller number first")
         return machines
 
     @property
@@ -139,7 +139,7 @@ def parse_bytes(text: str) -> int:
 
 
 def show_seconds(seconds: float) -> str:
-    """A time for people: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    """Show a time: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -155,7 +155,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """A size for people, in powers of ten: `512 B`, `4.3 MB`."""
+    """Show a size in powers of ten: `512 B`, `4.3 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5 or unit == "GB":
             break
@@ -164,10 +164,10 @@ def show_bytes(count: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """Show a number with its noun: `1 worker`, `2 workers`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def show_count(count: float) -> str:
-    """A whole number with thousands separated: `74,978`."""
+    """Show a whole number with thousands separated: `74,978`."""
     return f"{count:,.0f}"

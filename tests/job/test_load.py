@@ -164,7 +164,7 @@ def test_what_is_not_a_job_file_is_refused(directory: Path, text: str | bytes, l
     [
         ("recipe:", "recpie:", "a.yaml:2: recpie: unknown key; did you mean 'recipe'? (and 1 more)"),
         ("25000 tokens", "25000", "a.yaml:11: train.batch: a unit is missing: write it as in '4096 tokens'"),
-        ("50000 steps", "-1 steps", "a.yaml:10: train.duration: '-1 steps' must be more than zero and less than 1e+15"),
+        ("50000 steps", "-1 steps", "a.yaml:10: train.duration: '-1 steps' must be greater than zero and less than 1e+15"),
         ("clip: 1.0", "clip: no", "a.yaml:13: train.clip: must be a number, not a text"),
         ("weight: 2.0", "weight: -2", "a.yaml:7: data.valid.0.weight: must be more than 0"),
         ("[train.en, train.de]", "[a, ../b]", "a.yaml:4: data.train.0.bitext.1: '../b' leaves the job file's directory;"
