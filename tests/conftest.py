@@ -1,4 +1,4 @@
-"""Stores for every test, and the servers behind them: each starts when first asked for, once."""
+"""Stores for all tests, and the servers behind them; each server starts once, when first needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[S3Server]:
-    """Quick; holds put-if-absent; accepts any keys."""
+    """A quick S3 server; supports put-if-absent, accepts any keys."""
     need(importlib.util.find_spec("moto"), "moto[server] is not installed")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
     with served(lambda port: [*command, str(port)]) as url:
@@ -47,7 +47,7 @@ def moto_server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """The proof: a real server that checks keys, clocks and conditions."""
+    """A strict S3 server: checks keys, clocks and conditions."""
     missing = ceph.missing_programs()
     need(not missing, f"Ceph is not installed ({', '.join(missing)}): run tests/parts/install")
     access_key, secret_key = "AKCEPH", "secret-of-ceph"
@@ -60,7 +60,7 @@ def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server that ignores put-if-absent."""
+    """An S3 server that ignores put-if-absent."""
     beside = Path(sys.executable).parent / "rclone"
     program = str(beside) if beside.exists() else shutil.which("rclone")
     need(program, "rclone is not installed")
@@ -80,20 +80,20 @@ def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def s3_environment(moto_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The environment points at moto, for this process and those it starts."""
+    """Point this process, and those it starts, at moto."""
     moto_server.enter(monkeypatch)
     return moto_server
 
 
 @pytest.fixture
 def s3_location(s3_environment: S3Server) -> str:
-    """An empty `s3://bucket/prefix` that works."""
+    """An empty prefix of a bucket."""
     return fresh_location()
 
 
 @pytest.fixture
 def s3_proxy(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Stands between `s3://` and moto, and makes the trouble that the test asks of it."""
+    """A proxy between `s3://` and moto that injects the faults a test asks for."""
     with proxy_before(s3_environment.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         yield proxy
@@ -117,6 +117,6 @@ def ceph_store(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 @pytest.fixture(params=["directory_store", "s3_store"])
 def any_store(request: pytest.FixtureRequest) -> Store:
-    """An empty store of each quick kind: what holds for one must hold for all."""
+    """An empty store of each quick kind."""
     store: Store = request.getfixturevalue(request.param)
     return store

@@ -10,7 +10,7 @@ import pytest
 
 from packtrain.run.checkpoint import committed
 from parts import hosts
-from parts.fields import Field, bucket_on, make_field, wrong_clock
+from parts.host_run import HostRun, bucket_on, make_host_run, wrong_clock
 from parts.hosts import Network
 from parts.places import STEPS, Place, assert_same_samples, history, weights
 from parts.presence import need
@@ -41,7 +41,7 @@ def test_the_first_is_cut_off_and_comes_back(scenes: dict[str, Future[None]]) ->
 
 def halves(network: Network, uninterrupted: Place) -> None:
     """Nothing is lost but steps since the commit, and there is one line of commits only."""
-    field = make_field(network, str(network.shared / "store"), ["train.patience=8 s"], {})
+    field = make_host_run(network, str(network.shared / "store"), ["train.patience=8 s"], {})
     first, second = network
     field.pace(0.1)
     field.start(first)
@@ -67,7 +67,7 @@ def halves(network: Network, uninterrupted: Place) -> None:
     assert times == {True, False}, "the clocks were an hour apart"
 
 
-def split_for_less_than_their_patience(field: Field) -> None:
+def split_for_less_than_their_patience(field: HostRun) -> None:
     """They stall and go on."""
     first, second = field.network
     first.cut(second)
@@ -77,7 +77,7 @@ def split_for_less_than_their_patience(field: Field) -> None:
     assert field.causes() == ["start"], "both still renewed their leases"
 
 
-def split_for_more_than_their_patience(field: Field) -> None:
+def split_for_more_than_their_patience(field: HostRun) -> None:
     """Both reach the store, so both are taken for alive: they begin together again, and wait for each other."""
     first, second = field.network
     first.cut(second)
@@ -90,7 +90,7 @@ def split_for_more_than_their_patience(field: Field) -> None:
     assert field.causes() == ["start", "hang"]
 
 
-def assert_one_line(field: Field) -> None:
+def assert_one_line(field: HostRun) -> None:
     """Whatever was seen to be committed is what later generations went on from."""
     starts = {point.generation: point.step for point in field.run.points().read() if point.kind == "start"}
     for name, generation in field.seen.items():
@@ -104,7 +104,7 @@ def cut_off(network: Network, uninterrupted: Place) -> None:
     with bucket_on(network) as server, pytest.MonkeyPatch.context() as monkeypatch:
         server.enter(monkeypatch)
         settings = ["fleet={local: {machines: 1..2}, workers: 1}"]
-        field = make_field(network, fresh_location(), settings, server.environment())
+        field = make_host_run(network, fresh_location(), settings, server.environment())
         field.pace(0.1)
         field.start(first)
         field.start(second)

@@ -18,7 +18,7 @@ from packtrain.fleet.ssh import Ready, SshFleet, SshSettings
 from packtrain.run.run import open_run
 from packtrain.store import Store, open_store
 from parts import hosts
-from parts.fields import bucket_on
+from parts.host_run import bucket_on
 from parts.hosts import Network
 from parts.presence import need
 from parts.runs import new_run, program_job

@@ -58,7 +58,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def ceph_gateway(scratch: Path, *, access_key: str, secret_key: str) -> Iterator[str]:
-    """The gateway's address, once it answers and knows the keys."""
+    """Run a gateway that knows these keys, and give its URL."""
     fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
     monitor_port, gateway_port = free_port(), free_port()
     configuration = scratch / "ceph.conf"
@@ -110,7 +110,7 @@ def ceph_gateway(scratch: Path, *, access_key: str, secret_key: str) -> Iterator
 
 
 def _insist(attempt: Callable[[], bool]) -> None:
-    """In its first moments a monitor takes nobody's word: `wrong fsid`, `Operation not permitted`."""
+    """Repeat: just after its start a monitor refuses everything (`wrong fsid`, `Operation not permitted`)."""
     for _ in range(20):
         if attempt():
             return

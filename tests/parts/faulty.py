@@ -1,4 +1,4 @@
-"""A store that records what is asked of it, and fails when the test wants it to."""
+"""A store that records every operation and fails on demand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CHANGES = {"put", "put_if_absent", "put_file", "delete"}
 
 
 class Killed(BaseException):
-    """As if the process had been killed here: nothing may catch it."""
+    """Stands for the death of the process: no code may catch it."""
 
 
 class FaultyStore(Store):
-    """`fault` is asked with the name of the operation and its key before it is done; what it returns is raised.
+    """`fault` is called with each operation and its key; if it returns an exception, that is raised.
 
     With `answers_get_lost` the operation is done first, and only its answer is lost.
     """
@@ -31,12 +31,12 @@ class FaultyStore(Store):
         self.answers_get_lost = False
 
     def kill_at(self, number: int) -> None:
-        """Dies at the operation of that number, counted from 0 and from now."""
+        """Die at the operation of that number, counting from 0 at the next one."""
         last = len(self.operations) + number
         self.fault = lambda _operation, _key: Killed() if len(self.operations) > last else None
 
     def refuse(self, *operations: str) -> None:
-        """These operations fail, as those on a store that is away."""
+        """Make these operations fail as if the store were unreachable."""
         away = StoreError("the store is away", temporary=True)
         self.fault = lambda operation, _key: away if operation in operations else None
 

@@ -1,4 +1,4 @@
-"""Servers on loopback: a port for each, and the moment from which it answers."""
+"""Servers on loopback: free ports, and waiting until a server answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-PATIENCE_SECONDS = 60.0
+START_SECONDS = 60.0
 
 
 def free_port() -> int:
@@ -19,8 +19,8 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, servers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Return when `port` accepts connections; an error if one of `servers` ends before."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Return when `port` accepts connections; raise if one of `servers` ends before."""
+    deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         for server in servers:
             if server.poll() is not None:
@@ -33,7 +33,7 @@ def wait_for_port(port: int, servers: Sequence[subprocess.Popen[bytes]]) -> None
 
 @contextmanager
 def served(command: Callable[[int], Sequence[str]]) -> Iterator[str]:
-    """The address of a server that runs as long as the block; `command` takes its port."""
+    """Run a server for the block and give its URL; `command` takes the port."""
     server, port = _started(command)
     try:
         yield f"http://127.0.0.1:{port}"
@@ -43,7 +43,7 @@ def served(command: Callable[[int], Sequence[str]]) -> Iterator[str]:
 
 
 def _started(command: Callable[[int], Sequence[str]]) -> tuple[subprocess.Popen[bytes], int]:
-    """Between our finding a free port and the server's taking it, another process may: then try again."""
+    """Start a server on a free port; try again if another process takes that port first."""
     for tries_left in (2, 1, 0):
         port = free_port()
         server = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

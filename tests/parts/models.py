@@ -1,4 +1,4 @@
-"""Runs that have a checkpoint without having been trained: a model as it begins is a model too."""
+"""Runs with a checkpoint but without training: an untrained model serves most tests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress,
 
 
 def packed_run(folder: Path, job: Job) -> Run:
-    """A run in the store of that folder, with its pack and nothing else."""
+    """Create a run with its pack, in a store in that folder."""
     store = open_store(str(folder / "store"))
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return create_run(store, job, archive({}), manifest.name)
 
 
 def commit_model(run: Run, folder: Path, step: int, seed: int = 1, score: float | None = None, **of: Any) -> Checkpoint:
-    """A checkpoint of a model that has not learned; `of` makes it that of something else."""
+    """Commit a checkpoint of an untrained model; `of` overrides what its description says."""
     job, pack_name = run.job, run.pack_name()
     torch.manual_seed(seed)
     model = recipe_class(str(job.recipe))(job, Pack(run.store, pack_name, folder / "cache")).build_model()

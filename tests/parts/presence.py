@@ -1,4 +1,4 @@
-"""What to do where a part that a test needs is missing."""
+"""Parts that a test needs and a machine may not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def need(present: object, reason: str) -> None:
-    """Skip the test if the part is not there; in CI, which has all of them, fail."""
+    """Skip the test if the part is missing; in CI, which has all of them, fail."""
     if present:
         return
     if os.environ.get("CI") == "true":

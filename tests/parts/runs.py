@@ -17,7 +17,7 @@ def program_job(name: str = "job", **fields: Any) -> Job:
 
 
 def recipe_job(name: str = "job", **sections: Any) -> Job:
-    """Its data is never looked at."""
+    """Return a job whose data is never read."""
     train = {"duration": "10 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.01}}}
     given = {"model": "tiny", "data": {"train": [{"bitext": ["a", "b"]}]}, **sections}
     return Job.model_validate(
@@ -40,7 +40,7 @@ def a_generation(number: int, *nodes: str, reason: str = "start", workers: int =
 
 
 def write_files(directory: Path, files: dict[str, bytes]) -> dict[str, Path]:
-    """The files by their names, as a checkpoint takes them."""
+    """Write the files and return their paths by name, as a checkpoint takes them."""
     for name, data in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)

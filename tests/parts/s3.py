@@ -1,4 +1,4 @@
-"""An S3 server that tests may use, and how to point a process at it."""
+"""An S3 server for tests, and how to point a process at it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class S3Server:
         }
 
     def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From now to the end of the test, `s3://` means this server."""
+        """Make `s3://` mean this server until the end of the test."""
         leave_aws(monkeypatch)
         for name, value in self.environment().items():
             monkeypatch.setenv(name, value)
@@ -44,12 +44,12 @@ class S3Server:
 
 
 def leave_aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the person's own AWS settings reaches the test."""
+    """Hide the developer's own AWS settings from the test."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 def fresh_location() -> str:
-    """A prefix in the tests' bucket that nobody has used."""
+    """Return an unused prefix in the tests' bucket."""
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"

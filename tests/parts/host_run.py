@@ -1,4 +1,4 @@
-"""A run whose machines are hosts of their own, with a store in a shared directory or in a bucket on their network."""
+"""A run on simulated hosts, with its store in a shared directory or in a bucket on their network."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _CACHE = "/root/cache"  # in a host's home, which outlives a power cut
 
 
 @dataclass
-class Field:
-    """Hosts and a run; `agents` are those that were started, by their hosts' names."""
+class HostRun:
+    """A run and its hosts; `agents` has the agents that were started, by host."""
 
     network: Network
     run: Run
     environment: dict[str, str]
     agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
-    """Every checkpoint that was seen to be committed while the test waited, and its generation."""
+    """Every checkpoint that was committed while the test waited, and its generation."""
 
     def pace(self, seconds: float) -> None:
-        """How much longer each step takes from now on."""
+        """Make each step take that much longer from now on."""
         set_pace(self.network.shared / PACE, seconds)
 
     def start(self, host: Host, **extra: str) -> None:
@@ -74,7 +74,7 @@ class Field:
         return result.status
 
     def members(self) -> list[str]:
-        """The hosts of the latest generation."""
+        """Return the hosts of the latest generation."""
         latest = self.run.latest_generation()
         return [member.node.rpartition("-")[0] for member in latest.members] if latest else []
 
@@ -94,21 +94,21 @@ class Field:
             assert list((host.home / "cache" / "nodes").iterdir()) == [], host.name
 
 
-def make_field(network: Network, store: str, settings: list[str], environment: Mapping[str, str]) -> Field:
-    """A run of the faults' job that nobody works on yet: what its client did is done."""
+def make_host_run(network: Network, store: str, settings: list[str], environment: Mapping[str, str]) -> HostRun:
+    """Create a run of the job that all fault tests share, as its client would; no node works on it yet."""
     directory = network.scratch / "client"
     directory.mkdir(exist_ok=True)
     make_place(directory, store)
     run = create(load(directory / "job.yaml", settings), PlainProgress(lambda _: None))
     own = {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", "PACE": str(network.shared / PACE)}
-    field = Field(network, run, {**own, **environment})
-    field.pace(0)
-    return field
+    made = HostRun(network, run, {**own, **environment})
+    made.pace(0)
+    return made
 
 
 @contextmanager
 def bucket_on(network: Network) -> Iterator[S3Server]:
-    """A bucket at the hosts' end of the bridge: whoever is cut off from the network is cut off from it."""
+    """Serve a bucket on the hosts' bridge: a host that is cut off from the network is cut off from it too."""
     command = [sys.executable, "-m", "moto.server", "-H", network.gateway, "-p", str(_BUCKET_PORT)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -128,7 +128,7 @@ def _answers(address: str) -> bool:
 
 
 def wrong_clock(hours: float, directory: Path) -> dict[str, str]:
-    """Variables that move a process's wall clock and nothing else: libfaketime makes Python's sleep an error."""
+    """Return variables that move only a process's wall clock; libfaketime would make Python's sleep fail."""
     compiler = shutil.which("cc")
     need(compiler, "a C compiler is not installed")
     source, library = directory / "clock.c", directory / "clock.so"
