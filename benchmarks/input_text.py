@@ -29,7 +29,7 @@ import bench
 from packtrain.data.loader import Order
 from packtrain.data.order import Ids, likeness
 from packtrain.data.pack import SplitReader, pad
-from packtrain.pack.bitext import read_bitext
+from packtrain.pack.bitext import BitextSource
 from packtrain.pack.manifest import ShardFile
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
@@ -47,7 +47,9 @@ Contender = Callable[[Sequence[Ids]], Iterator[Tensors]]
 
 
 def corpus(pairs: int) -> tuple[Rows, Rows]:
-    read = list(read_bitext((str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))))
+    read = list(
+        BitextSource(paths=(str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))).pairs(lambda *_: None)
+    )
     vocabulary = Vocabulary.fit((text for pair in read for text in (pair.source, pair.target)), VOCABULARY)
     sources = [[*row, EOS] for row in vocabulary.encode([pair.source for pair in read])]
     targets = [[BOS, *row, EOS] for row in vocabulary.encode([pair.target for pair in read])]

@@ -29,7 +29,7 @@ WIDTHS = {"small": 16, "large": 128}
 
 class Languages(Recipe):
     unit = "samples"  # a batch is counted in texts
-    sources = frozenset({"bitext", "folder"})  # a text and the name of its language
+    contents = frozenset({"pairs"})  # a text and the name of its language
     kind = "pairs"
     measure_of_best = "accuracy"
     defaults: ClassVar[Mapping[str, object]] = {

@@ -12,7 +12,8 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import Started, fleet_of
-from packtrain.job.job import Data, Job, Source
+from packtrain.job.job import Data, Job
+from packtrain.job.kinds import Source
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
 from packtrain.pack.build import PackProgress

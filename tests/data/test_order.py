@@ -24,7 +24,7 @@ from packtrain.data.order import (
     share,
     turns_of,
 )
-from packtrain.pack.bitext import read_bitext
+from packtrain.pack.bitext import BitextSource
 from packtrain.pack.vocabulary import Vocabulary
 
 EXAMPLES = Path(__file__).parents[2] / "examples/data/en-de"
@@ -287,7 +287,9 @@ def padding(lengths: Sequence[NDArray[np.int64]], batches: list[Ids]) -> float:
 @pytest.fixture(scope="module")
 def lengths() -> Samples:
     """The lengths of all sources and targets of the example's corpus."""
-    pairs = list(read_bitext((str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))))
+    pairs = list(
+        BitextSource(paths=(str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))).pairs(lambda *_: None)
+    )
     vocabulary = Vocabulary.fit((text for pair in pairs for text in (pair.source, pair.target)), 4000)
     sources, targets = ([pair.source for pair in pairs], [pair.target for pair in pairs])
     source, target = (np.array([len(row) + 1 for row in vocabulary.encode(texts)]) for texts in (sources, targets))

@@ -12,10 +12,11 @@ from pydantic import BaseModel, ValidationError
 from packtrain.fleet.local import LocalSettings
 from packtrain.job import job as jobs
 from packtrain.job import train as learning
-from packtrain.job.job import Bitext, Job
+from packtrain.job.job import Job
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import faults, is_name
 from packtrain.job.train import Adam, Constant, Noam
+from packtrain.pack.bitext import BitextSource
 from packtrain.units import Duration
 
 RECIPE: Mapping[str, Any] = {
@@ -52,8 +53,8 @@ def refusals(document: object) -> list[str]:
 
 def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
     job = Job.model_validate(RECIPE)
-    assert job.data.train == (Bitext(paths=("train.en", "train.de"), weight=2.0),)
-    assert job.data.valid == (Bitext(paths=("valid.tsv",)),)
+    assert job.data.train == (BitextSource(paths=("train.en", "train.de"), weight=2.0),)
+    assert job.data.valid == (BitextSource(paths=("valid.tsv",)),)
     assert (job.data.train[0].kind, job.data.vocabulary, job.data.max_words) == ("bitext", 8000, 80)
     assert (job.model.size, job.model.options) == ("base", {"dropout": 0.3, "shared": True})
     assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import Mistake
-from packtrain.pack.bitext import read_bitext
+from packtrain.pack.bitext import BitextSource
+from packtrain.pack.raw import Dropped
 
 
 def texts(*paths: Path) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in read_bitext(tuple(map(str, paths)))]
+    return [(pair.source, pair.target) for pair in BitextSource(paths=tuple(map(str, paths))).pairs(Dropped())]
 
 
 def two_files(folder: Path, source: bytes, target: bytes) -> tuple[Path, Path]:

@@ -8,7 +8,7 @@ import pytest
 
 from pack.rawsets import coco, picture, refusal, tar, write, zipped
 from packtrain.pack import raw
-from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, read_coco
+from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, CocoSource
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped, RawImage
 
 PETS = coco([(7, "b.jpg"), (0, "a.jpg")], [(0, "a cat"), (7, "a dog"), (0, "a tabby")])
@@ -27,7 +27,7 @@ class Reading:
         self.dropped, self.filtered = Dropped(), Dropped()
 
     def samples(self) -> list[RawImage]:
-        return list(read_coco(self.annotations, self.images, self.dropped, self.filtered))
+        return list(CocoSource(paths=(self.annotations, self.images)).captioned(self.dropped, self.filtered))
 
     def captions(self) -> dict[str, tuple[str, ...]]:
         return {sample.name: sample.captions for sample in self.samples()}

@@ -7,14 +7,14 @@ import pytest
 
 from pack.rawsets import SEPARATOR, cornell_conversations, cornell_lines, refusal, write
 from packtrain.pack import raw
-from packtrain.pack.dialogue import MISSING_LINE, read_dialogue
+from packtrain.pack.dialogue import MISSING_LINE, DialogueSource
 from packtrain.pack.raw import Dropped
 
 TEXTS = {"L4": "Where?", "L3": "There.", "L2": "They do to!", "L1": "They do not!"}
 
 
 def pairs(*paths: str | Path, drop: Dropped | None = None) -> list[tuple[str, str]]:
-    found = read_dialogue(tuple(map(str, paths)), drop or Dropped())
+    found = DialogueSource(paths=tuple(map(str, paths))).pairs(drop or Dropped())
     return [(pair.source, pair.target) for pair in found]
 
 

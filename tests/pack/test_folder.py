@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pack.rawsets import json_lines, picture, refusal, write
-from packtrain.pack.folder import Folder
+from packtrain.pack.folder import FolderSource
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped
 
 LABELLED = [{"image": "b.jpg", "label": "dog"}, {"image": "deep/a.jpg", "label": "cat", "source_of_it": "me"}]
@@ -14,33 +14,37 @@ CAPTIONED = [{"image": "b.jpg", "caption": "a dog"}, {"image": "deep/a.jpg", "ca
 TEXTS = [{"source": "one", "target": "eins"}, {"source": "two\n", "target": " zwei"}]
 
 
-def folder(path: Path, *records: Any) -> Folder:
+def of(path: str) -> FolderSource:
+    return FolderSource(paths=(path,))
+
+
+def folder(path: Path, *records: Any) -> FolderSource:
     """Two pictures, and a list with these lines: texts as they are, other values as JSON."""
     write(path / "b.jpg", picture(1))
     write(path / "deep/a.jpg", picture(2))
     lines = (record + "\n" if isinstance(record, str) else json_lines(record) for record in records)
-    return Folder(write(path / "samples.jsonl", "".join(lines)))
+    return of(write(path / "samples.jsonl", "".join(lines)))
 
 
-def labelled(source: Folder, drop: Dropped | None = None) -> list[tuple[str, int | None]]:
-    return [(sample.name, sample.label) for sample in source.samples(source.classes(), drop or Dropped())]
+def labelled(source: FolderSource, drop: Dropped | None = None) -> list[tuple[str, int | None]]:
+    return [(sample.name, sample.label) for sample in source.labeled(source.classes(), drop or Dropped())]
 
 
-def read(source: Folder) -> object:
+def read(source: FolderSource) -> object:
     """All samples, as the first line says what they are."""
-    match source.shape():
-        case "label":
+    match source.pack_kind():
+        case "labels":
             return labelled(source)
-        case "caption":
+        case "captions":
             return [(sample.name, sample.captions) for sample in source.captioned(Dropped(), Dropped())]
-        case "text":
-            return [(pair.source, pair.target) for pair in source.pairs()]
+        case "pairs":
+            return [(pair.source, pair.target) for pair in source.pairs(Dropped())]
 
 
 def test_the_first_line_says_what_the_samples_are(tmp_path: Path) -> None:
-    assert folder(tmp_path, *LABELLED).shape() == "label"
-    assert folder(tmp_path, *CAPTIONED).shape() == "caption"
-    assert folder(tmp_path, *TEXTS).shape() == "text"
+    assert folder(tmp_path, *LABELLED).pack_kind() == "labels"
+    assert folder(tmp_path, *CAPTIONED).pack_kind() == "captions"
+    assert folder(tmp_path, *TEXTS).pack_kind() == "pairs"
 
 
 def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
 
 
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
-    first = next(folder(tmp_path, *LABELLED).samples(("cat", "dog"), Dropped()))
+    first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), Dropped()))
     assert first.where.read() == picture(1)
 
 
@@ -64,7 +68,7 @@ def test_texts_are_pairs_and_keep_every_character(tmp_path: Path) -> None:
 
 def test_a_label_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
     source = folder(tmp_path, *LABELLED)
-    said = refusal(lambda: list(source.samples(("cat", "horse"), Dropped())))
+    said = refusal(lambda: list(source.labeled(("cat", "horse"), Dropped())))
     assert said == f"{source.path}:1: class 'dog' is not one of the 2 of the training data"
 
 
@@ -139,12 +143,12 @@ def test_captions_that_are_no_texts_are_refused(tmp_path: Path, caption: object)
 
 def test_bad_utf8_is_refused_with_its_byte(tmp_path: Path) -> None:
     path = write(tmp_path / "samples.jsonl", b'{"source": "a", "target": "b"}\n\xff\n')
-    assert f"{path}:2: not UTF-8 at byte 31" in refusal(lambda: read(Folder(path)))
+    assert f"{path}:2: not UTF-8 at byte 31" in refusal(lambda: read(of(path)))
 
 
 def test_an_empty_list_is_refused(tmp_path: Path) -> None:
-    assert "samples.jsonl: empty" in refusal(folder(tmp_path, "", " ").shape)
+    assert "samples.jsonl: empty" in refusal(folder(tmp_path, "", " ").pack_kind)
 
 
 def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert refusal(Folder(str(tmp_path / "x.jsonl")).shape) == f"{tmp_path}/x.jsonl: No such file or directory"
+    assert refusal(of(str(tmp_path / "x.jsonl")).pack_kind) == f"{tmp_path}/x.jsonl: No such file or directory"

@@ -29,11 +29,11 @@ from pack.rawsets import (
     zipped,
 )
 from packtrain.errors import Mistake
-from packtrain.pack.bitext import read_bitext
-from packtrain.pack.coco import read_coco
-from packtrain.pack.dialogue import read_dialogue
-from packtrain.pack.folder import Folder
-from packtrain.pack.imagenet import ImageNet
+from packtrain.pack.bitext import BitextSource
+from packtrain.pack.coco import CocoSource
+from packtrain.pack.dialogue import DialogueSource
+from packtrain.pack.folder import FolderSource
+from packtrain.pack.imagenet import ImageNetSource
 from packtrain.pack.raw import Drop, Dropped, RawImage, TextPair
 
 Sample = RawImage | TextPair
@@ -46,11 +46,16 @@ for annotation in CAPTIONS["annotations"]:
     annotation |= {"is_precanned": False, "is_rejected": False}
 IMAGES = [("set/a.jpg", picture()), ("set/deep/b.jpg", picture(1))]
 
+
+def captioned(folder: Path, images: str, drop: Drop) -> Iterable[RawImage]:
+    return CocoSource(paths=(f"{folder}/captions.json", images)).captioned(drop, drop)
+
+
 # The files of each format that are mutated, and the reader.
 FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
     "class tars": (
         {"train.tar": class_tars({"n01": ["1.JPEG", "long/" * 30 + "2.JPEG"], "n02": ["3.JPEG"]})},
-        lambda folder, drop: ImageNet((f"{folder}/train.tar",)).samples(CLASSES, drop),
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/train.tar",)).labeled(CLASSES, drop),
     ),
     "flat tar": (
         {
@@ -58,48 +63,48 @@ FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
             "truth.txt": b"1\n2\n1\n",
             "synsets.txt": b"n01 dog, hound\nn02 cat\n",
         },
-        lambda folder, drop: ImageNet(
-            (f"{folder}/val.tar", f"{folder}/truth.txt", f"{folder}/synsets.txt"),
-        ).samples(CLASSES, drop),
+        lambda folder, drop: ImageNetSource(
+            paths=(f"{folder}/val.tar", f"{folder}/truth.txt", f"{folder}/synsets.txt"),
+        ).labeled(CLASSES, drop),
     ),
     "class folders": (
         {"names.txt": b"n01/1.JPEG\nn02/2.JPEG\nn02/3.JPEG\n"},
-        lambda folder, drop: ImageNet((_folders(folder),)).samples(CLASSES, drop),
+        lambda folder, drop: ImageNetSource(paths=(_folders(folder),)).labeled(CLASSES, drop),
     ),
     "captions": (
         {"captions.json": json.dumps(CAPTIONS).encode()},
-        lambda folder, drop: read_coco(f"{folder}/captions.json", str(folder), drop, drop),
+        lambda folder, drop: captioned(folder, str(folder), drop),
     ),
     "captions and a tar": (
         {"captions.json": json.dumps(CAPTIONS).encode(), "images.tar": tar(IMAGES)},
-        lambda folder, drop: read_coco(f"{folder}/captions.json", f"{folder}/images.tar", drop, drop),
+        lambda folder, drop: captioned(folder, f"{folder}/images.tar", drop),
     ),
     "captions and a zip": (
         {"captions.json": json.dumps(CAPTIONS).encode(), "images.zip": zipped(IMAGES)},
-        lambda folder, drop: read_coco(f"{folder}/captions.json", f"{folder}/images.zip", drop, drop),
+        lambda folder, drop: captioned(folder, f"{folder}/images.zip", drop),
     ),
     "cornell": (
         {
             "movie_lines.txt": cornell_lines(TEXTS).encode("latin-1"),
             "movie_conversations.txt": cornell_conversations(["L1", "L2", "L3"], ["L2", "L1"]).encode(),
         },
-        lambda folder, drop: read_dialogue((str(folder),), drop),
+        lambda folder, drop: DialogueSource(paths=(str(folder),)).pairs(drop),
     ),
     "pairs": (
         {"pairs.tsv": "one\teins\ntwo\tzwei é\n".encode()},
-        lambda folder, _: read_bitext((f"{folder}/pairs.tsv",)),
+        lambda folder, drop: BitextSource(paths=(f"{folder}/pairs.tsv",)).pairs(drop),
     ),
     "labels": (
         {"x.jsonl": json_lines({"image": "a.jpg", "label": "n01"}, {"image": "deep/b.jpg", "label": "n02"}).encode()},
-        lambda folder, drop: Folder(f"{folder}/x.jsonl").samples(CLASSES, drop),
+        lambda folder, drop: FolderSource(paths=(f"{folder}/x.jsonl",)).labeled(CLASSES, drop),
     ),
     "own captions": (
         {"x.jsonl": json_lines({"image": "a.jpg", "caption": "é"}, {"image": "out", "caption": ["a", "b"]}).encode()},
-        lambda folder, drop: Folder(f"{folder}/x.jsonl").captioned(drop, drop),
+        lambda folder, drop: FolderSource(paths=(f"{folder}/x.jsonl",)).captioned(drop, drop),
     ),
     "own texts": (
         {"x.jsonl": json_lines({"source": "one", "target": "eins"}, {"source": "two", "target": "zwei"}).encode()},
-        lambda folder, _: Folder(f"{folder}/x.jsonl").pairs(),
+        lambda folder, drop: FolderSource(paths=(f"{folder}/x.jsonl",)).pairs(drop),
     ),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pack.corpus import write_pairs
-from packtrain.pack.dialogue import read_dialogue
+from packtrain.pack.dialogue import DialogueSource
 from packtrain.pack.shard import Ragged
 from packtrain.recipes import Decoding, EvaluationRequest, Recipe
 from packtrain.recipes.chat import Chat
@@ -23,7 +23,7 @@ STEPS = 600
 
 
 def conversations(split: str, count: int) -> list[tuple[str, str]]:
-    pairs = read_dialogue((str(CHITCHAT / split),), lambda *_: None)
+    pairs = DialogueSource(paths=(str(CHITCHAT / split),)).pairs(lambda *_: None)
     return [(pair.source, pair.target) for pair in itertools.islice(pairs, count)]
 
 

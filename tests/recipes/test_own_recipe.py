@@ -116,7 +116,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str) -> None:
 def test_what_a_recipe_lacks_is_listed(tmp_path: Path) -> None:
     text = "from packtrain.recipes import Recipe\nclass Mine(Recipe):\n    unit = 'samples'\n"
     found = refusal("bare:Mine", write(tmp_path / "code", "bare", text))
-    assert found.startswith("bare:Mine lacks defaults, sources, kind, measure_of_best, batch, build_model, ")
+    assert found.startswith("bare:Mine lacks defaults, contents, kind, measure_of_best, batch, build_model, ")
     assert found.endswith("; docs/recipes.md says what a recipe has")
 
 

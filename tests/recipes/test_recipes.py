@@ -9,6 +9,7 @@ from pack.corpus import job_of
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
+from packtrain.pack.imagenet import ImageNetSource
 from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.recipes.translate import Translate
 
@@ -20,7 +21,7 @@ def test_every_recipe_can_be_found_by_its_name(name: str) -> None:
     found = recipe_class(name)
     assert issubclass(found, Recipe)
     assert found.unit in ("tokens", "samples")
-    assert found.sources
+    assert found.contents
     assert found.measure_of_best
 
 
@@ -29,7 +30,11 @@ def test_every_recipe_s_defaults_lack_nothing_but_the_data(name: str) -> None:
     defaults: Any = recipe_defaults(name)
     data = {
         **defaults["data"],
-        "train": [{kind: ["a"] * kind_class(FORMATS, kind).path_counts[0]} for kind in recipe_class(name).sources],
+        "train": [
+            {word: ["a"] * kind_class(FORMATS, word).path_counts[0]}
+            for word in FORMATS
+            if kind_class(FORMATS, word).contents & recipe_class(name).contents
+        ],
     }
     job = Job.model_validate({**defaults, "name": "mine", "recipe": name, "data": data})
     check_recipe(job)
@@ -58,12 +63,12 @@ def test_batches_counted_in_the_wrong_unit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_data_of_a_kind_that_the_recipe_does_not_know_is_refused(tmp_path: Path, split: str) -> None:
     job = job_of(tmp_path)
-    strange = job.data.train[0].model_copy(update={"kind": "images"})
+    strange = ImageNetSource(paths=("/images",))
     data = job.data.model_copy(update={split: (job.data.train[0], strange)})
     with pytest.raises(FieldMistake) as refused:
         check_recipe(job.model_copy(update={"data": data}))
     assert refused.value.field == f"data.{split}.1"
-    assert refused.value.fault == "translate does not learn from images; it takes bitext, folder"
+    assert refused.value.fault == "translate does not learn from imagenet; it takes bitext, folder"
 
 
 def test_a_model_that_the_recipe_cannot_build_is_refused(tmp_path: Path) -> None:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, ValidationError, model_serializer
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
-from packtrain.job.kinds import FLEETS, FORMATS, FleetKind, default_kind, kind_class, not_one, word_of
+from packtrain.job.kinds import FLEETS, FORMATS, FleetKind, Source, default_kind, kind_class, not_one, word_of
 from packtrain.job.part import (
     NEEDED,
     Argument,
     CodePath,
     Count,
-    DataPath,
     Interval,
     Length,
     Location,
@@ -45,76 +44,6 @@ from packtrain.units import Duration
 SMALLEST_VOCABULARY = 300  # every byte, the special pieces, and a few merges
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
-
-
-class Source(Part):
-    """A raw data set and its share of the mix. A kind says which numbers of paths it takes."""
-
-    path_counts: ClassVar[Sequence[int]] = ()
-    example: ClassVar[str] = ""
-
-    kind: str
-    paths: tuple[DataPath, ...]
-    weight: Positive = 1.0
-
-    def faults(self) -> Iterator[tuple[Location, str]]:
-        if len(self.paths) not in self.path_counts:
-            counts = " or ".join(str(count) for count in self.path_counts)
-            yield ("paths",), f"takes {counts} paths, not {len(self.paths)}, as in {self.example}"
-
-
-class Bitext(Source):
-    """Two aligned text files, or one TSV of pairs."""
-
-    path_counts = (1, 2)
-    example = "[train.en, train.de]"
-
-    kind: str = "bitext"
-
-
-class Dialogue(Source):
-    """Cornell Movie-Dialogs (its folder, or lines and conversations), or one TSV of prompts and replies."""
-
-    path_counts = (1, 2)
-    example = "[movie_lines.txt, movie_conversations.txt]"
-
-    kind: str = "dialogue"
-
-
-class ImageNet(Source):
-    """A folder or a tar with a part for each class; or a flat one with the ground truth and the synset list."""
-
-    path_counts = (1, 2, 3)
-    example = "[ILSVRC2012_img_val.tar, ILSVRC2012_validation_ground_truth.txt, synsets.txt]"
-
-    kind: str = "imagenet"
-
-
-class Coco(Source):
-    """Captions in COCO's JSON, and its images in a folder, tar or zip."""
-
-    path_counts = (2,)
-    example = "[captions_train2014.json, train2014]"
-
-    kind: str = "coco"
-
-
-class VizWiz(Source):
-    """Captions in VizWiz' JSON, and its images in a folder, tar or zip."""
-
-    path_counts = (2,)
-    example = "[train.json, train]"
-
-    kind: str = "vizwiz"
-
-
-class Folder(Source):
-    """JSON lines: an image with its label or captions, or a source with its target."""
-
-    path_counts = (1,)
-    example = "samples.jsonl"
-
-    kind: str = "folder"
 
 
 def _read_source(value: object) -> Source:

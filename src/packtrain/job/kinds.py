@@ -8,14 +8,26 @@ does not name. Adding a kind is one file and one line here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
-from packtrain.job.part import MachineCount, Part, refusal, unknown_keys, what_is, wrongs_of
+from packtrain.job.part import (
+    DataPath,
+    Location,
+    MachineCount,
+    Part,
+    Positive,
+    refusal,
+    unknown_keys,
+    what_is,
+    wrongs_of,
+)
 from packtrain.units import Machines
+
+Drop = Callable[[str, str], None]
 
 FLEETS: dict[str, str] = {
     "local": "packtrain.fleet.local:LocalSettings",
@@ -24,12 +36,12 @@ FLEETS: dict[str, str] = {
     "slurm": "packtrain.fleet.slurm:SlurmSettings",
 }
 FORMATS: dict[str, str] = {
-    "bitext": "packtrain.job.job:Bitext",
-    "dialogue": "packtrain.job.job:Dialogue",
-    "imagenet": "packtrain.job.job:ImageNet",
-    "coco": "packtrain.job.job:Coco",
-    "vizwiz": "packtrain.job.job:VizWiz",
-    "folder": "packtrain.job.job:Folder",
+    "bitext": "packtrain.pack.bitext:BitextSource",
+    "dialogue": "packtrain.pack.dialogue:DialogueSource",
+    "imagenet": "packtrain.pack.imagenet:ImageNetSource",
+    "coco": "packtrain.pack.coco:CocoSource",
+    "vizwiz": "packtrain.pack.coco:VizWizSource",
+    "folder": "packtrain.pack.folder:FolderSource",
 }
 SCHEDULES: dict[str, str] = {
     "noam": "packtrain.job.train:Noam",
@@ -115,3 +127,48 @@ class FleetKind(Part):
     @abstractmethod
     def build(self) -> Any:
         """Return the `Fleet` with these settings."""
+
+
+class Source(Part):
+    """A raw data set and its share of the mix.
+
+    `contents` is what a recipe can learn from it: pairs (of texts), turns (pairs of a prompt and its reply), labels or
+    captions (of images). A format overrides the readers of what it holds. `drop` is called with the reason and the name
+    of a sample that is left out, `filtered` with those that the format itself marks as not meant to be one.
+    """
+
+    contents: ClassVar[frozenset[str]]
+    path_counts: ClassVar[Sequence[int]]
+    example: ClassVar[str]
+
+    paths: tuple[DataPath, ...]
+    weight: Positive = 1.0
+
+    @property
+    def kind(self) -> str:
+        return word_of(FORMATS, self)
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if len(self.paths) not in self.path_counts:
+            counts = " or ".join(str(count) for count in self.path_counts)
+            yield ("paths",), f"takes {counts} paths, not {len(self.paths)}, as in {self.example}"
+
+    @abstractmethod
+    def pack_kind(self) -> Any:
+        """Return the kind of pack that is made of it: pairs, labels or captions. May look into the data."""
+
+    def pairs(self, drop: Drop) -> Iterator[Any]:
+        """Yield each `TextPair` in order."""
+        raise NotImplementedError
+
+    def classes(self) -> tuple[str, ...]:
+        """Return the names of the classes, sorted."""
+        raise NotImplementedError
+
+    def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[Any]:
+        """Yield each `RawImage` in order, labeled by its place in the classes of the training data."""
+        raise NotImplementedError
+
+    def captioned(self, drop: Drop, filtered: Drop) -> Iterator[Any]:
+        """Yield each `RawImage` in order, with its captions."""
+        raise NotImplementedError

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake
 from packtrain.job.document import Document, Node, plain, read_node, read_text, shown
-from packtrain.job.job import Data, Job, Source, expand
+from packtrain.job.job import Data, Job, expand
+from packtrain.job.kinds import Source
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
 from packtrain.job.secrets import INLINE, names_secret
 

@@ -7,15 +7,27 @@ from itertools import zip_longest
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.pack.raw import TextPair, read_lines
+from packtrain.job.kinds import Source
+from packtrain.pack.manifest import Kind
+from packtrain.pack.raw import Drop, TextPair, read_lines
 
 
-def read_bitext(paths: tuple[str, ...]) -> Iterator[TextPair]:
-    """All pairs in order. Unequal files, bad UTF-8 and lines without a tab are refused with their place."""
-    if len(paths) == 1:
-        yield from read_tsv(Path(paths[0]))
-    else:
-        yield from _read_two(Path(paths[0]), Path(paths[1]))
+class BitextSource(Source):
+    """Two aligned text files, or one TSV of pairs."""
+
+    contents = frozenset({"pairs"})
+    path_counts = (1, 2)
+    example = "[train.en, train.de]"
+
+    def pack_kind(self) -> Kind:
+        return "pairs"
+
+    def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
+        """Unequal files, bad UTF-8 and lines without a tab are refused with their place."""
+        if len(self.paths) == 1:
+            yield from read_tsv(Path(self.paths[0]))
+        else:
+            yield from _read_two(Path(self.paths[0]), Path(self.paths[1]))
 
 
 def read_tsv(path: Path) -> Iterator[TextPair]:

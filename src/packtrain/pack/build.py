@@ -16,7 +16,8 @@ from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from packtrain.job.job import Data, Source
+from packtrain.job.job import Data
+from packtrain.job.kinds import Source
 from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key
 from packtrain.pack.raw import Dropped
 from packtrain.pack.shard import Columns, encode_shard

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
+from packtrain.job.kinds import Source
 from packtrain.pack.archive import is_zip, tar_members, zip_members
+from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -33,7 +35,27 @@ Id = int | str
 Record = dict[str, object]
 
 
-def read_coco(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+class CocoSource(Source):
+    """Captions in COCO's JSON, and its images in a folder, tar or zip."""
+
+    contents = frozenset({"captions"})
+    path_counts = (2,)
+    example = "[captions_train2014.json, train2014]"
+
+    def pack_kind(self) -> Kind:
+        return "captions"
+
+    def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+        return _read(self.paths[0], self.paths[1], drop, filtered)
+
+
+class VizWizSource(CocoSource):
+    """Captions in VizWiz' JSON, which has the same form, and its images in a folder, tar or zip."""
+
+    example = "[train.json, train]"
+
+
+def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
     """Images with their captions, in the order of the file.
 
     `drop` tells of images that should have been samples; `filtered` of what the format marks as not meant to be one.

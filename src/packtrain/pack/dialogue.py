@@ -14,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
+from packtrain.job.kinds import Source
 from packtrain.pack.bitext import read_tsv
+from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import Drop, TextPair, encoding_of, file_inside, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
@@ -25,14 +27,24 @@ _LINE_FIELDS, _CONVERSATION_FIELDS = 5, 4
 _QUOTED = re.compile(r"""\s*(?:'([^'"\\]+)'|"([^'"\\]+)")\s*""")
 
 
-def read_dialogue(paths: tuple[str, ...], drop: Drop) -> Iterator[TextPair]:
-    """Pairs in order. One path is the folder of the Cornell files, or a TSV; two are the lines and conversations."""
-    if len(paths) == 2:
-        yield from _read_cornell(Path(paths[0]), Path(paths[1]), drop)
-    elif Path(paths[0]).is_dir():
-        yield from _read_cornell(_find(paths[0], LINES), _find(paths[0], CONVERSATIONS), drop)
-    else:
-        yield from read_tsv(Path(paths[0]))
+class DialogueSource(Source):
+    """Cornell Movie-Dialogs (its folder, or lines and conversations), or one TSV of prompts and replies."""
+
+    contents = frozenset({"turns"})
+    path_counts = (1, 2)
+    example = "[movie_lines.txt, movie_conversations.txt]"
+
+    def pack_kind(self) -> Kind:
+        return "pairs"
+
+    def pairs(self, drop: Drop) -> Iterator[TextPair]:
+        if len(self.paths) == 2:
+            yield from _read_cornell(Path(self.paths[0]), Path(self.paths[1]), drop)
+        elif Path(self.paths[0]).is_dir():
+            folder = self.paths[0]
+            yield from _read_cornell(_find(folder, LINES), _find(folder, CONVERSATIONS), drop)
+        else:
+            yield from read_tsv(Path(self.paths[0]))
 
 
 def _find(folder: str, name: str) -> Path:

@@ -10,11 +10,12 @@ All lines of a file have the same shape, which its first one decides. Other keys
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from packtrain.errors import Mistake, nearest, printable, quoted
+from packtrain.job.kinds import Source
+from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -38,24 +39,30 @@ _KEYS: dict[Shape, tuple[str, str]] = {
     "caption": ("image", "caption"),
     "text": ("source", "target"),
 }
+_PACK_KINDS: dict[Shape, Kind] = {"label": "labels", "caption": "captions", "text": "pairs"}
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The samples of a file of JSON lines."""
+class FolderSource(Source):
+    """JSON lines: an image with its label or captions, or a source with its target."""
 
-    path: str
+    contents = frozenset({"pairs", "labels", "captions"})
+    path_counts = (1,)
+    example = "samples.jsonl"
 
-    def shape(self) -> Shape:
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+    def pack_kind(self) -> Kind:
         for place, record in self._records():
-            return _shape(record, place)
+            return _PACK_KINDS[_shape(record, place)]
         raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")
 
     def classes(self) -> tuple[str, ...]:
         """The labels, sorted: an image's number is the place of its label in it."""
         return in_order((_text(row, "label", place) for place, row in self._rows("label")), self.path)
 
-    def samples(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
+    def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
         """Images with the numbers of their labels among the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         for place, name, row in self._images("label"):
@@ -79,7 +86,7 @@ class Folder:
             else:
                 drop(NO_CAPTION, printable(name))
 
-    def pairs(self) -> Iterator[TextPair]:
+    def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
         for place, row in self._rows("text"):
             yield TextPair(_text(row, "source", place), _text(row, "target", place))
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
+from packtrain.job.kinds import Source
 from packtrain.pack.archive import ArchiveMember, tar_members
+from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     MISSING_FILE,
     Drop,
@@ -39,24 +40,22 @@ _LAST_NUMBER = re.compile(r"([0-9]+)(\.[^.]*)?\Z")
 _DEVKIT_START, _DEVKIT_FIRST = ("490", "361", "171", "822"), "n01751748"
 
 
-@dataclass(frozen=True)
-class ImageNet:
-    """Pictures with a class each."""
+class ImageNetSource(Source):
+    """A folder or a tar with a part for each class; or a flat one with the ground truth and the synset list."""
 
-    paths: tuple[str, ...]
+    contents = frozenset({"labels"})
+    path_counts = (1, 2, 3)
+    example = "[ILSVRC2012_img_val.tar, ILSVRC2012_validation_ground_truth.txt, synsets.txt]"
 
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.paths) <= 3:
-            raise Mistake(
-                f"an ImageNet source is one to three paths (images, ground truth, synset list), not {len(self.paths)}"
-            )
+    def pack_kind(self) -> Kind:
+        return "labels"
 
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, sorted: a picture's label is the place of its class in it."""
         names = _truth(self.paths) if len(self.paths) > 1 else (name for name, _ in _class_places(self.paths[0]))
         return in_order(names, self.paths[0])
 
-    def samples(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
+    def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
         """The pictures in the order of their names, or of the tar, labelled by the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         read = _read_flat if len(self.paths) > 1 else _read_classes

@@ -21,7 +21,6 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.formats import CAPTIONS, LABELS
 from packtrain.pack.picture import UnusableImage, to_tiled
 from packtrain.pack.raw import Dropped, RawImage
 from packtrain.pack.shard import Columns, Ragged
@@ -38,15 +37,12 @@ Read = Callable[[], Iterator[RawImage]]
 def pack_labels(packing: Packing) -> PackContents:
     """Pack images with labels; the classes are those of all training sources."""
     contents = empty_contents(packing.data)
-    readers = {
-        split: [LABELS[one.kind](one.paths) for one in sources] for split, sources in splits_of(packing.data).items()
-    }
-    classes = contents.classes = tuple(sorted({name for reader in readers["train"] for name in reader.classes()}))
+    classes = contents.classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
     if len(classes) < 2:
         raise FieldMistake("data.train", f"has only one class ({', '.join(classes)}); a classifier needs at least two")
-    for split, found in readers.items():
+    for split, sources in splits_of(packing.data).items():
         dropped = contents.splits[split].dropped
-        _make_shards(packing, contents, split, [partial(one.samples, classes, dropped) for one in found], None)
+        _make_shards(packing, contents, split, [partial(one.labeled, classes, dropped) for one in sources], None)
     return contents
 
 
@@ -56,14 +52,14 @@ def pack_captions(packing: Packing) -> PackContents:
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
     for split, sources in splits_of(packing.data).items():
         build = contents.splits[split]
-        reads = [partial(CAPTIONS[one.kind], one.paths, build.dropped, build.filtered) for one in sources]
+        reads = [partial(one.captioned, build.dropped, build.filtered) for one in sources]
         _make_shards(packing, contents, split, reads, vocabulary)
     return contents
 
 
 def _training_captions(packing: Packing) -> Iterator[str]:
     for source in packing.data.train:
-        for image in CAPTIONS[source.kind](source.paths, Dropped(), Dropped()):
+        for image in source.captioned(Dropped(), Dropped()):
             yield from image.captions
 
 

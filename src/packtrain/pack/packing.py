@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Data
+from packtrain.job.kinds import Source
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
-from packtrain.pack.formats import common_kind
 from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key
 from packtrain.pack.pairs import pack_pairs
@@ -54,6 +54,17 @@ def pack(
     store.put(pack_key(folder, "manifest.json"), manifest.to_json())
     delete_notes(store, folder)
     return manifest
+
+
+def common_kind(splits: Mapping[str, Sequence[Source]]) -> Kind:
+    """Return the kind of all sources of a job; a mix of kinds cannot be one pack."""
+    kinds: dict[str, list[Kind]] = {split: [one.pack_kind() for one in sources] for split, sources in splits.items()}
+    first = kinds["train"][0]
+    for split, found in kinds.items():
+        for number, kind in enumerate(found):
+            if kind != first:
+                raise FieldMistake(f"data.{split}.{number}", f"has {kind}, where the first training source has {first}")
+    return first
 
 
 _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.job.job import Data, Source
+from packtrain.job.job import Data
+from packtrain.job.kinds import Source
 from packtrain.pack.build import (
     Advance,
     PackContents,
@@ -24,7 +25,6 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.formats import PAIRS
 from packtrain.pack.raw import Drop, Dropped, TextPair
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
@@ -107,7 +107,7 @@ def _kept(packing: Packing, dropped: Drop, filtered: Drop) -> Iterator[tuple[int
 
 def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, TextPair]]:
     file = Path(source.paths[0]).name
-    for number, pair in enumerate(PAIRS[source.kind](source.paths, dropped), 1):
+    for number, pair in enumerate(source.pairs(dropped), 1):
         yield f"{file}:{number}", pair
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job
+from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.own import own_recipe, unpacked_code
 from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.run import Run
@@ -69,9 +70,10 @@ def check_recipe(job: Job, code: Path | None = None) -> None:
         )
     for split in ("train", "valid", "test"):
         for number, source in enumerate(getattr(job.data, split)):
-            if source.kind not in recipe.sources:
+            if not source.contents & recipe.contents:
+                fitting = sorted(word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents)
                 raise FieldMistake(
                     f"data.{split}.{number}",
-                    f"{job.recipe} does not learn from {source.kind}; it takes {', '.join(sorted(recipe.sources))}",
+                    f"{job.recipe} does not learn from {source.kind}; it takes {', '.join(fitting)}",
                 )
     recipe.check(job)

@@ -20,7 +20,7 @@ from packtrain.run.code import unpack
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
 
-_TOLD = ("defaults", "unit", "sources", "kind", "measure_of_best")
+_TOLD = ("defaults", "unit", "contents", "kind", "measure_of_best")
 
 _searched: Path | None = None
 

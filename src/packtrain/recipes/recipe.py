@@ -98,8 +98,8 @@ class Recipe(ABC):
     """A fragment of a job file that lies under the person's own."""
     unit: ClassVar[str]
     """What batches are counted in: tokens or samples."""
-    sources: ClassVar[frozenset[str]]
-    """The raw formats it can learn from."""
+    contents: ClassVar[frozenset[str]]
+    """The contents of raw data that it can learn from: pairs, turns, labels or captions."""
     kind: ClassVar[Kind]
     """The kind of pack it learns from."""
     measure_of_best: ClassVar[str]

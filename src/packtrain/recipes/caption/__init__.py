@@ -55,7 +55,7 @@ class Caption(Pictured[CaptionedBatches]):
     batch's mean is that of the tokens but for chance, and does not depend on how the batch is divided.
     """
 
-    sources = frozenset({"coco", "vizwiz", "folder"})
+    contents = frozenset({"captions"})
     kind = "captions"
     measure_of_best = "cider"
     files = ("weights",)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Chat(PairRecipe):
-    sources = frozenset({"dialogue", "bitext", "folder"})
+    contents = frozenset({"pairs", "turns"})
     measure_of_best = "perplexity"
     decoding = Decoding(repetition=1.2, no_repeat=3)
     converses = True

@@ -31,7 +31,7 @@ _LAST_EPOCH = 1 << 40  # beyond all phases
 
 
 class Classify(Pictured[ImageBatches]):
-    sources = frozenset({"imagenet", "folder"})
+    contents = frozenset({"labels"})
     kind = "labels"
     measure_of_best = "top1"
     files = ("weights", "words")

@@ -19,7 +19,7 @@ _LONGER_THAN_SOURCE = 50  # a translation has at most this many tokens more than
 
 
 class Translate(PairRecipe):
-    sources = frozenset({"bitext", "folder"})
+    contents = frozenset({"pairs"})
     measure_of_best = "bleu"
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
