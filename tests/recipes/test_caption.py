@@ -198,11 +198,11 @@ def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe:
     perfect = recipe.score("valid", decoded, [Measurement({"loss": 0.0, "tokens": 5.0}, right)])
     assert perfect.values["bleu1"] == pytest.approx(100.0)
     assert "CIDEr-D|" in perfect.signatures["cider"]
-    assert [(one.input, one.output) for one in perfect.samples][:2] == [
+    assert [(one.input, one.prediction) for one in perfect.samples][:2] == [
         ("valid picture 0", "a red square"),
         ("valid picture 1", "a green square"),
     ]
-    assert perfect.samples[1].wanted == "a green square / a square that is green, on white paper"
+    assert perfect.samples[1].reference == "a green square / a square that is green, on white paper"
 
 
 def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -> None:

@@ -144,8 +144,8 @@ def test_samples_show_the_turns_the_reply_wanted_and_the_reply(chat: Chat) -> No
     ids = np.arange(3)
     part = chat.measure(model_of(chat), EvaluationRequest("valid", ids, ids, 1, 0))
     sample = chat.score("valid", ids, [part]).samples[2]
-    assert (sample.input, sample.wanted) == ("hello / hello you / how are you today", "well and you")
-    assert sample.output == part.outputs[2]
+    assert (sample.input, sample.reference) == ("hello / hello you / how are you today", "well and you")
+    assert sample.prediction == part.outputs[2]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from packtrain.errors import Mistake
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import own, recipe_class, recipe_of
 from packtrain.recipes.own import unpacked_code
-from packtrain.report.summary import summarise
+from packtrain.report.summary import summarize
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
 from packtrain.store import open_store
@@ -158,7 +158,7 @@ def test_a_run_is_shown_where_its_recipe_cannot_be_imported(example: Path) -> No
     (example / "languages.py").write_text((example / "languages.py").read_text() + "\n# of another run\n")
     run = created(example)
     run.store.put(run.key("code.tar.zst"), b"")
-    summary = summarise(run, "interrupted")
+    summary = summarize(run, "interrupted")
     assert summary.measure == "accuracy"
     assert summary.what.startswith("languages:Languages small")
 

@@ -179,7 +179,7 @@ def test_bleu_and_chrf_are_of_the_texts_and_come_with_their_signatures(recipe: R
     assert scores.values["chrf"] == pytest.approx(100.0)
     assert "|tok:13a|" in scores.signatures["bleu"]
     assert "|nc:6|nw:0|" in scores.signatures["chrf"]
-    assert [(one.input, one.wanted, one.output) for one in scores.samples] == [
+    assert [(one.input, one.reference, one.prediction) for one in scores.samples] == [
         (source, target, target) for source, target in QUESTIONS[:3]
     ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.job.job import Job
-from packtrain.report import report_place, write_report
+from packtrain.report import report_url, write_report
 from packtrain.report.goodput import Goodput
 from packtrain.report.render import render
 from packtrain.report.summary import Summary, summary_of
@@ -40,65 +40,65 @@ def page_of(run: Run, points: list[Point], result: Result | None = None) -> Page
     return Page(render(run.job, summary_of(run, state, points, result), points, []))
 
 
-def test_a_run_with_no_points_has_a_page(run: Run) -> None:
+def test_a_run_without_metrics_has_a_report(run: Run) -> None:
     page = page_of(run, [])
     assert run.name in page.text
     assert "svg" not in page.tags
     assert "Job" in page.text
 
 
-def test_a_program_s_run_has_a_page(directory_store: Store) -> None:
+def test_the_run_of_a_program_has_a_report(directory_store: Store) -> None:
     job = Job.model_validate({"name": "mine", "program": ["train.py", "--lr", "0.1"]})
     run = create_run(directory_store, job, b"", None)
-    page = page_of(run, [], Result("finished", "the program ended", 0, 3.0))
+    page = page_of(run, [], Result("finished", "the program exited with code 0", 0, 3.0))
     assert "train.py --lr 0.1" in page.text
-    assert "finished" in page.text
+    assert "finished: the program exited with code 0" in page.text
     assert "svg" not in page.tags
 
 
-def test_a_finished_run_shows_its_scores_curves_times_samples_and_job(run: Run) -> None:
-    points = [trained(1), trained(2), validated(2, (Sample("in", "wanted", "out"),), loss=3.0, bleu=12.345)]
+def test_the_report_of_a_finished_run_has_scores_curves_times_and_samples(run: Run) -> None:
+    points = [trained(1), trained(2), validated(2, (Sample("in", "expected", "out"),), loss=3.0, bleu=12.345)]
     result = Result("finished", "reached 10 steps", 2, 60.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
     writer = run.time_spent_writer("0")
     for rank in (0, 1):
         writer.append(TimeSpent(1.0, 1, rank, 2, {"forward": 3.0, "wait": 1.0}))
     writer.flush()
     page = page_of(run, points, result)
-    said = " ".join(page.text)
-    assert "100.0% of 4.0 s went into steps that the model has kept." in said
-    for words in ("finished", "reached 10 steps", "20.00", "12.35", "tok:13a|v:2", "Where the time went", "Samples"):
-        assert words in said
-    for words in ("in", "wanted", "out"):
+    text = " ".join(page.text)
+    assert "100.0% of 4.0 s went into steps that counted." in text
+    for words in ("finished: reached 10 steps", "20.00", "12.35", "tok:13a|v:2", "Where the time went", "Samples"):
+        assert words in text
+    for words in ("prediction", "reference", "in", "expected", "out"):
         assert words in page.text
     charts = [value for name, value in page.attributes if name == "aria-label"]
-    assert charts == ["loss", "validation bleu", "learning rate", "gradient norm", "tokens a second"]
+    assert charts == ["loss", "validation bleu", "learning rate", "gradient norm", "tokens/s"]
 
 
-def test_the_newest_samples_are_shown(run: Run) -> None:
+def test_only_the_newest_samples_are_shown(run: Run) -> None:
     older, newer = Sample("q", "a", "first try"), Sample("q", "a", "second try")
     page = page_of(run, [validated(1, (older,), loss=3.0), validated(2, (newer,), loss=2.0)])
     assert "second try" in page.text
     assert "first try" not in page.text
 
 
-def test_events_are_shown_with_their_time_and_only_the_last_of_many(run: Run) -> None:
+def test_the_last_200_events_are_shown_with_their_times(run: Run) -> None:
     events = [Event(float(number), "checkpoint", f"event {number}") for number in range(250)]
     html = render(run.job, summary_of(run, "running", [], None), [], events)
     text = Page(html).text
     assert "event 249" in text
     assert "event 49" not in text
     assert "event 50" in text
-    assert "the last 200 of 250" in text
+    assert "last 200 of 250" in text
     assert "1970-01-01 00:04:09" in text
 
 
-# A page that can do no harm.
+# Safety.
 
 
-def test_every_text_is_escaped(run: Run) -> None:
+def test_all_text_is_escaped(run: Run) -> None:
     names = {f"valid.{EVIL}": 1.0}
     summary = Summary(
-        run=EVIL, state="failed", reason=EVIL, what=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
+        run=EVIL, state="failed", reason=EVIL, description=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
         unit=EVIL, units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
         goodput=Goodput(0.0, {"data": 1.0}),
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_every_text_is_escaped(run: Run) -> None:
     assert shown.count("<script>alert(1)</script>") >= 12
 
 
-def test_the_page_may_fetch_and_run_nothing(run: Run) -> None:
+def test_the_report_can_neither_fetch_nor_run_anything(run: Run) -> None:
     page = page_of(run, [trained(1), validated(1, loss=2.0)])
     policies = [value for name, value in page.attributes if name == "content" and "default-src" in value]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
@@ -125,7 +125,7 @@ def test_the_page_may_fetch_and_run_nothing(run: Run) -> None:
     assert not re.search(r"url\(|@import", "".join(page.text))
 
 
-def test_values_that_are_no_numbers_do_not_reach_the_charts(run: Run) -> None:
+def test_nan_and_infinity_are_not_drawn(run: Run) -> None:
     strange = [math.nan, math.inf, -math.inf]
     points = [trained(1)]
     points += [trained(2 + n, loss=value, gradient_norm=value, rate=value) for n, value in enumerate(strange)]
@@ -141,7 +141,7 @@ def test_values_that_are_no_numbers_do_not_reach_the_charts(run: Run) -> None:
 # In the store.
 
 
-def test_the_report_is_written_where_it_says(any_store: Store, tmp_path: Path) -> None:
+def test_the_report_is_written_to_the_url_that_is_returned(any_store: Store, tmp_path: Path) -> None:
     run = create_run(any_store, job_of(tmp_path), b"", None)
     metrics, events = run.point_writer("0"), run.event_writer("0")
     metrics.append(trained(1))
@@ -151,13 +151,13 @@ def test_the_report_is_written_where_it_says(any_store: Store, tmp_path: Path) -
     events.flush()
     run.finish(Result("finished", "reached 1 step", 1, 5.0))
     place = write_report(run)
-    assert place == report_place(run) == f"{any_store.url}/runs/{run.name}/report.html"
+    assert place == report_url(run) == f"{any_store.url}/runs/{run.name}/report.html"
     text = Page(any_store.get(run.key("report.html")).decode()).text
     assert text.index("came first") < text.index("came second")
-    assert "finished" in text
+    assert "finished: reached 1 step" in text
 
 
-def test_a_report_can_be_written_again(directory_store: Store, tmp_path: Path) -> None:
+def test_a_report_can_be_rewritten(directory_store: Store, tmp_path: Path) -> None:
     run = create_run(directory_store, job_of(tmp_path), b"", None)
     write_report(run)
     assert "waiting" in directory_store.get(run.key("report.html")).decode()

@@ -8,8 +8,8 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.job.job import Job
-from packtrain.report.summary import Standing, standing, summarise, summary_of, units_per_second
-from packtrain.run.records import Generation, Lease, Member, Point, Result, Telemetry
+from packtrain.report.summary import Overview, overview, summarize, summary_of, units_per_second
+from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry
 from packtrain.run.run import Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
@@ -47,7 +47,7 @@ def program(directory_store: Store) -> Run:
     return create_run(directory_store, job, b"", None)
 
 
-def test_a_run_with_no_points_is_at_its_beginning(run: Run) -> None:
+def test_a_run_without_metrics_is_at_step_0(run: Run) -> None:
     summary = summary_of(run, "running", [], None)
     assert (summary.run, summary.state, summary.reason) == ("greetings-1", "running", "")
     assert (summary.step, summary.goal, summary.seconds) == (0, 10, 0.0)
@@ -55,12 +55,12 @@ def test_a_run_with_no_points_is_at_its_beginning(run: Run) -> None:
     assert (summary.scores, summary.goodput.parts, summary.machines, summary.headline) == ({}, {}, (), "")
 
 
-def test_a_run_says_what_it_does(run: Run, program: Run) -> None:
-    assert summary_of(run, "running", [], None).what == "translate tiny, 10 steps, 64 tokens a batch"
-    assert summary_of(program, "running", [], None).what == "train.py --lr 0.1"
+def test_a_run_is_described_by_its_recipe_or_its_program(run: Run, program: Run) -> None:
+    assert summary_of(run, "running", [], None).description == "translate tiny, 10 steps, 64 tokens per batch"
+    assert summary_of(program, "running", [], None).description == "train.py --lr 0.1"
 
 
-def test_a_running_one_is_where_its_last_step_is(run: Run) -> None:
+def test_a_running_run_is_at_its_last_step(run: Run) -> None:
     points = [trained(1, loss=5.0), trained(2, loss=4.0, rate=0.002), validated(2, loss=4.5, bleu=1.5)]
     summary = summary_of(run, "running", points, None)
     assert (summary.step, summary.seconds, summary.rate) == (2, 12.0, 0.002)
@@ -69,7 +69,7 @@ def test_a_running_one_is_where_its_last_step_is(run: Run) -> None:
     assert summary.scores == {"valid.loss": 4.5, "valid.bleu": 1.5}
 
 
-def test_loss_and_speed_are_those_of_the_last_fifty_steps_until_the_end(run: Run) -> None:
+def test_loss_is_that_of_the_last_50_steps_and_so_is_speed_until_the_run_ends(run: Run) -> None:
     points = [trained(step, loss=100.0, step_seconds=100.0) for step in range(1, 51)]
     points += [trained(step, loss=2.0) for step in range(51, 101)]
     summary = summary_of(run, "running", points, None)
@@ -80,7 +80,7 @@ def test_loss_and_speed_are_those_of_the_last_fifty_steps_until_the_end(run: Run
     assert ended.units_per_second == pytest.approx(64 * 100 / (50 * 100 + 50 * 0.5))
 
 
-def test_the_last_value_of_each_score_counts(run: Run) -> None:
+def test_each_score_has_its_last_value(run: Run) -> None:
     points = [validated(5, loss=4.5, bleu=1.5), validated(10, loss=4.0)]
     assert summary_of(run, "running", points, None).scores == {"valid.loss": 4.0, "valid.bleu": 1.5}
 
@@ -93,14 +93,14 @@ def test_a_finished_run_has_the_scores_and_signatures_of_its_result(run: Run) ->
     assert summary.signatures == {"test.bleu": "tok:13a"}
 
 
-def test_a_program_s_run_has_what_can_be_known_of_it(program: Run) -> None:
+def test_the_run_of_a_program_has_neither_goal_nor_speed(program: Run) -> None:
     summary = summary_of(program, "failed", [], Result("failed", "exit code 1", 0, 12.0))
     assert (summary.reason, summary.seconds, summary.step) == ("exit code 1", 12.0, 0)
     assert (summary.goal, summary.unit, summary.units_per_second) == (None, "", None)
     assert summary.headline == ""
 
 
-def test_only_steps_are_a_goal_that_is_known(directory_store: Store, tmp_path: Path) -> None:
+def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, tmp_path: Path) -> None:
     train = {"duration": "2 epochs", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.001}}}
     run = create_run(directory_store, job_of(tmp_path, train=train), b"", None)
     assert summary_of(run, "running", [], None).goal is None
@@ -108,16 +108,16 @@ def test_only_steps_are_a_goal_that_is_known(directory_store: Store, tmp_path: P
 
 def headline(**scores: float) -> str:
     named = {name.replace("_", "."): value for name, value in scores.items()}
-    return Standing("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}).headline
+    return Overview("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}).headline
 
 
-def test_the_headline_is_the_score_that_says_most() -> None:
+def test_the_headline_prefers_the_test_score_to_validation_and_validation_to_loss() -> None:
     assert headline(valid_loss=4.0, valid_bleu=18.0, test_bleu=20.123) == "test bleu 20.12"
     assert headline(valid_loss=4.0, valid_bleu=18.0) == "valid bleu 18.00"
     assert headline(valid_loss=4.0) == "valid loss 4.00"
 
 
-def test_machines_work_only_in_a_run_that_is_going(run: Run) -> None:
+def test_machines_are_working_only_while_the_run_is_running(run: Run) -> None:
     run.renew(Lease("n0", "host", "::1", 1, 2, 0, 5, 1.0, telemetry=Telemetry(0.5, 0.25)))
     run.renew(Lease("n1", "host", "::1", 1, 2, 0, 5, 1.0, left=True))
     going = summary_of(run, "running", [], None).machines
@@ -126,21 +126,33 @@ def test_machines_work_only_in_a_run_that_is_going(run: Run) -> None:
     assert not any(one.working for one in summary_of(run, "interrupted", [], None).machines)
 
 
-def test_attempts_are_counted_and_everything_is_read_from_the_store(run: Run) -> None:
+def test_generations_and_steps_are_read_from_the_store(run: Run) -> None:
     for number in (1, 2):
         run.propose(Generation(number, (Member("n0", "::1", 1),), 1, "start"))
     writer = run.point_writer("0")
     writer.append(trained(1))
     writer.flush()
-    summary = summarise(run, "running")
+    summary = summarize(run, "running")
     assert (summary.generations, summary.step) == (2, 1)
 
 
-# How far a run has come, for a list of many.
+@pytest.mark.parametrize(
+    ("state", "reason", "outcome"),
+    [
+        ("stopped", "", "stopped"),
+        ("finished", "reached 10 steps", "finished: reached 10 steps"),
+        ("stopped", "stopped by user", "stopped by user"),
+    ],
+)
+def test_the_outcome_names_the_state_once(run: Run, state: Status, reason: str, outcome: str) -> None:
+    assert summary_of(run, state, [], Result(state, reason, 0, 0.0)).outcome == outcome
+
+
+# The overview, for a list of many runs.
 
 
 def written(run: Run, generation: int, points: Sequence[Point]) -> None:
-    """Each point in a chunk of its own."""
+    """Write each point in a chunk of its own."""
     writer = run.point_writer(f"{generation:06d}-rank-0")
     for point in points:
         writer.append(point)
@@ -160,45 +172,45 @@ def watched(directory_store: Store, tmp_path: Path) -> FaultyStore:
     return store
 
 
-def test_where_a_run_stands_is_what_its_summary_says(watched: FaultyStore) -> None:
+def test_the_overview_agrees_with_the_summary(watched: FaultyStore) -> None:
     run = open_run(watched, None)
     written(run, 1, [Point("start", 1, 0, 0.0, {}), *(trained(step, loss=9.0) for step in range(1, 60))])
     again = [replace(trained(step, loss=step / 10), generation=2) for step in range(41, 80)]
     written(run, 2, [Point("start", 2, 40, 0.0, {}), *again, replace(validated(60, bleu=7.0), generation=2)])
-    summary = asdict(summarise(run, "running"))
-    stands = asdict(standing(run, "running"))
-    assert stands == {name: summary[name] for name in stands}
-    assert (stands["step"], stands["scores"]) == (79, {"valid.bleu": 7.0})
+    summary = asdict(summarize(run, "running"))
+    shown = asdict(overview(run, "running"))
+    assert shown == {name: summary[name] for name in shown}
+    assert (shown["step"], shown["scores"]) == (79, {"valid.bleu": 7.0})
 
 
-def test_a_long_run_is_read_no_further_back_than_its_last_evaluation(watched: FaultyStore) -> None:
+def test_the_overview_of_a_long_run_reads_back_to_its_last_evaluation(watched: FaultyStore) -> None:
     run = open_run(watched, None)
     written(run, 1, [trained(step) for step in range(1, 201)])
     written(run, 2, [validated(200, bleu=7.0), *(trained(step) for step in range(201, 281))])
     watched.operations.clear()
-    assert standing(run, "running").headline == "valid bleu 7.00"
+    assert overview(run, "running").headline == "valid bleu 7.00"
     assert chunks_read(watched) == 81
 
 
-def test_a_run_that_has_its_scores_is_read_as_far_as_its_loss_goes_back(watched: FaultyStore) -> None:
+def test_the_overview_of_a_run_with_final_scores_reads_only_the_last_50_steps(watched: FaultyStore) -> None:
     run = open_run(watched, None)
     written(run, 1, [trained(step) for step in range(1, 201)])
     run.finish(Result("finished", "reached 200 steps", 200, 99.0, {"test.bleu": 20.0}))
     watched.operations.clear()
-    assert standing(run, "finished").headline == "test bleu 20.00"
+    assert overview(run, "finished").headline == "test bleu 20.00"
     assert chunks_read(watched) == 50
 
 
 # Time and speed.
 
 
-def test_speed_is_what_was_done_by_the_time_it_took() -> None:
+def test_speed_is_units_divided_by_seconds() -> None:
     points = [trained(1, tokens=100.0, step_seconds=1.0), trained(2, tokens=50.0, step_seconds=0.5)]
     assert units_per_second(points, "tokens") == pytest.approx(100)
     assert units_per_second([], "tokens") is None
     assert units_per_second([trained(1, step_seconds=0.0)], "tokens") is None
 
 
-def test_what_happens_between_steps_does_not_slow_them() -> None:
+def test_evaluations_and_saves_between_steps_do_not_count_as_step_time() -> None:
     points = [trained(1, tokens=100.0, step_seconds=9.0, evaluation_seconds=5.0, save_seconds=1.0, start_seconds=2.0)]
     assert units_per_second(points, "tokens") == pytest.approx(100)

@@ -1,4 +1,8 @@
-"""The frame of every page: it stands alone, with no script and nothing to fetch, in light and dark."""
+"""HTML pages that stand alone, and the line charts in them.
+
+A page has no script and fetches nothing; charts are SVG text. Both look the same in every browser and in a mail, in
+light and in dark mode.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from html import escape
 from itertools import pairwise
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a page may load: nothing."""
+"""The content security policy of a page: it may load nothing."""
+WIDTH, HEIGHT = 560, 240
+"""The size of a chart's view box."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8;
@@ -19,15 +25,22 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
   margin: 2rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; margin: 0; } p { margin: .25rem 0; } .dim, figcaption, th { color: var(--dim); }
-figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
-.grid { stroke: var(--line); } .tick { font-size: 11px; fill: var(--dim); }
 table { border-collapse: collapse; width: 100%; } th { font-weight: normal; }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
+.grid { stroke: var(--line); } .tick { font-size: 11px; fill: var(--dim); }
+.line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
+.s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
+.key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
+.key::before { content: "\\25CF  "; opacity: var(--fade, 1); }
 """
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
+_MAX_POINTS = 300
+_SMALLEST_TICK = 1e-300  # below it, floats run out of digits
 
 
 def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
-    """A whole page. `body` is HTML already; of two rules on the same thing the one in `extra_style` holds."""
+    """Return a whole page. `body` is HTML already; `extra_style` overrides the style of all pages."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -37,18 +50,9 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
     )
 
 
-# Line charts as SVG text: no script, nothing to fetch, the same in every browser and in a mail.
-
-
-WIDTH, HEIGHT = 560, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30
-_MOST_POINTS = 300
-_SMALLEST_STEP = 1e-300  # below, floats run out of digits
-
-
 @dataclass(frozen=True)
 class Series:
-    """A line; `marked` puts a dot on each of its points, for series that have few."""
+    """A line of a chart; `marked` puts a dot on each point, for series that have few."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -56,12 +60,12 @@ class Series:
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
-    """A chart of all series over a common pair of axes, or nothing if none has a point that can be drawn."""
+    """Draw all series over common axes; return an empty string if there is no finite point to draw."""
     finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     drawn = [one for one in finite if one.points]
     if not drawn:
         return ""
-    lines = [thinned(one.points) for one in drawn]
+    lines = [thin(one.points) for one in drawn]
     xs = [x for line in lines for x, _ in line]
     ys = [y for line in lines for _, y in line]
     x_low, x_high = min(xs), max(xs)
@@ -108,11 +112,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A few hundred points at most: the means of equal runs of neighbours, with the ends as they are."""
-    if len(points) <= _MOST_POINTS:
+def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return a few hundred points at most: the means of equal runs of neighbors, and both ends unchanged."""
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    edges = [round(number * len(points) / _MOST_POINTS) for number in range(_MOST_POINTS + 1)]
+    edges = [round(number * len(points) / _MAX_POINTS) for number in range(_MAX_POINTS + 1)]
     means = []
     for start, end in pairwise(edges):
         part = points[start:end]
@@ -120,11 +124,11 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [points[0], *means, points[-1]]
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`."""
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about `count` round numbers, from at most `low` to at least `high`."""
     if high <= low:
         low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-    raw = max(high / wanted - low / wanted, _SMALLEST_STEP)
+    raw = max(high / count - low / count, _SMALLEST_TICK)  # dividing first: the difference may overflow
     exponent = math.floor(math.log10(raw))
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)

@@ -1,4 +1,4 @@
-"""What a run amounts to so far: values out of its folder, for tables, reports and scripts."""
+"""The values that tables, reports and scripts show of a run, read from its folder in the store."""
 
 from __future__ import annotations
 
@@ -13,26 +13,17 @@ from packtrain.run.records import Point, Result
 from packtrain.run.run import Run, surviving
 
 _RECENT_STEPS = 50
-_BETWEEN = ("start", "evaluation", "save")
+_BETWEEN_STEPS = ("start", "evaluation", "save")
 
 
 @dataclass(frozen=True)
-class Machine:
-    node: str
-    workers: int
-    working: bool
-    cpu_fraction: float
-    memory_fraction: float
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a run has come. `goal` is the step at which it ends, as far as that is known."""
+class Overview:
+    """A run in a list of many. `goal` is the step at which it ends, if that is known."""
 
     run: str
     state: State
     reason: str
-    what: str
+    description: str
     step: int
     goal: int | None
     loss: float | None
@@ -44,8 +35,15 @@ class Standing:
     signatures: dict[str, str]
 
     @property
+    def outcome(self) -> str:
+        """State and reason, as in `finished: reached 500 steps` and `stopped by user`."""
+        if not self.reason or self.reason.startswith(self.state):
+            return self.reason or self.state
+        return f"{self.state}: {self.reason}"
+
+    @property
     def headline(self) -> str:
-        """The score that says most, in a few words."""
+        """The most telling score there is: `test bleu 20.12`."""
         for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss"):
             if name in self.scores:
                 return f"{name.replace('.', ' ')} {self.scores[name]:.2f}"
@@ -53,39 +51,47 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Summary(Standing):
-    """All that there is to say about a run. Its speed is that of its last steps, and of all once it has ended."""
+class MachineSummary:
+    node: str
+    workers: int
+    working: bool
+    cpu_fraction: float
+    memory_fraction: float
+
+
+@dataclass(frozen=True)
+class Summary(Overview):
+    """A run in full. `units_per_second` covers the last steps while it runs, and all steps once it has ended."""
 
     generations: int
     units_per_second: float | None
-    machines: tuple[Machine, ...] = ()
+    machines: tuple[MachineSummary, ...] = ()
     goodput: Goodput = field(default_factory=Goodput)
 
 
-def standing(run: Run, state: State) -> Standing:
-    """Reads the end of a run alone, as far back as its last evaluation."""
-    result = run.result()
-    job = run.job
+def overview(run: Run, state: State) -> Overview:
+    """Read only the end of a run, back to its last evaluation."""
+    result, job = run.result(), run.job
     evaluated = job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
     points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
-    return Standing(**_fields(run, state, points, result))
+    return Overview(**_overview_fields(run, state, points, result))
 
 
-def summarise(run: Run, state: State) -> Summary:
+def summarize(run: Run, state: State) -> Summary:
     return summary_of(run, state, run.points().read(), run.result())
 
 
 def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | None) -> Summary:
-    """`raw` are the points of all generations, also of those whose steps were lost."""
+    """Summarize a run whose points and result were read already; `raw` includes the steps that were lost."""
     generations, points = run.generations(), surviving(raw)
-    known = _fields(run, state, points, result)
+    known = _overview_fields(run, state, points, result)
     steps = [point for point in points if point.kind == "train"]
     return Summary(
         **known,
         generations=len(generations),
         units_per_second=units_per_second(steps if result else steps[-_RECENT_STEPS:], known["unit"]),
         machines=tuple(
-            Machine(
+            MachineSummary(
                 node.node, node.workers, not node.left and state == "running",
                 node.telemetry.cpu_fraction, node.telemetry.memory_fraction,
             )
@@ -95,55 +101,36 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     )  # fmt: skip
 
 
-def _fields(run: Run, state: State, points: Sequence[Point], result: Result | None) -> dict[str, Any]:
-    """What a standing and a summary have in common; `points` are those that survived, or the last of them."""
+def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Result | None) -> dict[str, Any]:
+    """The fields of an `Overview`; `points` are the surviving ones, or the last of them."""
     job, steps = run.job, [point for point in points if point.kind == "train"]
     recent = steps[-_RECENT_STEPS:]
-    unit = job.train.batch.unit if job.recipe else ""
-    return {
-        "run": run.name,
-        "state": state,
-        "reason": result.reason if result else "",
-        "what": _what(run),
-        "step": result.step if result and not steps else steps[-1].step if steps else 0,
-        "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
-        "loss": _mean([point.values["loss"] for point in recent]),
-        "rate": recent[-1].values["rate"] if recent else None,
-        "measure": _measure(run),
-        "unit": unit,
-        "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
-        "scores": _scores(points) | (result.scores if result else {}),
-        "signatures": result.signatures if result else {},
-    }
-
-
-def _measure(run: Run) -> str:
-    """The score that says most. A job with an own recipe names it: nobody's code is run to look at a run."""
-    recipe = run.job.recipe
-    if recipe is not None and recipe in RECIPES:
-        return recipe_class(recipe).measure_of_best
-    return run.job.checkpoint.best_by or ""
-
-
-def _what(run: Run) -> str:
-    job = run.job
-    if job.program is not None:
-        return " ".join(job.program)
-    return f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} a batch"
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _scores(points: Sequence[Point]) -> dict[str, float]:
-    """The last value of every score."""
-    return {
-        f"{point.kind}.{name}": value
+    scores = {
+        f"{point.kind}.{name}": value  # later points overwrite earlier ones
         for point in points
         if point.kind in ("valid", "test")
         for name, value in point.values.items()
         if not name.endswith("_seconds")
+    }
+    return {
+        "run": run.name,
+        "state": state,
+        "reason": result.reason if result else "",
+        "description": " ".join(job.program)
+        if job.program is not None
+        else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
+        "step": result.step if result and not steps else steps[-1].step if steps else 0,
+        "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
+        "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
+        "rate": recent[-1].values["rate"] if recent else None,
+        # A job with an own recipe names its measure: showing a run must not execute anybody's code.
+        "measure": recipe_class(job.recipe).measure_of_best
+        if job.recipe is not None and job.recipe in RECIPES
+        else job.checkpoint.best_by or "",
+        "unit": job.train.batch.unit if job.recipe else "",
+        "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
+        "scores": scores | (result.scores if result else {}),
+        "signatures": result.signatures if result else {},
     }
 
 
@@ -153,6 +140,6 @@ def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
 
 
 def step_seconds(point: Point) -> float:
-    """What a step took, without what happened between it and the one before."""
-    between = sum(point.values.get(f"{span}_seconds", 0.0) for span in _BETWEEN)
+    """Duration of a step, without the start, evaluation or save that came before it."""
+    between = sum(point.values.get(f"{span}_seconds", 0.0) for span in _BETWEEN_STEPS)
     return point.values["step_seconds"] - between

@@ -185,11 +185,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model makes of one input, beside what was wanted."""
+    """A prediction of the model beside the reference."""
 
     input: str
-    wanted: str
-    output: str
+    reference: str
+    prediction: str
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart, nice_ticks, thinned
+from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart, nice_ticks, thin
 
 Points = list[tuple[float, float]]
 sizes = st.floats(-1e300, 1e300)
@@ -19,7 +19,7 @@ def elements(chart: str, tag: str) -> list[dict[str, str]]:
 
 
 def places(chart: str) -> list[tuple[float, float]]:
-    """All the places that a chart's lines and dots go to."""
+    """Return the coordinates of all lines and dots of a chart."""
     lines = [pair.split(",") for line in elements(chart, "polyline") for pair in line["points"].split()]
     dots = [(dot["cx"], dot["cy"]) for dot in elements(chart, "circle")]
     return [(float(x), float(y)) for x, y in [*lines, *dots]]
@@ -54,7 +54,7 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) ->
 @example(1e300, -1e300)
 @example(0.0, 0.0)
 @example(-7.0, -7.0)
-def test_ticks_are_few_finite_rising_and_around_the_values(one: float, other: float) -> None:
+def test_ticks_are_few_finite_and_increasing_and_enclose_the_values(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
     ticks = nice_ticks(low, high)
     assert 2 <= len(ticks) <= 10
@@ -68,36 +68,36 @@ def test_ticks_are_few_finite_rising_and_around_the_values(one: float, other: fl
 # Thinning.
 
 
-def test_few_points_are_drawn_as_they_are() -> None:
+def test_up_to_300_points_are_drawn_unchanged() -> None:
     points = [(float(x), float(x * x)) for x in range(300)]
-    assert thinned(points) == points
+    assert thin(points) == points
 
 
 @given(st.integers(301, 3000))
-def test_many_points_become_some_hundred_in_order_with_their_ends(count: int) -> None:
+def test_many_points_are_thinned_to_about_300_in_order_and_keep_both_ends(count: int) -> None:
     points = [(float(x), float(x % 7)) for x in range(count)]
-    few = thinned(points)
+    few = thin(points)
     assert len(few) <= 302
     assert (few[0], few[-1]) == (points[0], points[-1])
     assert [x for x, _ in few] == sorted(x for x, _ in few)
     assert all(0 <= y <= 6 for _, y in few)
 
 
-def test_thinning_keeps_the_mean() -> None:
-    few = thinned([(float(x), 5.0 + (-1) ** x) for x in range(6000)])
+def test_thinning_averages_neighbors() -> None:
+    few = thin([(float(x), 5.0 + (-1) ** x) for x in range(6000)])
     assert all(y == pytest.approx(5.0) for _, y in few[1:-1])
 
 
 # Charts.
 
 
-def test_a_chart_of_nothing_is_nothing() -> None:
+def test_a_chart_without_finite_points_is_empty() -> None:
     assert line_chart("loss", []) == ""
     assert line_chart("loss", [Series("training", [])]) == ""
     assert line_chart("loss", [Series("training", [(1.0, math.nan), (2.0, math.inf)], marked=True)]) == ""
 
 
-def test_a_line_goes_through_its_points_from_left_to_right_and_up() -> None:
+def test_larger_values_are_drawn_further_right_and_further_up() -> None:
     chart = line_chart("score", [Series("bleu", [(0, 0.0), (50, 5.0), (100, 10.0)], marked=True)])
     [line] = elements(chart, "polyline")
     (x0, y0), (x1, y1), (x2, y2) = places(chart)[:3]
@@ -109,13 +109,13 @@ def test_a_line_goes_through_its_points_from_left_to_right_and_up() -> None:
     assert len(elements(chart, "circle")) == 3
 
 
-def test_an_empty_series_leaves_no_line_and_no_key() -> None:
+def test_an_empty_series_has_neither_line_nor_legend() -> None:
     chart = line_chart("loss", [Series("training", [(1, 2.0), (2, 1.0)]), Series("validation", [])])
     assert len(elements(chart, "polyline")) == 1
     assert "validation" not in chart
 
 
-def test_the_legend_has_the_last_value_of_each_line() -> None:
+def test_the_legend_shows_the_last_value_of_each_line() -> None:
     chart = line_chart("loss", [Series("training", [(1, 2.0), (2, 1.25)]), Series("validation", [(2, 1.5)])])
     assert re.findall(r'<span class="key s(\d)">(\w+) <b>([\d.]+)</b>', chart) == [
         ("0", "training", "1.25"),
@@ -125,7 +125,7 @@ def test_the_legend_has_the_last_value_of_each_line() -> None:
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("count", [5, 2000])
-def test_values_that_are_no_numbers_are_left_out(marked: bool, count: int) -> None:
+def test_nan_and_infinity_are_left_out(marked: bool, count: int) -> None:
     strange = {1: math.nan, 2: math.inf, 3: -math.inf, count - 1: math.nan}
     points = [(float(x), strange.get(x, 1.0 + x / count)) for x in range(count)]
     chart = line_chart("loss", [Series("training", points, marked)])
@@ -136,7 +136,7 @@ def test_values_that_are_no_numbers_are_left_out(marked: bool, count: int) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=20))
-def test_whatever_was_measured_stays_inside_the_picture(measured: Points) -> None:
+def test_no_finite_value_is_drawn_outside_the_chart(measured: Points) -> None:
     finite = [(x, y) for x, y in measured if math.isfinite(y) and abs(y) < 1e300]
     chart = line_chart("loss", [Series("training", finite, marked=True)])
     assert bool(chart) == bool(finite)
@@ -146,13 +146,13 @@ def test_whatever_was_measured_stays_inside_the_picture(measured: Points) -> Non
 
 
 @pytest.mark.parametrize("points", [[(7.0, 3.0)], [(7.0, 3.0), (8.0, 3.0)], [(7.0, 0.0), (7.0, 1.0)]])
-def test_a_single_point_and_a_flat_line_can_be_drawn(points: Points) -> None:
+def test_a_single_point_a_flat_line_and_a_vertical_line_can_be_drawn(points: Points) -> None:
     chart = line_chart("loss", [Series("training", points)])
     assert len(places(chart)) == len(points)
     assert inside(chart)
 
 
-def test_all_words_are_escaped() -> None:
+def test_all_text_of_a_chart_is_escaped() -> None:
     chart = line_chart('<script>"t"', [Series("<script>n", [(1, 1.0)], marked=True)], x_label="<script>x")
     assert "<script>" not in chart
     assert chart.count("&lt;script&gt;") >= 4
