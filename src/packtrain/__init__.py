@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["RunHandle", "open", "run"]
 
-# Python binds a subpackage to its name here when it is first imported. This first import is before the function of
-# that name, so that `pt.run` stays the function.
+# Importing a subpackage binds its name here. Import it before the function of that name is defined, so that `pt.run`
+# stays the function.
 importlib.import_module("packtrain.run")
 
 
-# The interface is imported when it is used, so that the command line starts at once.
-
-
+# The functions import the interface when they are called, so that the command line starts fast.
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
-    """Pack if needed, start the run and return; it keeps running by itself."""
+    """Pack if needed, start a run and return; it keeps running without this process."""
     from packtrain import api
 
     return api.run(job, overrides)
 
 
 def open(name: str | None = None, store: str = "./store") -> RunHandle:  # noqa: A001 - pt.open reads as what it is
-    """Open a run of a store: by its name, the newest of a job, or the newest of all."""
+    """Open a run by its name, the newest of a job, or the newest in the store."""
     from packtrain import api
 
     return api.open_(name, store)

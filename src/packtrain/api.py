@@ -1,4 +1,4 @@
-"""Packtrain in Python: start a run, open one, read it, use its model."""
+"""The Python interface: start a run or open one, read it, use its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packtrain.store import open_store
 
 
 class RunHandle:
-    """A run, as Python sees it. Everything is read from the store when it is asked for."""
+    """A run in Python. Every method reads the store when it is called."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -28,7 +28,7 @@ class RunHandle:
         return f"<run {self.name} in {self._run.store.url}>"
 
     def _repr_html_(self) -> str:
-        """The report, in a frame of its own so that its style stays there."""
+        """Show the report in a notebook, in a frame that keeps its style from the rest."""
         from html import escape
 
         write_report(self._run)
@@ -39,7 +39,7 @@ class RunHandle:
         return state_of(self._run)
 
     def metrics(self) -> list[Point]:
-        """Every step and evaluation of the line that survived."""
+        """Return every step and evaluation that survived, in order."""
         return self._run.metrics()
 
     def logs(self) -> list[LogLine]:
@@ -49,23 +49,24 @@ class RunHandle:
         return self._run.result()
 
     def wait(self, seconds: float | None = None) -> Result | None:
-        """Waits for the end, or for so many seconds; the result, if there is one by then."""
+        """Wait until the run ends, or for so many seconds; return the result, if there is one by then."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (result := self._run.result()) is None and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.5)
         return result
 
     def stop(self) -> None:
-        self._run.request_stop("stopped from Python")
+        self._run.request_stop("stopped by user (Python)")
 
     def resume(self) -> None:
-        if self.state() in ("running", "finished"):
-            raise Mistake(f"{self.name} is {self.state()}: there is nothing to resume")
+        state = self.state()
+        if state in ("running", "finished"):
+            raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
         reopen(self._run)
         start(self._run, tied=False)
 
     def report(self) -> str:
-        """Writes the report; where it is."""
+        """Write the report and return its location."""
         return write_report(self._run)
 
     def predict(
@@ -77,18 +78,18 @@ class RunHandle:
         temperature: float | None = None,
         seed: int | None = None,
     ) -> list[str]:
-        """What the model makes of each input, in words; what is not said of the search is the recipe's choice."""
+        """Return the model's output for each input; search options left out are the recipe's defaults."""
         wishes = Wishes(beam, nucleus, temperature, seed=seed)
         return [made.text for made in load_predictor(self._run, best).predict(inputs, wishes)]
 
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
-    """Packs if needed, starts the run and returns; it goes on by itself."""
+    """Pack if needed, start a run and return; it keeps running without this process."""
     created = create(load(job, overrides), PlainProgress(print))
     start(created, tied=False)
     return RunHandle(created)
 
 
 def open_(name: str | None = None, store: str = "./store") -> RunHandle:
-    """A run of a store: by its name, the newest of a job, or the newest of all."""
+    """Open a run by its name, the newest of a job, or the newest in the store."""
     return RunHandle(open_run(open_store(store), name))
