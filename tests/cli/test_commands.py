@@ -1,4 +1,4 @@
-"""The command line as a person meets it: right and wrong words, exit codes, one line for each error."""
+"""The command line: output, exit codes, and one line for each error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
+from packtrain.cli.common import hints
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import LogLine, Result
 from packtrain.start import load
@@ -35,7 +36,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: st
 
 
 @pytest.mark.parametrize("job", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_every_example_loads(job: Path) -> None:
+def test_every_example_job_loads(job: Path) -> None:
     assert load(job).job.name
 
 
@@ -78,11 +79,11 @@ def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
 
 
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
-def test_a_run_that_is_not_there_is_not_found(verb: str, tmp_path: Path) -> None:
+def test_verbs_exit_with_102_where_there_is_no_run(verb: str, tmp_path: Path) -> None:
     assert_refused(packtrain(verb, "nobody", cwd=tmp_path), 102, "no runs in")
 
 
-def test_stopping_a_run_that_nobody_works_on_keeps_its_step(directory_store: Store, tmp_path: Path) -> None:
+def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store, recipe_job())
     run.propose(a_generation(1, "a"))
     run.renew(replace(a_lease("a", 3), left=True, used_seconds=90.0))
@@ -96,26 +97,26 @@ def test_stopping_a_run_that_nobody_works_on_keeps_its_step(directory_store: Sto
 
 
 @pytest.mark.parametrize("command", ["run", "resume"])
-def test_a_run_cannot_be_tied_to_a_command_that_returns_at_once(command: str, tmp_path: Path) -> None:
+def test_foreground_and_detach_exclude_each_other(command: str, tmp_path: Path) -> None:
     done = packtrain(command, "job", "--foreground", "--detach", cwd=tmp_path)
-    assert_refused(done, 2, "--foreground", "--detach", "give one of them")
+    assert_refused(done, 2, "--foreground", "--detach", "use one of them")
 
 
-def test_a_slurm_job_in_the_foreground_is_refused_before_anything_else(tmp_path: Path) -> None:
+def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
     done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)
     assert_refused(done, 2, "leave --foreground out")
     assert not (tmp_path / "store").exists()
 
 
-def test_listing_an_empty_store_says_how_to_begin(tmp_path: Path) -> None:
+def test_listing_an_empty_store_says_how_to_start_a_run(tmp_path: Path) -> None:
     done = packtrain("ls", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "packtrain run JOB" in done.stdout
     assert packtrain("ls", "--json", cwd=tmp_path).stdout.strip() == "[]"
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(directory_store: Store, tmp_path: Path) -> None:
+def test_an_unreadable_run_does_not_hide_the_others(directory_store: Store, tmp_path: Path) -> None:
     good, bad = new_run(directory_store, recipe_job("good")), new_run(directory_store, recipe_job("bad"))
     directory_store.put(bad.key("job.json"), b"{}")
     done = packtrain("ls", "--store", directory_store.url, cwd=tmp_path)
@@ -128,9 +129,7 @@ def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
     place = ["logs", run.name, "--store", directory_store.url]
     empty = CliRunner().invoke(app, place)
     assert (empty.exit_code, empty.stdout) == (0, "")
-    assert (
-        empty.stderr == "packtrain: job-1: its workers have written nothing so far; with -f this command waits for it\n"
-    )
+    assert empty.stderr == "packtrain: job-1: no output from the workers yet; use -f to wait for it\n"
     writer = run.log_writer("a")
     for rank in (None, 1, 0):
         writer.append(LogLine(0.0, 1, "a", rank, "out", "hello"))
@@ -139,30 +138,48 @@ def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
     run.finish(Result("finished", "done", 1, 1.0))
     wrong = CliRunner().invoke(app, [*place, "--rank", "7"])
     assert (wrong.exit_code, wrong.stdout) == (0, "")
-    assert wrong.stderr == "packtrain: job-1: no lines of rank 7; there are those of 0, 1\n"
+    assert wrong.stderr == "packtrain: job-1: no output from rank 7; ranks with output: 0, 1\n"
 
 
 @pytest.mark.parametrize("workers", ["0", "-3"])
-def test_a_machine_has_at_least_one_worker(workers: str, directory_store: Store) -> None:
+def test_a_node_needs_at_least_one_worker(workers: str, directory_store: Store) -> None:
     run = new_run(directory_store)
     done = CliRunner().invoke(app, ["node", run.name, "--store", directory_store.url, "--workers", workers])
     assert (done.exit_code, run.leases()) == (2, [])
 
 
-def test_a_machine_that_a_local_run_does_not_have_is_refused(directory_store: Store, tmp_path: Path) -> None:
+def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
     assert_refused(done, 2, "job-1 has no machine 'gpu-a'", "leave that word out")
 
 
-def test_an_unknown_verb_is_a_mistake(tmp_path: Path) -> None:
+def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:
     done = packtrain("trian", cwd=tmp_path)
     assert done.returncode == 2
     assert "trian" in done.stderr
 
 
-def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+def test_the_version_option_prints_the_version_of_the_package(tmp_path: Path) -> None:
     assert packtrain("--version", cwd=tmp_path).stdout == f"packtrain {version('packtrain')}\n"
+
+
+def test_stopping_a_run_that_has_ended_says_so(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.finish(Result("finished", "reached 1 step", 1, 1.0))
+    for verb, text in (("stop", "job-1 has already finished\n"), ("resume", "job-1 is already complete\n")):
+        done = CliRunner().invoke(app, [verb, run.name, "--store", directory_store.url])
+        assert (done.exit_code, done.stdout) == (0, text)
+
+
+def test_hints_name_the_store_only_where_it_is_not_the_default(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store)
+    monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
+    assert hints(run, "resume") == f"  resume:  packtrain resume job-1 --store {directory_store.url}"
+    monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
+    assert hints(run, "follow", "stop") == "  follow:  packtrain logs -f job-1\n  stop:    packtrain stop job-1"
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Following a run: what it waits for, and what it does."""
+"""Following a run: machines that it waits for, events, evaluations and progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from packtrain.cli import follow as following
+from packtrain.cli.common import console
 from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, is_over, shortage
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
@@ -112,12 +112,11 @@ def test_the_fleet_is_asked_only_while_too_few_machines_are_alive(
 
 
 def test_following_a_run_that_no_machine_works_on_ends_with_how_to_continue(
-    directory_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(following, "_POLL_SECONDS", 0.01)
     with pytest.raises(NotFinished, match="no machine is left; run `packtrain resume job-1`") as ended:
         run = new_run(directory_store)
-        Follower(run, [], following.console(), MachineWatch(run, ask_seconds=0.0)).until_ended()
+        Follower(run, [], console(), MachineWatch(run, ask_seconds=0.0), poll_seconds=0.01).until_ended()
     assert ended.value.exit_code == EXIT_UNFINISHED
     assert "no machine is left" in capsys.readouterr().out, "it is said as soon as it is known"
 
@@ -129,19 +128,19 @@ def test_a_store_that_is_away_ends_following_but_not_the_run(
         raise StoreError("the store does not answer", temporary=True)
 
     monkeypatch.setattr(Run, "result", away)
-    with pytest.raises(NotFinished, match="does not answer; the run may go on: `packtrain show job-1`"):
+    with pytest.raises(NotFinished, match="does not answer; the run may keep running: check with `packtrain show"):
         follow(new_run(directory_store), [], foreground=False)
 
 
 def test_a_program_is_shown_as_running_once_its_workers_have_started(directory_store: Store) -> None:
     run = new_run(directory_store)
-    follower = Follower(run, [], following.console())
-    assert "starting" in follower._line()
+    follower = Follower(run, [], console())
+    assert "starting" in follower.line()
     events = run.event_writer("a")
     events.append(Event(0.0, "generation", "1: started 1 worker", 1))
     events.flush()
-    follower._read()
-    assert "running for" in follower._line()
+    follower.read()
+    assert "running for" in follower.line()
 
 
 def test_hangs_and_excluded_machines_are_shown_and_commits_are_not(
@@ -153,7 +152,7 @@ def test_hangs_and_excluded_machines_are_shown_and_commits_are_not(
     events.append(Event(1.0, "excluded", "m2 failed twice", 1))
     events.append(Event(2.0, "checkpoint", "committed step 4", 1))
     events.flush()
-    Follower(run, [], following.console())._read()
+    Follower(run, [], console()).read()
     shown = capsys.readouterr().out
     assert "rank 1 hangs" in shown
     assert "m2 failed twice" in shown

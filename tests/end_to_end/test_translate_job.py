@@ -214,7 +214,7 @@ def test_resuming_a_finished_run_does_nothing(uninterrupted: Place) -> None:
     before = history(uninterrupted.run())
     done = uninterrupted.packtrain("resume", "small")
     assert done.returncode == 0
-    assert "reached its goal already" in done.stdout
+    assert done.stdout == "small-1 is already complete\n"
     assert history(uninterrupted.run()) == before
 
 
@@ -270,7 +270,8 @@ def test_leaving_with_control_c_does_not_end_the_run(place: Place) -> None:
     client.send_signal(signal.SIGINT)
     assert client.wait(timeout=60) == 101
     output = (place.directory / "output.txt").read_text()
-    for verb in ("logs -f", "stop", "resume"):
+    assert "Detached from small-1; it keeps running." in output
+    for verb in ("logs -f", "show", "stop"):
         assert f"packtrain {verb} small-1" in output
     wait_until(lambda: place.run().result() is not None, "the end of the run", 120)
     result = place.run().result()

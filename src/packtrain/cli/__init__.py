@@ -1,6 +1,6 @@
-"""The command line. One file for each group of verbs; each parses, calls and prints.
+"""The command line. Each group of verbs is one file; a verb parses, calls and prints.
 
-Heavy modules are imported inside the verbs, so that `packtrain --help` answers at once.
+Verbs import heavy modules inside their functions, so that `packtrain --help` is fast.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(given: bool) -> None:
+    if given:
         from importlib.metadata import version
 
         print(f"packtrain {version('packtrain')}")
@@ -33,7 +33,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Pack your data once, train it anywhere, bring the model home."""
 
@@ -43,12 +45,12 @@ for group in (jobs, runs, machines, models):
 
 
 def main() -> None:
-    """Runs a verb. What a person can act on is one line on standard error, and an exit code."""
+    """Run a verb. An error that a person can act on is one line on standard error and an exit code."""
     try:
         app()
     except PacktrainError as error:
         print(f"packtrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         sys.stderr.close()
         sys.exit(0)

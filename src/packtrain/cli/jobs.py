@@ -1,4 +1,4 @@
-"""Verbs that begin with a job: init, pack, run, resume."""
+"""Verbs that start from a job: init, pack, run, resume."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run
+from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, hints
 
 if TYPE_CHECKING:
     from packtrain.job.kinds import FleetKind
     from packtrain.run.run import Run
 
-ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command: Ctrl-C stops it.")]
-DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return at once.")]
+ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,17 +27,21 @@ def register(app: typer.Typer) -> None:
 
 def init(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="What to learn: a recipe, or program. Default: lists them.")
+        str | None, typer.Argument(metavar="KIND", help="Recipe to use, own, or program. Default: list the kinds.")
     ] = None,
-    path: Annotated[str | None, typer.Argument(metavar="[JOB]", help="The file to write. Default: KIND.yaml.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The job's name. Default: the file's.")] = None,
+    path: Annotated[str | None, typer.Argument(metavar="JOB", help="File to write. Default: KIND.yaml.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the job. Default: that of the file.")
+    ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="PATH", help="Your data, once for each file. Default: a little, made up."),
+        typer.Option("--data", metavar="PATH", help="Training data; repeatable. Default: generate toy data."),
     ] = None,
-    valid: Annotated[list[str] | None, typer.Option("--valid", metavar="PATH", help="The same for validation.")] = None,
+    valid: Annotated[
+        list[str] | None, typer.Option("--valid", metavar="PATH", help="Validation data; repeatable.")
+    ] = None,
 ) -> None:
-    """Write a commented job file to start from, with data to try it."""
+    """Write a commented job file, with toy data to try it on."""
     from rich.markup import escape
 
     from packtrain.cli.template import STARTS, Wanted, write_start
@@ -49,22 +53,28 @@ def init(
         return
     job = Path(path or f"{kind}.yaml")
     written = write_start(Wanted(kind, job, name, data or (), valid or ()))
-    screen.print(escape(f"wrote {' and '.join(written.files)}"))
-    screen.print(f"next: [bold]packtrain run {escape(str(job))}[/bold]")
+    screen.print(escape(f"Wrote {' and '.join(written.files)}"))
+    screen.print(f"  train:   [bold]packtrain run {escape(str(job))}[/bold]")
     if written.example:
-        screen.print(f"then: [bold]packtrain predict {escape(written.example)}[/bold]")
+        screen.print(f"  predict: [bold]packtrain predict {escape(written.example)}[/bold]")
 
 
 def pack(
     job: JobArgument,
     overrides: SetOption = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. Default: one for each core.")] = None,
-    dask: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Dask scheduler, as tcp://host:8786.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print what is in the pack and write a sample page.")] = False,
-    allow_drops: Annotated[bool, typer.Option("--allow-drops", help="Go on without unusable samples.")] = False,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Worker processes. Default: one per core.")
+    ] = None,
+    dask: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Pack on a Dask cluster, e.g. tcp://host:8786.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics and write a page of samples.")] = False,
+    allow_drops: Annotated[
+        bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")
+    ] = False,
 ) -> None:
-    """Turn the job's raw data into a pack in its store; nothing is done twice."""
-    from packtrain.cli.packs import ProgressBars
+    """Pack the raw data of a job into its store, unless it is packed."""
+    from packtrain.cli.packs import ProgressBars, show_stats
     from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
@@ -74,12 +84,10 @@ def pack(
     workers = Dask(dask) if dask else Processes(processes)
     manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
     if manifest is None:
-        screen.print("a program packs no data")
+        screen.print("Nothing to pack: the job runs a program.")
         return
-    screen.print(f"packed: [bold]{manifest.name}[/bold]")
+    screen.print(f"Packed [bold]{manifest.name}[/bold]")
     if stats:
-        from packtrain.cli.packs import show_stats
-
         show_stats(screen, store, manifest)
 
 
@@ -89,13 +97,13 @@ def run(
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
 ) -> None:
-    """Pack if needed, start the run, and follow it. Ctrl-C leaves it going."""
+    """Pack if needed, start a run, and follow it. Ctrl-C detaches; the run keeps running."""
     from packtrain.cli.packs import ProgressBars
     from packtrain.start import create, load
 
-    _refuse_both(foreground, detach)
+    _check_modes(foreground, detach)
     loaded = load(job, overrides or ())
-    _refuse_tied(loaded.job.fleet.kind, foreground)
+    _check_modes(foreground, detach, loaded.job.fleet.kind)
     _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
 
 
@@ -105,54 +113,47 @@ def resume(
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
 ) -> None:
-    """Go on with a run that was stopped, failed or interrupted, from its last checkpoint."""
-    from packtrain.cli.follow import conclude, follow
+    """Resume a run that stopped or failed, from its last checkpoint."""
+    from packtrain.cli.follow import follow
     from packtrain.run.liveness import state_of
     from packtrain.start import reopen
 
-    _refuse_both(foreground, detach)
+    _check_modes(foreground, detach)
     found = find_run(store, name)
     state = state_of(found)
     if state == "finished":
-        console().print(f"{found.name} has reached its goal already")
-        sys.exit(conclude(found))
+        console().print(f"{found.name} is already complete")
+        return
     if state == "running":
-        console().print(f"{found.name} is running; following it")
+        console().print(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
-    _refuse_tied(found.job.fleet.kind, foreground)
-    reopen(found, _tell)
+    _check_modes(foreground, detach, found.job.fleet.kind)
+    reopen(found, _print_line)
     _start_and_follow(found, foreground, detach)
 
 
-def _refuse_both(foreground: bool, detach: bool) -> None:
-    from packtrain.errors import Mistake
-
-    if foreground and detach:
-        raise Mistake("--foreground ties the run to this command and --detach leaves it alone: give one of them")
-
-
-def _refuse_tied(kind: FleetKind, foreground: bool) -> None:
-    """Before anything that takes long."""
+def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None) -> None:
+    """Refuse options that exclude each other, and --foreground on a fleet that cannot do it, before any work."""
     from packtrain.errors import Mistake
     from packtrain.fleet import fleet_of
 
-    fault = fleet_of(kind).not_tied
-    if foreground and fault is not None:
+    if foreground and detach:
+        raise Mistake("--foreground and --detach exclude each other; use one of them")
+    fault = fleet_of(fleet).not_tied if foreground and fleet is not None else None
+    if fault is not None:
         raise Mistake(fault)
 
 
-def _tell(text: str) -> None:
-    from rich.markup import escape
-
-    console().print(f"  {escape(text)}")
-
-
 def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
-    from packtrain.cli.follow import follow, how_to_go_on
+    from packtrain.cli.follow import follow
     from packtrain.start import start
 
-    nodes = start(found, foreground, _tell)
+    nodes = start(found, foreground, _print_line)
     if detach:
-        console().print(f"started [bold]{found.name}[/bold]\n{how_to_go_on(found)}")
+        console().print(f"Started [bold]{found.name}[/bold]\n{hints(found, 'follow', 'status', 'stop')}")
         return
     sys.exit(follow(found, nodes, foreground))
+
+
+def _print_line(text: str) -> None:
+    console().print(f"  {text}", markup=False)

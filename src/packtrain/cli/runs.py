@@ -1,4 +1,4 @@
-"""Verbs that read a run or end it: ls, show, logs, stop, report."""
+"""Verbs that read a run or stop it: ls, show, logs, stop, report."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, print_json
+from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, hints, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from packtrain.errors import PacktrainError
-    from packtrain.report.summary import Standing
+    from packtrain.report.summary import Overview
     from packtrain.run.liveness import State
     from packtrain.run.run import Run
 
 _STOP_POLL_SECONDS = 1.0
-_READERS = 16  # the answer to a request takes long, not the request
+_READERS = 16  # a store takes long to answer a request, but answers many at the same time
 _STATE_STYLES = {
     "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
     "failed": "red",
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """List the runs in a store, the newest first."""
+    """List the runs in a store, newest first."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
     from packtrain.run.liveness import states_now
     from packtrain.run.run import Run, run_names
@@ -55,13 +55,13 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     elif listed:
         _print_list(listed)
     elif not unreadable:
-        console().print(f"no runs in {found.url}; [bold]packtrain run JOB[/bold] starts one")
-    for error in unreadable:  # which is no reason to hide the others
+        console().print(f"No runs in {found.url}. Start one: [bold]packtrain run JOB[/bold]")
+    for error in unreadable:  # after the runs that can be read
         print(f"packtrain: {error}", file=sys.stderr)
     sys.exit(EXIT_FAILED if unreadable else EXIT_DONE)
 
 
-def _print_list(listed: Sequence[tuple[Standing, str | None]]) -> None:
+def _print_list(listed: Sequence[tuple[Overview, str | None]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -69,7 +69,7 @@ def _print_list(listed: Sequence[tuple[Standing, str | None]]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     queued = ["queue"] if any(queue for _, queue in listed) else []
-    for column in ("run", "state", *queued, "step", "loss", "score", "time", "what"):
+    for column in ("run", "state", *queued, "step", "loss", "score", "time", "job"):
         table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
     for one, queue in listed:
         style = _STATE_STYLES[one.state]
@@ -81,21 +81,21 @@ def _print_list(listed: Sequence[tuple[Standing, str | None]]) -> None:
             "" if one.loss is None else f"{one.loss:.3f}",
             one.headline,
             show_seconds(one.seconds) if one.seconds else "",
-            escape(one.what),
+            escape(one.description),
         )
     console().print(table)
 
 
-def _listed(run: Run, state: State) -> tuple[Standing, str | None] | PacktrainError:
-    """How a run stands, and where in its fleet's queue if it has not ended; or that it cannot be read."""
+def _listed(run: Run, state: State) -> tuple[Overview, str | None] | PacktrainError:
+    """Return a run's overview and its place in the fleet's queue, or the error that keeps it from being read."""
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
-    from packtrain.report.summary import standing
+    from packtrain.report.summary import overview
     from packtrain.store import StoreError
 
     try:
         ended = state in ("finished", "failed", "stopped")
-        return standing(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
+        return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
     except StoreError:
         raise
     except PacktrainError as error:
@@ -103,13 +103,13 @@ def _listed(run: Run, state: State) -> tuple[Standing, str | None] | PacktrainEr
 
 
 def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Show how a run stands: its state, scores, machines and last events."""
+    """Show the state, scores, time and machines of a run."""
     from packtrain.cli.follow import print_summary
-    from packtrain.report.summary import summarise
+    from packtrain.report.summary import summarize
     from packtrain.run.liveness import EXIT_CODES, state_of
 
     run = find_run(store, name)
-    summary = summarise(run, state_of(run))
+    summary = summarize(run, state_of(run))
     if as_json:
         events = sorted(run.events().read(), key=lambda event: event.time)
         print_json({**asdict(summary), "events": [asdict(event) for event in events]})
@@ -121,10 +121,10 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
 def logs(
     name: RunArgument = None,
     store: StoreOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
-    rank: Annotated[int | None, typer.Option("--rank", help="Only this worker's lines.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only lines of this worker.")] = None,
 ) -> None:
-    """Print what the workers wrote, that of all machines together or of one worker."""
+    """Print the output of all workers, or of one."""
     from packtrain.run.liveness import LEASE_LOST_SECONDS
 
     run = find_run(store, name)
@@ -133,10 +133,10 @@ def logs(
     while True:
         if ended_at is None and run.result() is not None:
             ended_at = time.monotonic()
-        # The last lines come after the result: when the machines have left, or should have, they are all there.
+        # Machines upload their last lines after the result, before they leave.
         over = not follow or (
             ended_at is not None
-            and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(node.left for node in run.leases()))
+            and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(lease.left for lease in run.leases()))
         )
         for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
             ranks.add(line.rank)
@@ -150,16 +150,16 @@ def logs(
         print(f"packtrain: {run.name}: {_why_no_lines(ranks, rank, ended_at is None)}", file=sys.stderr)
 
 
-def _why_no_lines(ranks: Collection[int | None], rank: int | None, going: bool) -> str:
+def _why_no_lines(ranks: Collection[int | None], rank: int | None, running: bool) -> str:
     workers = sorted(one for one in ranks if one is not None)
     if rank is not None and workers:
-        return f"no lines of rank {rank}; there are those of {', '.join(map(str, workers))}"
-    who = "its workers have" if rank is None else f"rank {rank} has"
-    return f"{who} written nothing" + (" so far; with -f this command waits for it" if going else "")
+        return f"no output from rank {rank}; ranks with output: {', '.join(map(str, workers))}"
+    who = "the workers" if rank is None else f"rank {rank}"
+    return f"no output from {who}" + (" yet; use -f to wait for it" if running else "")
 
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:
-    """Stop a run: its workers commit a checkpoint and end. `resume` goes on from there."""
+    """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
     from packtrain.run.liveness import states_now
@@ -167,35 +167,38 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     run = find_run(store, name)
     result = run.result()
     if result is not None:
-        console().print(f"{run.name} has ended already: {result.status}")
+        console().print(f"{run.name} has already {result.status}")
         return
-    run.request_stop("stopped by hand")
+    run.request_stop("stopped by user")
     screen = console()
     try:
         fleet_of(run.job.fleet.kind).withdraw(run)
-    except PacktrainError as error:  # what begins later finds that the run has ended, and leaves
-        screen.print(f"what waits in the queue stays there: {error}", markup=False)
-    with screen.status(f"{run.name} commits a checkpoint and ends (Ctrl-C: it does so without this command)"):
+    except PacktrainError as error:
+        # Harmless: a job that starts later finds the result and leaves.
+        screen.print(f"Could not cancel queued jobs: {error}", markup=False)
+    with screen.status(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)"):
         while (result := run.result()) is None:
             if states_now([run])[0] in ("interrupted", "waiting"):
-                _finish_alone(run)
+                _finish_unattended(run)
             else:
                 time.sleep(_STOP_POLL_SECONDS)
-    screen.print(f"{run.name}: {result.status} at step {result.step:,}; `packtrain resume {run.name}` goes on")
+    screen.print(f"{run.name} {result.status} at step {result.step:,}")
+    if result.status != "finished":
+        screen.print(hints(run, "resume"), markup=False)
 
 
-def _finish_alone(run: Run) -> None:
-    """Ends a run that no machine works on where it is."""
+def _finish_unattended(run: Run) -> None:
+    """Write the result of a run that no machine works on, at its last checkpoint."""
     from packtrain.run.checkpoint import committed
     from packtrain.run.records import Result
 
     step = max((checkpoint.step for checkpoint in committed(run)), default=0)
-    seconds = max((node.used_seconds for node in run.leases()), default=0.0)
-    run.finish(Result("stopped", "stopped by hand, when no machine was working on it", step, seconds))
+    seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
+    run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
 
 
 def report(name: RunArgument = None, store: StoreOption = None) -> None:
-    """Write the report of a run, as far as it has come, and say where it is."""
+    """Write the report of a run so far and print its location."""
     from packtrain.report import write_report
 
     print(write_report(find_run(store, name)))
