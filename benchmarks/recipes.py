@@ -39,7 +39,6 @@ from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.engine import Average
 from packtrain.train.evaluator import spread
-from packtrain.train.optimizer import optimizer_of
 from packtrain.train.schedule import Moment, rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -101,7 +100,7 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
     average = None if settings.ema is None else Average(model, settings.ema)
-    optimizer, rate = optimizer_of(settings.optimizer, model), rate_of(settings, recipe.width)
+    optimizer, rate = settings.optimizer.build(model), rate_of(settings, recipe.width)
     timer = Timer()
     timer.tick()
     step = 0

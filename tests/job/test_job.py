@@ -15,8 +15,9 @@ from packtrain.job import train as learning
 from packtrain.job.job import Job
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import faults, is_name
-from packtrain.job.train import Adam, Constant, Noam
+from packtrain.job.train import Constant, Noam
 from packtrain.pack.bitext import BitextSource
+from packtrain.train.optimizer import AdamSettings
 from packtrain.units import Duration
 
 RECIPE: Mapping[str, Any] = {
@@ -58,7 +59,7 @@ def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
     assert (job.data.train[0].kind, job.data.vocabulary, job.data.max_words) == ("bitext", 8000, 80)
     assert (job.model.size, job.model.options) == ("base", {"dropout": 0.3, "shared": True})
     assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)
-    assert job.train.optimizer == Adam(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
+    assert job.train.optimizer == AdamSettings(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
     assert (job.train.precision, job.train.clip, job.train.seed) == ("auto", None, 1)
     assert (job.checkpoint.every, job.checkpoint.keep_last) == (Duration(300, "seconds"), 2)
     assert (job.fleet.kind, job.fleet.workers) == (LocalSettings(machines=1), None)

@@ -347,7 +347,7 @@ def losses(run: Run) -> dict[int, float]:
 
 
 def weights(run: Run) -> dict[str, str]:
-    """The digests of the last checkpoint's tensors: weights, averages, the optimiser's state."""
+    """The digests of the last checkpoint's tensors: weights, averages, the optimizer's state."""
     return {file.name: file.sha256 for file in committed(run)[-1].files if file.name != STATE_FILE}
 
 

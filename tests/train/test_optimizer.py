@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from packtrain.job.kinds import OPTIMIZERS, kind_class
-from packtrain.job.train import Adam, AdamW, Sgd
 from packtrain.run.checkpoint import CorruptCheckpoint
-from packtrain.train.optimizer import load_optimizer, optimizer_of, optimizer_tensors
+from packtrain.train.optimizer import AdamSettings, AdamWSettings, SgdSettings, load_optimizer, optimizer_tensors
 
 ENTRIES = [
     *[("weight", shape, entry) for entry, shape in (("step", ()), ("exp_avg", (2, 4)), ("exp_avg_sq", (2, 4)))],
@@ -48,13 +47,13 @@ def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(
 ) -> None:
     settings = kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1})
     straight, resumed = make(), make()
-    optimizer = optimizer_of(settings, straight)
+    optimizer = settings.build(straight)
     train(straight, optimizer, range(5))
     state = {name: tensor.contiguous() for name, tensor in optimizer_tensors(optimizer, straight).items()}
     save_file(state, tmp_path / "optimizer")
 
     resumed.load_state_dict(straight.state_dict())
-    again = optimizer_of(settings, resumed)
+    again = settings.build(resumed)
     load_optimizer(again, resumed, load_file(tmp_path / "optimizer"))
     train(straight, optimizer, range(5, 10))
     train(resumed, again, range(5, 10))
@@ -69,17 +68,17 @@ def test_a_state_that_is_not_restored_leads_elsewhere(kind: str) -> None:
     """So that the test above proves something."""
     straight, resumed = a_model(), a_model()
     settings = kind_class(OPTIMIZERS, kind).model_validate({})
-    optimizer = optimizer_of(settings, straight)
+    optimizer = settings.build(straight)
     train(straight, optimizer, range(5))
     resumed.load_state_dict(straight.state_dict())
     train(straight, optimizer, range(5, 6))
-    train(resumed, optimizer_of(settings, resumed), range(5, 6))
+    train(resumed, settings.build(resumed), range(5, 6))
     assert not torch.equal(next(straight.parameters()), next(resumed.parameters()))
 
 
 def test_the_state_has_names_that_say_whose_it_is() -> None:
     model = a_model()
-    optimizer = optimizer_of(Adam(), model)
+    optimizer = AdamSettings().build(model)
     assert optimizer_tensors(optimizer, model) == {}
     train(model, optimizer, range(1))
     names = set(optimizer_tensors(optimizer, model))
@@ -89,7 +88,7 @@ def test_the_state_has_names_that_say_whose_it_is() -> None:
 
 def test_what_is_loaded_is_a_copy() -> None:
     model = a_model()
-    optimizer = optimizer_of(Adam(), model)
+    optimizer = AdamSettings().build(model)
     train(model, optimizer, range(1))
     tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
     load_optimizer(optimizer, model, tensors)
@@ -101,7 +100,7 @@ def test_what_is_loaded_is_a_copy() -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_decay_spares_norms_and_biases(kind: str) -> None:
     model = a_model()
-    groups = optimizer_of(kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1}), model).param_groups
+    groups = kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1}).build(model).param_groups
     decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {name: decays[id(parameter)] for name, parameter in model.named_parameters()} == {
         "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.1, "2.bias": 0.0,
@@ -111,13 +110,13 @@ def test_decay_spares_norms_and_biases(kind: str) -> None:
 def test_frozen_parameters_are_left_alone() -> None:
     model = a_model()
     model[0].requires_grad_(False)  # type: ignore[index]
-    optimizer = optimizer_of(Adam(), model)
+    optimizer = AdamSettings().build(model)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
 
 def test_without_a_momentum_there_is_no_state() -> None:
     model = a_model()
-    optimizer = optimizer_of(Sgd(momentum=0.0), model)
+    optimizer = SgdSettings(momentum=0.0).build(model)
     train(model, optimizer, range(2))
     assert optimizer_tensors(optimizer, model) == {}
     load_optimizer(optimizer, model, {})
@@ -125,10 +124,10 @@ def test_without_a_momentum_there_is_no_state() -> None:
 
 def test_the_decay_of_adamw_is_taken_off_the_weights_and_that_of_adam_goes_through_its_moments() -> None:
     """With a gradient of nothing AdamW shrinks by rate x decay, and Adam steps by its rate."""
-    for settings, wanted in ((AdamW(decay=0.1), 1 - 0.01 * 0.1), (Adam(decay=0.1), 1 - 0.01)):
+    for settings, wanted in ((AdamWSettings(decay=0.1), 1 - 0.01 * 0.1), (AdamSettings(decay=0.1), 1 - 0.01)):
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        optimizer = optimizer_of(settings, model)
+        optimizer = settings.build(model)
         optimizer.param_groups[0]["lr"] = 0.01
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
@@ -137,16 +136,16 @@ def test_the_decay_of_adamw_is_taken_off_the_weights_and_that_of_adam_goes_throu
 
 def test_a_state_of_another_model_is_refused_by_name() -> None:
     model = a_model()
-    optimizer = optimizer_of(Adam(), model)
+    optimizer = AdamSettings().build(model)
     train(model, optimizer, range(1))
     tensors = optimizer_tensors(optimizer, model)
-    with pytest.raises(CorruptCheckpoint, match=r"^the optimiser's state does not fit the model: 3\.weight$"):
+    with pytest.raises(CorruptCheckpoint, match=r"^the optimizer's state does not fit the model: 3\.weight$"):
         load_optimizer(optimizer, model, {**tensors, "3.weight/exp_avg": torch.zeros(1)})
 
 
 def test_a_weight_that_never_had_a_gradient_has_no_state_and_needs_none() -> None:
     model = a_model()
-    optimizer = optimizer_of(Adam(), model)
+    optimizer = AdamSettings().build(model)
     train(model, optimizer, range(1))
     kept = {key: it for key, it in optimizer_tensors(optimizer, model).items() if not key.startswith("0.bias")}
     load_optimizer(optimizer, model, kept)

@@ -18,6 +18,7 @@ from packtrain.job.part import (
     DataPath,
     Location,
     MachineCount,
+    NotNegative,
     Part,
     Positive,
     refusal,
@@ -52,9 +53,9 @@ SCHEDULES: dict[str, str] = {
     "phases": "packtrain.job.train:Phases",
 }
 OPTIMIZERS: dict[str, str] = {
-    "sgd": "packtrain.job.train:Sgd",
-    "adam": "packtrain.job.train:Adam",
-    "adamw": "packtrain.job.train:AdamW",
+    "sgd": "packtrain.train.optimizer:SgdSettings",
+    "adam": "packtrain.train.optimizer:AdamSettings",
+    "adamw": "packtrain.train.optimizer:AdamWSettings",
 }
 EXCHANGES: dict[str, str] = {
     "ddp": "packtrain.job.train:Ddp",
@@ -172,3 +173,13 @@ class Source(Part):
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[Any]:
         """Yield each `RawImage` in order, with its captions."""
         raise NotImplementedError
+
+
+class OptimizerKind(Part):
+    """How gradients change the weights. Norms and biases do not decay."""
+
+    decay: NotNegative = 0.0
+
+    @abstractmethod
+    def build(self, model: Any) -> Any:
+        """Return the torch optimizer of a model."""

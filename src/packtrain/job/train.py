@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
-from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES, read_kind, write_kind
+from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES, OptimizerKind, default_kind, read_kind, write_kind
 from packtrain.job.part import (
     Batch,
     Count,
@@ -21,45 +21,12 @@ from packtrain.job.part import (
     Positive,
     Seconds,
     Steps,
+    Truth,
 )
 from packtrain.units import Amount, Duration
 
 Pixels = Annotated[int, Field(strict=True, ge=8, le=8192)]
 Scale = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
-Truth = Annotated[bool, Field(strict=True)]
-
-
-# Optimisers.
-
-
-class Optimizer(Part):
-    """How gradients change the weights. Norms and biases do not decay."""
-
-
-class Sgd(Optimizer):
-    momentum: Fraction = 0.9
-    nesterov: Truth = False
-    decay: NotNegative = 0.0
-
-    def faults(self) -> Iterator[tuple[Location, str]]:
-        if self.nesterov and not self.momentum:
-            yield ("nesterov",), "needs a momentum"
-
-
-class Adam(Optimizer):
-    """The decay is added to the gradient."""
-
-    betas: tuple[Fraction, Fraction] = (0.9, 0.997)
-    epsilon: Positive = 1e-9
-    decay: NotNegative = 0.0
-
-
-class AdamW(Optimizer):
-    """The decay is taken off the weights."""
-
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    epsilon: Positive = 1e-8
-    decay: NotNegative = 0.01
 
 
 # Schedules.
@@ -219,7 +186,9 @@ class Train(Part):
     micro_batch: Batch | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     exchange: Annotated[Exchange, read_kind(EXCHANGES, Exchange), write_kind(EXCHANGES)] = Ddp()
-    optimizer: Annotated[Optimizer, read_kind(OPTIMIZERS, Optimizer), write_kind(OPTIMIZERS)] = Adam()
+    optimizer: Annotated[OptimizerKind, read_kind(OPTIMIZERS, OptimizerKind), write_kind(OPTIMIZERS)] = default_kind(
+        OPTIMIZERS, "adam"
+    )
     schedule: Annotated[Schedule, read_kind(SCHEDULES, Schedule), write_kind(SCHEDULES)]
     clip: Positive | None = None
     label_smoothing: Fraction = 0.0

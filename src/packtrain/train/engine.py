@@ -19,7 +19,7 @@ from packtrain.errors import PacktrainError
 from packtrain.job.train import Exchange, Fsdp, LocalSteps, Train
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.gradient_sync import exchange_of
-from packtrain.train.optimizer import optimizer_of, placed
+from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.recorder import Clock, clock_of
 from packtrain.train.schedule import Moment, rate_of
@@ -54,7 +54,7 @@ class Engine:
         self.precision = Precision(settings, world.device)
         followers = [] if self.average is None else [self.average.model]
         self.exchange = exchange_of(settings.exchange, self.model, followers, world, self.clock)
-        self.optimizer = optimizer_of(settings.optimizer, self.model)
+        self.optimizer = settings.optimizer.build(self.model)
         self._rate = rate_of(settings, recipe.width)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None

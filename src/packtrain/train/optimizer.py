@@ -1,40 +1,70 @@
-"""Optimisers from their settings, and their state as plain named tensors."""
+"""Optimizers: the settings of each kind, and their state as plain named tensors.
+
+Reading a job imports this file on machines without torch, so only functions that run in a worker import it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-from packtrain.job.train import Adam, AdamW, Optimizer, Sgd
+from packtrain.job.kinds import OptimizerKind
+from packtrain.job.part import Fraction, Location, NotNegative, Positive, Truth
 from packtrain.run.checkpoint import CorruptCheckpoint
 
-# Rates are set before every step by the schedule.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 _COUNTER = "step"
 
-
-def sgd(settings: Sgd, model: nn.Module) -> torch.optim.Optimizer:
-    groups = _groups(model, settings.decay)
-    fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # PyTorch has none for them
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
+# The learning rate is 0 here: the schedule sets it before every step.
 
 
-def adam(settings: Adam, model: nn.Module) -> torch.optim.Optimizer:
-    groups = _groups(model, settings.decay)
-    return torch.optim.Adam(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, fused=True)
+class SgdSettings(OptimizerKind):
+    momentum: Fraction = 0.9
+    nesterov: Truth = False
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.nesterov and not self.momentum:
+            yield ("nesterov",), "needs a momentum"
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # PyTorch has none for them
+        groups = _groups(model, self.decay)
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, nesterov=self.nesterov, fused=fused)
 
 
-def adamw(settings: AdamW, model: nn.Module) -> torch.optim.Optimizer:
-    groups = _groups(model, settings.decay)
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, fused=True)
+class AdamSettings(OptimizerKind):
+    """Adam, which adds the decay to the gradient."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.997)
+    epsilon: Positive = 1e-9
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.Adam(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
+
+
+class AdamWSettings(OptimizerKind):
+    """AdamW, which subtracts the decay from the weights."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    epsilon: Positive = 1e-8
+    decay: NotNegative = 0.01
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """What decays and what does not: norms and biases are spared."""
+    """Return the parameters that decay and those that do not: norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not decay:
         return [{"params": parameters, "weight_decay": 0.0}]
@@ -45,19 +75,8 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-OPTIMIZERS: Mapping[type[Optimizer], Callable[[Any, nn.Module], torch.optim.Optimizer]] = {
-    Sgd: sgd,
-    Adam: adam,
-    AdamW: adamw,
-}
-
-
-def optimizer_of(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    return OPTIMIZERS[type(settings)](settings, model)
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The state by `parameter/entry`. Every entry of the optimisers above is a tensor, or not there yet."""
+    """Return the state by `parameter/entry`. Every entry of the optimizers above is a tensor, or not there yet."""
     return {
         f"{name}/{entry}": value
         for name, parameter in model.named_parameters()
@@ -67,29 +86,34 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    from torch.distributed.tensor import DTensor
+
     refuse_unknown(model, tensors)
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
-        # Everything is beside the weights: a fused optimiser looks for its counter there too.
+        # Everything is on the device of the weights: a fused optimizer expects its counter there too.
         beside = parameter.to_local() if entry == _COUNTER and isinstance(parameter, DTensor) else parameter
         optimizer.state[parameter][entry] = placed(value, beside)
 
 
 def refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
-    """A weight that never had a gradient has no state; but there is no state of a weight that does not learn."""
+    """Refuse state of weights that do not learn. A weight that never had a gradient may have none."""
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name in sorted({name.rpartition("/")[0] for name in names} - learned):
-        raise CorruptCheckpoint(f"the optimiser's state does not fit the model: {name}")
+        raise CorruptCheckpoint(f"the optimizer's state does not fit the model: {name}")
 
 
 def placed(value: Tensor, beside: Tensor) -> Tensor:
-    """A copy of a whole tensor where another one is: on its device, divided as it is, and in memory as it is.
+    """Return a copy of a whole tensor with the device, the sharding and the memory layout of another one.
 
-    Fused optimisers go through the memory of a weight and of its state side by side, whatever order their numbers have.
+    Fused optimizers walk the memory of a weight and of its state in parallel, whatever the order of their elements.
     """
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if isinstance(beside, DTensor):
         whole = value.to(beside.device)
         return distribute_tensor(whole, beside.device_mesh, beside.placements, src_data_rank=None)

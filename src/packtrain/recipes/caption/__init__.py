@@ -15,7 +15,6 @@ from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job
-from packtrain.job.train import Adam, AdamW, Sgd
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import PAD
@@ -94,8 +93,7 @@ class Caption(Pictured[CaptionedBatches]):
     @classmethod
     def check(cls, job: Job) -> None:
         shape = shape_of(job.model)
-        decays = isinstance(job.train.optimizer, (Sgd, Adam, AdamW)) and job.train.optimizer.decay > 0
-        if decays and shape.is_frozen(0) and shape.tuned_stages:
+        if job.train.optimizer.decay > 0 and shape.is_frozen(0) and shape.tuned_stages:
             raise FieldMistake(
                 "train.optimizer", "its decay would shrink the frozen encoder; leave it out, or set frozen_epochs to 0"
             )
