@@ -21,7 +21,8 @@ from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store
-from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.progress import Progress
+from packtrain.train.schedule import rate_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 
@@ -52,7 +53,7 @@ def main() -> None:
         ids = batches[step % len(batches)]
         batch = {name: torch.from_numpy(one) for name, one in recipe.batch(share(ids, rank, ranks), 0).items()}
         for group in optimizer.param_groups:
-            group["lr"] = rate(Moment(step, 0.0))
+            group["lr"] = rate(Progress(step, 0.0))
         (recipe.loss(parallel, batch) * ranks / int(recipe.costs[ids].sum())).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

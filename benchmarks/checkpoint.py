@@ -37,7 +37,7 @@ from packtrain.train.control import Control
 from packtrain.train.gradient_sync import Alone
 from packtrain.train.optimizer import optimizer_tensors
 from packtrain.train.recorder import Clock
-from packtrain.train.state import Copier, Description, Progress, Snapshot
+from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import EXAMPLE, Timer, TimingClock
@@ -72,7 +72,7 @@ def compute(model: nn.Module) -> None:
 
 def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
     model, optimizer = model_of(megabytes)
-    exchange, copier = Alone(model, World(), Clock()), Copier()
+    exchange, copier = Alone(model, World(), Clock()), SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
     run = create_run(open_store(str(directory / "store")), job, archive({}), None)

@@ -34,7 +34,7 @@ from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
-from packtrain.train.schedule import Moment
+from packtrain.train.progress import Progress
 from packtrain.train.worker import leave
 from packtrain.train.world import World
 
@@ -78,7 +78,7 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn
         if number == steps:
             break
         batches = [{name: torch.from_numpy(array) for name, array in piece.items()} for piece in loaded.pieces]
-        engine.step(Moment(number, 0.0), batches, loaded.cost, loaded.own_cost, number + 1 == steps)
+        engine.step(Progress(number, 0.0), batches, loaded.cost, loaded.own_cost, number + 1 == steps)
         tokens += loaded.cost if number >= WARM_UP_STEPS else 0
     found = {"tokens/s": tokens / (time.perf_counter() - started)}
     if measured:

@@ -37,9 +37,10 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
-from packtrain.train.engine import Average
+from packtrain.train.engine import Ema
 from packtrain.train.evaluator import spread
-from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.progress import Progress
+from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import Timer, TimingClock
@@ -99,7 +100,7 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
     settings = recipe.job.train
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
-    average = None if settings.ema is None else Average(model, settings.ema)
+    average = None if settings.ema is None else Ema(model, settings.ema)
     optimizer, rate = settings.optimizer.build(model), rate_of(settings, recipe.width)
     timer = Timer()
     timer.tick()
@@ -111,7 +112,7 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
         recipe.prepare(epoch, model)
         model.train()
         for group in optimizer.param_groups:
-            group["lr"] = rate(Moment(step, moment))
+            group["lr"] = rate(Progress(step, moment))
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, epoch).items()}
         (recipe.loss(model, batch) / int(recipe.costs[ids].sum())).backward()
         if settings.clip is not None:

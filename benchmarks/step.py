@@ -38,8 +38,9 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
+from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock
-from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
@@ -103,7 +104,7 @@ def loop(job: Job, recipe: Recipe, steps: int, words: Words) -> tuple[float, flo
     for step, ids in enumerate(itertools.islice(batches, steps)):
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
         for group in optimizer.param_groups:
-            group["lr"] = rate(Moment(step, 0.0))
+            group["lr"] = rate(Progress(step, 0.0))
         loss = recipe.loss(model, batch) / int(recipe.costs[ids].sum())
         words.backward(loss)
         words.clip(model, optimizer)

@@ -43,7 +43,8 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
-from packtrain.train.schedule import Moment, rate_of
+from packtrain.train.progress import Progress
+from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import Timer, TimingClock
@@ -83,7 +84,7 @@ def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
         batch = {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
         cost = int(recipe.costs[ids].sum())
         for group in optimizer.param_groups:
-            group["lr"] = rate(Moment(steps, 0.0))
+            group["lr"] = rate(Progress(steps, 0.0))
         (recipe.loss(model, batch) / cost).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -324,7 +324,7 @@ def test_the_next_launcher_is_made_ready_once_the_workers_have_made_a_step(
     one.look(3)
     assert one.agent._attempt is not None
     assert not launchers.is_ready
-    one.agent._attempt.control.tell_under_way()
+    one.agent._attempt.control.report_step()
     one.look()
     assert launchers.is_ready
 

@@ -148,9 +148,9 @@ def test_workers_that_cannot_be_asked_to_stop_are_asked_again(make: Make, monkey
         patch.setattr(Control, "ask_to_stop", full)
         company.run.request_stop("enough")
         company.wait(3)
-        assert not attempt.control.asked_to_stop()
+        assert not attempt.control.stop_requested()
     company.wait(2)
-    assert attempt.control.asked_to_stop()
+    assert attempt.control.stop_requested()
 
 
 # While a checkpoint is brought back.

@@ -135,7 +135,7 @@ class Company:
                 told = WorkerError(0, "Connection closed by peer", False, 2.0)
                 if one is agent:
                     told = replace(told, text=text, time=3.0, **error)
-                Control(one._attempt.directories.control).tell_error(told)
+                Control(one._attempt.directories.control).report_error(told)
         self.end_workers(1)
 
     def give_notice(self, agent: Agent, seconds: float | None = None) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from packtrain.data.loader import Order, Position, parts
 from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
-from packtrain.train.schedule import Moment
+from packtrain.train.progress import Progress
 from packtrain.train.world import World
 
 
@@ -21,5 +21,5 @@ def learn(recipe: Recipe, steps: int) -> nn.Module:
     order = Order(recipe.costs, recipe.likeness, lambda _: train.batch.value, train.seed, recipe.lengths)
     for number, loaded in enumerate(islice(parts(order, recipe.batch, Position(), 0, 1), steps)):
         pieces = [{name: torch.from_numpy(rows) for name, rows in piece.items()} for piece in loaded.pieces]
-        engine.step(Moment(number, float(loaded.at.epoch)), pieces, loaded.cost, loaded.cost)
+        engine.step(Progress(number, float(loaded.at.epoch)), pieces, loaded.cost, loaded.cost)
     return engine.evaluated()

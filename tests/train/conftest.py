@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nursery import Nursery
 
-from packtrain.train.control import NOTICES, Control
+from packtrain.train.control import STOP_SIGNALS, Control
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NOTICES}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -23,12 +23,12 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point, Sample
 from packtrain.run.run import Run
 from packtrain.store import open_store
-from packtrain.train import watchdog as watch
-from packtrain.train.control import Control, Notice
+from packtrain.train import watchdog
+from packtrain.train.control import Control, StopSignal
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
-from packtrain.train.recorder import Clock, encode
-from packtrain.train.schedule import Moment
+from packtrain.train.progress import Progress
+from packtrain.train.recorder import Clock, encode_events
 from packtrain.train.state import STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -208,7 +208,7 @@ RECIPES: dict[str, Callable[[Job], Tiny]] = {
 def warm_up() -> None:
     """Imports what is otherwise imported on the way: the children have it then."""
 
-    encode([Point("start", 1, 0, 0.0, {})])
+    encode_events([Point("start", 1, 0, 0.0, {})])
     tiny_engine()
 
 
@@ -236,7 +236,7 @@ def train(
     store: str, run: str, control: str, generation: int = 1, recipe: str = "tiny", stop_at: int = 0, die_at: int = 0
 ) -> dict[str, Any]:
     """A worker as it should be, in steps of this life: the first rank is told to go in one, the last dies in one."""
-    world, notice = here(), Notice().listen()
+    world, notice = here(), StopSignal().listen()
     clock = Clock()
     if stop_at and world.is_first:
         clock = Fated(stop_at, signal.SIGTERM, "data")
@@ -326,7 +326,7 @@ def perish(
     if operation:
         mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None  # type: ignore[func-returns-value]
     clock = Fated(mark)
-    Trainer(opened, made, World(), generation, Control(Path(control)), Notice(), clock).train()
+    Trainer(opened, made, World(), generation, Control(Path(control)), StopSignal(), clock).train()
     return {"operations": len(mortal.operations) - before, "marks": clock.marks}
 
 
@@ -372,8 +372,8 @@ def hold_the_interpreter() -> None:
 def hang(store: str, run: str, control: str, at: int, deaf: bool = False) -> None:
     """Hangs in step number `at`, and is found within seconds."""
     torch.set_num_threads(1)
-    watch._FIRST_SECONDS, watch._LOOK_SECONDS = 20.0, 0.05
-    watch._OTHERS_SECONDS, watch._STUCK_SECONDS = 0.1, 1.0
+    watchdog.FIRST_SECONDS, watchdog.LOOK_SECONDS = 20.0, 0.05
+    watchdog.OTHERS_SECONDS, watchdog.STUCK_SECONDS = 0.1, 1.0
     opened = Run(open_store(store), run)
     settings = opened.job.train.model_copy(update={"patience": Duration(2.0 if deaf else 1.0, "seconds")})
     opened._job = opened.job.model_copy(update={"train": settings})
@@ -394,7 +394,7 @@ def _local_engine(every: int) -> tuple[Engine, World, Plain]:
 def _make_step(engine: Engine, world: World, recipe: Plain, number: int, last: bool = False) -> None:
     ids = (np.arange(2) + 4 * number + 2 * world.rank) % SAMPLES
     batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
-    engine.step(Moment(number, 0.0), [batch], 4, 2, last)
+    engine.step(Progress(number, 0.0), [batch], 4, 2, last)
 
 
 def weights_by_step(every: int, steps: int) -> list[list[float]]:

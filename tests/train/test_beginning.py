@@ -24,10 +24,10 @@ from packtrain.train.world import World
 def test_the_model_and_its_average_begin_with_what_is_given() -> None:
     job = tiny_job(train={"ema": 0.9})
     random, begun = (Engine(Given(job), job.train, World()) for _ in range(2))
-    begun.begin()
-    assert begun.average is not None
+    begun.load_first_weights()
+    assert begun.ema is not None
     given = Given(job).first_weights(begun.model)
-    for model in (begun.model, begun.average.model):
+    for model in (begun.model, begun.ema.model):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, given.get(name, random.model.state_dict()[name]))
 
@@ -77,7 +77,7 @@ def test_a_run_that_ended_before_its_first_commit_begins_the_same_way_and_a_late
 
     def live(run: Run, generation: int, at: int = 0, stop: bool = False) -> int:
         control = Control(tmp_path / f"{run.name}-{generation}")
-        recipe = Counted(run.job, at, control.ask_to_stop if stop else fail)
+        recipe = Counted(run.job, at, control.request_stop if stop else fail)
         with suppress(InterruptedError):
             Trainer(run, recipe, World(), generation, control).train()
         return recipe.asked

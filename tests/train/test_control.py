@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,30 +8,30 @@ from pathlib import Path
 import pytest
 
 from packtrain.system import cache_directory
-from packtrain.train.control import Control, WorkerError
+from packtrain.train.control import STOP_SIGNALS, Control, WorkerError
 
 
 def test_a_request_to_stop_is_seen_by_whoever_shares_the_directory(tmp_path: Path) -> None:
     agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
-    assert not worker.asked_to_stop()
-    agent.ask_to_stop()
-    agent.ask_to_stop()
-    assert worker.asked_to_stop()
+    assert not worker.stop_requested()
+    agent.request_stop()
+    agent.request_stop()
+    assert worker.stop_requested()
 
 
 def test_an_agent_knows_that_its_workers_have_made_a_step(tmp_path: Path) -> None:
     agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
-    assert not agent.is_under_way()
-    worker.tell_under_way()
-    worker.tell_under_way()
-    assert agent.is_under_way()
+    assert not agent.has_stepped()
+    worker.report_step()
+    worker.report_step()
+    assert agent.has_stepped()
 
 
 def test_a_step_is_made_also_where_it_cannot_be_told(tmp_path: Path) -> None:
     control = Control(tmp_path / "control")
     (tmp_path / "control").rmdir()
-    control.tell_under_way()
-    assert not control.is_under_way()
+    control.report_step()
+    assert not control.has_stepped()
 
 
 def test_without_errors_there_are_none(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_without_errors_there_are_none(tmp_path: Path) -> None:
 def test_errors_are_told_as_they_were_the_first_in_time_first(tmp_path: Path) -> None:
     told = [WorkerError(2, "späte\nZeilen", False, 2.0), WorkerError(10, "", False, 1.0)]
     for error in told:
-        Control(tmp_path).tell_error(error)
+        Control(tmp_path).report_error(error)
     assert Control(tmp_path).errors() == told[::-1]
 
 
@@ -50,14 +51,14 @@ def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) 
         WorkerError(0, "connection closed", False, 1.0),
     )
     for error in (consequence, cause):
-        Control(tmp_path).tell_error(error)
+        Control(tmp_path).report_error(error)
     assert Control(tmp_path).errors() == [cause, consequence]
 
 
 def test_an_error_tells_its_cause_and_step_where_they_are_known(tmp_path: Path) -> None:
     plain, known = WorkerError(0, "a", False, 1.0), WorkerError(1, "b", False, 2.0, cause="memory", step=7)
     for error in (plain, known):
-        Control(tmp_path).tell_error(error)
+        Control(tmp_path).report_error(error)
     assert (plain.cause, plain.step) == ("program", None)
     assert Control(tmp_path).errors() == [plain, known]
 
@@ -83,3 +84,46 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     with Path("/dev/full").open("wb") as full:
         script = "from packtrain.system import say; say('one'); say('two'); raise SystemExit(7)"
         assert subprocess.run([sys.executable, "-u", "-c", script], stdout=full).returncode == 7
+
+
+# Waits as torch's own code does: no handler of Python's is heard until it returns.
+WAITS_OUTSIDE_PYTHON = """
+import ctypes, os, signal
+from packtrain.train.control import StopSignal
+
+notice = StopSignal().listen()
+{before}
+with notice.fatal():
+    print("waits", flush=True)
+    {within}
+print("goes on", flush=True)
+signal.raise_signal(signal.SIGTERM)
+print("heard", notice.received, flush=True)
+"""
+
+
+def started(before: str = "", within: str = "pass") -> subprocess.Popen[str]:
+    script = WAITS_OUTSIDE_PYTHON.format(before=before, within=within)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_worker_that_waits_for_others_in_vain_ends_when_it_is_asked_to(number: signal.Signals) -> None:
+    process = started(within="ctypes.CDLL(None).sleep(600)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(number)
+    assert process.wait(timeout=90) == -number
+    process.stdout.close()
+
+
+def test_one_that_was_asked_before_does_not_begin_to_wait() -> None:
+    process = started(before="signal.raise_signal(signal.SIGUSR1)")
+    assert process.communicate(timeout=90) == ("", None)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_afterwards_a_signal_is_a_notice_again() -> None:
+    process = started()
+    assert process.communicate(timeout=90) == ("waits\ngoes on\nheard True\n", None)
+    assert process.returncode == 0

@@ -14,9 +14,9 @@ from tiny import SAMPLES, Tiny, tiny_job
 from torch import Tensor, nn
 
 from packtrain.recipes import Batch
-from packtrain.train.engine import Engine, NotANumber, Stepped
+from packtrain.train.engine import Ema, Engine, NonFinite, StepResult
 from packtrain.train.precision import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
-from packtrain.train.schedule import Moment
+from packtrain.train.progress import Progress
 from packtrain.train.world import World
 
 
@@ -30,9 +30,9 @@ def batch(ids: Sequence[int]) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def step(engine: Engine, *pieces: Sequence[int], number: int = 0) -> Stepped:
+def step(engine: Engine, *pieces: Sequence[int], number: int = 0) -> StepResult:
     cost = sum(len(ids) for ids in pieces)
-    return engine.step(Moment(number, 0.0), [batch(ids) for ids in pieces], cost, cost)
+    return engine.step(Progress(number, 0.0), [batch(ids) for ids in pieces], cost, cost)
 
 
 def same(first: Engine, second: Engine) -> bool:
@@ -100,10 +100,10 @@ def test_every_steps_chance_depends_on_its_number_alone() -> None:
 def test_what_is_measured_is_the_average_where_there_is_one() -> None:
     engine = engine_of(ema=0.9)
     step(engine, range(8))
-    assert engine.average is not None
-    assert engine.evaluated() is engine.average.model
-    assert not engine.evaluated().training
-    assert engine_of().evaluated().training is False
+    assert engine.ema is not None
+    assert engine.evaluation_model() is engine.ema.model
+    assert not engine.evaluation_model().training
+    assert engine_of().evaluation_model().training is False
 
 
 # Numbers that are not.
@@ -112,7 +112,7 @@ def test_what_is_measured_is_the_average_where_there_is_one() -> None:
 class Spoilt(Plain):
     """A loss, or only its gradient, that is not finite from a step on."""
 
-    how, left_out = "loss", 0
+    how, skipped = "loss", 0
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = super().loss(model, batch)
@@ -134,17 +134,17 @@ def spoilt(how: str, **train: Any) -> Engine:
 def test_a_step_that_is_not_finite_is_refused_before_the_weights_change(how: str, precision: str) -> None:
     engine = spoilt(how, precision=precision, ema=0.9)
     before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
-    with pytest.raises(NotANumber, match=f"^the {how} of step 6 is not finite$"):
+    with pytest.raises(NonFinite, match=f"^the {how} of step 6 is not finite$"):
         step(engine, range(8), number=5)
     assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
     assert not engine.optimizer.state
 
 
-def test_a_step_that_fp16_cannot_hold_is_left_out_and_the_scale_halved() -> None:
+def test_a_step_that_fp16_cannot_hold_is_skipped_and_the_scale_halved() -> None:
     engine = spoilt("overflow", precision="fp16")
     before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     stepped = step(engine, range(8))
-    assert stepped.left_out
+    assert stepped.skipped
     assert engine.precision.scale.value == FIRST_LOSS_SCALE / 2
     assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
 
@@ -153,7 +153,7 @@ def test_the_scale_sinks_until_the_gradient_fits() -> None:
     engine = spoilt("overflow", precision="fp16")
     for number in range(27):
         stepped = step(engine, range(8), number=number)
-        if not stepped.left_out:
+        if not stepped.skipped:
             break
     assert number > 0
     assert engine.precision.scale.value == FIRST_LOSS_SCALE / 2**number
@@ -170,16 +170,16 @@ def test_after_two_thousand_clean_steps_the_scale_doubles() -> None:
 
 
 def test_a_loss_that_is_not_a_number_stops_fp16_too() -> None:
-    with pytest.raises(NotANumber, match=r"^the loss of step 1 is not finite$"):
+    with pytest.raises(NonFinite, match=r"^the loss of step 1 is not finite$"):
         step(spoilt("loss", precision="fp16"), range(8))
 
 
 def test_a_gradient_that_overflows_whatever_the_scale_stops_fp16() -> None:
     engine = spoilt("gradient", precision="fp16")
-    with pytest.raises(NotANumber, match=r"^the gradient of step \d+ is not finite$"):
+    with pytest.raises(NonFinite, match=r"^the gradient of step \d+ is not finite$"):
         for number in range(40):
             step(engine, range(8), number=number)
-    assert engine.precision.scale.hopeless
+    assert engine.precision.scale.exhausted
 
 
 def test_a_model_is_compiled_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +190,67 @@ def test_a_model_is_compiled_when_asked(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == []
     engine_of(compile=True)
     assert asked == [{"dynamic": True}]
+
+
+def test_the_average_follows_the_weights_and_does_not_change_them() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    average = Ema(model, decay=0.5)
+    nn.init.ones_(model.weight)
+    averages = []
+    for step in range(1000, 1003):
+        average.update(step)
+        averages.append(average.model.weight.item())
+    assert averages == [0.5, 0.75, 0.875]
+    assert model.weight.item() == 1.0
+
+
+def test_early_steps_forget_faster() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    average = Ema(model, decay=0.999)
+    nn.init.ones_(model.weight)
+    average.update(0)
+    assert average.model.weight.item() == pytest.approx(1 - 1 / 10)
+
+
+def test_the_average_is_the_formula_over_many_steps() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    average = Ema(model, decay=0.9)
+    wanted = model.weight.detach().clone()
+    for step in range(50):
+        nn.init.normal_(model.weight)
+        average.update(step)
+        decay = min(0.9, (step + 1) / (step + 10))
+        wanted = decay * wanted + (1 - decay) * model.weight.detach()
+    assert torch.allclose(average.model.weight, wanted, atol=1e-6)
+
+
+def test_the_average_is_no_part_of_training() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    average = Ema(model, decay=0.9)
+    assert not average.model.training
+    assert model.training
+    assert not any(parameter.requires_grad for parameter in average.model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_several_steps_at_once_forget_as_much_as_one_after_the_other() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    single, several = Ema(model, decay=0.5), Ema(model, decay=0.5)
+    nn.init.ones_(model.weight)
+    for step in range(1000, 1003):
+        single.update(step)
+    several.update(1002, steps=3)
+    assert several.model.weight.item() == pytest.approx(single.model.weight.item())
+
+
+def test_statistics_of_norms_are_taken_over_as_they_are() -> None:
+    model = nn.BatchNorm1d(2)
+    average = Ema(model, decay=0.9)
+    model(torch.randn(8, 2))
+    average.update(5)
+    assert torch.equal(average.model.running_mean, model.running_mean)
+    assert average.model.num_batches_tracked == 1

@@ -61,9 +61,9 @@ def test_products_are_computed_in_the_precision_and_weights_stay(name: str, dtyp
 def test_only_fp16_scales_the_loss(name: str) -> None:
     scale = Precision(settings(name), CPU).scale
     for _ in range(CLEAN_STEPS_TO_DOUBLE):
-        scale.held()
+        scale.fitted()
     assert (scale.enabled, scale.value) == (False, 1.0)
-    assert scale.hopeless
+    assert scale.exhausted
     assert Precision(settings("fp16"), CPU).scale.value == FIRST_LOSS_SCALE == 2**14
 
 
@@ -72,23 +72,23 @@ def test_an_overflow_halves_and_two_thousand_clean_steps_double() -> None:
     scale.overflowed()
     assert scale.value == 2**13
     for _ in range(CLEAN_STEPS_TO_DOUBLE - 1):
-        scale.held()
+        scale.fitted()
     assert scale.value == 2**13
-    scale.held()
+    scale.fitted()
     assert (scale.value, scale.clean_steps) == (2**14, 0)
 
 
 def test_an_overflow_begins_the_count_anew() -> None:
     scale = LossScale(enabled=True)
     for _ in range(CLEAN_STEPS_TO_DOUBLE - 1):
-        scale.held()
+        scale.fitted()
     scale.overflowed()
-    scale.held()
+    scale.fitted()
     assert (scale.value, scale.clean_steps) == (2**13, 1)
 
 
 def test_a_scale_that_sinks_too_far_is_given_up() -> None:
     scale = LossScale(enabled=True)
-    while not scale.hopeless:
+    while not scale.exhausted:
         scale.overflowed()
     assert scale.value == LEAST_LOSS_SCALE / 2

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.train import Train
-from packtrain.train.schedule import Moment, Rate, rate_of
+from packtrain.train.progress import Progress
+from packtrain.train.schedule import Rate, rate_of
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "noam": {"warmup": "4 steps", "peak": 0.1},
@@ -26,8 +27,8 @@ def rate(kind: str, width: int = 512, duration: str = "100 steps", **fields: Any
     return rate_of(Train.model_validate(train), width)
 
 
-def at(step: int, epoch: float = 0.0) -> Moment:
-    return Moment(step, epoch)
+def at(step: int, epoch: float = 0.0) -> Progress:
+    return Progress(step, epoch)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

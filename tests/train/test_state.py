@@ -13,16 +13,16 @@ from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.train.engine import Engine
-from packtrain.train.schedule import Moment
+from packtrain.train.precision import LossScaleState
+from packtrain.train.progress import Progress
 from packtrain.train.state import (
-    AVERAGE_FILE,
+    EMA_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
-    Copier,
     Description,
-    Progress,
     Snapshot,
+    SnapshotCopier,
     check,
     restore,
     take,
@@ -31,7 +31,7 @@ from packtrain.train.state import (
 from packtrain.train.world import World
 
 AVERAGED = tiny_job(train={"ema": 0.9})
-PROGRESS = Progress(7, Position(1, 3), 12.5, None, 0, -0.25)
+PROGRESS = Progress(7, 1.5, Position(1, 3), 12.5, -0.25)
 DESCRIPTION = Description("translate", "pack-1", {"size": "tiny", "dropout": 0.3}, versions(), PROGRESS)
 
 
@@ -40,7 +40,7 @@ def step(engine: Engine, numbers: range) -> list[float]:
     for number in numbers:
         ids = torch.arange(number, number + 4).numpy() % SAMPLES
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
-        losses.append(float(engine.step(Moment(number, 0.0), [batch], 4, 4).loss))
+        losses.append(float(engine.step(Progress(number, 0.0), [batch], 4, 4).loss))
     return losses
 
 
@@ -52,8 +52,8 @@ def saved(directory: Path, description: Description = DESCRIPTION) -> Engine:
     return engine
 
 
-def taken(engine: Engine, description: Description = DESCRIPTION, copier: Copier | None = None) -> Snapshot:
-    snapshot = take(engine, description, World(), copier or Copier())
+def taken(engine: Engine, description: Description = DESCRIPTION, copier: SnapshotCopier | None = None) -> Snapshot:
+    snapshot = take(engine, description, World(), copier or SnapshotCopier())
     assert snapshot is not None
     return snapshot
 
@@ -63,12 +63,12 @@ def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
     resumed = tiny_engine(tiny_job(train={"ema": 0.9}))
     assert restore(resumed, tmp_path / "saved", DESCRIPTION, 0) == PROGRESS
     assert step(resumed, range(7, 12)) == step(straight, range(7, 12))
-    for name, tensor in straight.evaluated().state_dict().items():
-        assert torch.equal(tensor, resumed.evaluated().state_dict()[name]), name
+    for name, tensor in straight.evaluation_model().state_dict().items():
+        assert torch.equal(tensor, resumed.evaluation_model().state_dict()[name]), name
 
 
 def test_a_snapshot_is_of_its_moment_though_it_is_copied_while_the_next_step_computes() -> None:
-    engine, copier, held = tiny_engine(AVERAGED), Copier(), threading.Event()
+    engine, copier, held = tiny_engine(AVERAGED), SnapshotCopier(), threading.Event()
     step(engine, range(3))
     expected = {
         name: {key: it.clone() for key, it in part.items()} for name, part in taken(engine).copies.wait().items()
@@ -92,18 +92,18 @@ def test_a_snapshot_is_of_its_moment_though_it_is_copied_while_the_next_step_com
 
 def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
     files = taken(saved(tmp_path / "saved")).write(tmp_path)
-    assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE}
+    assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, EMA_FILE}
     assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
     without = taken(tiny_engine())
-    assert AVERAGE_FILE not in without.copies.wait()
+    assert EMA_FILE not in without.copies.wait()
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"recipe": "classify"}, "the checkpoint's recipe is 'translate' and not the run's 'classify'"),
-        ({"pack": "pack-2"}, "the checkpoint's pack is 'pack-1' and not the run's 'pack-2'"),
-        ({"model": {"size": "base"}}, "the checkpoint's model is .* and not the run's {'size': 'base'}"),
+        ({"recipe": "classify"}, "the checkpoint's recipe is 'translate', but the run's is 'classify'"),
+        ({"pack": "pack-2"}, "the checkpoint's pack is 'pack-1', but the run's is 'pack-2'"),
+        ({"model": {"size": "base"}}, "the checkpoint's model is .*, but the run's is {'size': 'base'}"),
     ],
 )
 def test_a_state_is_not_loaded_into_something_else(tmp_path: Path, change: dict[str, object], line: str) -> None:
@@ -128,7 +128,7 @@ def test_a_model_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
     engine.model.out = torch.nn.Linear(5, 1)
-    line = rf"^{MODEL_FILE} does not fit the model: out\.weight is \(1, 4\) and not \(1, 5\)$"
+    line = rf"^{MODEL_FILE} does not fit the model: out\.weight is \(1, 4\), expected \(1, 5\)$"
     with pytest.raises(CorruptCheckpoint, match=line):
         restore(engine, tmp_path / "saved", DESCRIPTION, 0)
     with pytest.raises(CorruptCheckpoint, match=line):
@@ -143,7 +143,7 @@ def test_a_model_with_other_parts_is_refused_in_one_line(tmp_path: Path) -> None
         check(engine, tmp_path / "saved", DESCRIPTION)
 
 
-@pytest.mark.parametrize("name", [STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, AVERAGE_FILE])
+@pytest.mark.parametrize("name", [STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, EMA_FILE])
 @pytest.mark.parametrize("damage", ["missing", "garbage", "cut off", "pickle"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
     saved(tmp_path / "saved")
@@ -167,10 +167,9 @@ def test_what_was_saved_passes_the_check(tmp_path: Path) -> None:
 
 def test_the_loss_scale_of_fp16_survives_a_restart(tmp_path: Path) -> None:
     job = tiny_job(train={"precision": "fp16"})
-    progress = replace(PROGRESS, loss_scale=1024.0, clean_steps=17)
     engine = tiny_engine(job)
     step(engine, range(1))
-    taken(engine, replace(DESCRIPTION, progress=progress)).write(tmp_path)
+    taken(engine, replace(DESCRIPTION, loss_scale=LossScaleState(1024.0, 17))).write(tmp_path)
     resumed = tiny_engine(job)
     restore(resumed, tmp_path, DESCRIPTION, 0)
     assert (resumed.precision.scale.value, resumed.precision.scale.clean_steps) == (1024.0, 17)
@@ -185,3 +184,43 @@ def test_a_state_of_local_steps_is_not_loaded_where_gradients_are_averaged(tmp_p
     taken(local).write(tmp_path)
     with pytest.raises(CorruptCheckpoint, match="of a run that exchanged gradients in another way"):
         restore(tiny_engine(), tmp_path, DESCRIPTION, 0)
+
+
+def test_what_is_copied_at_once_may_change_the_next_moment() -> None:
+    statistic, weight = torch.zeros(3), torch.ones(3)
+    copies = SnapshotCopier().begin({"model": {"statistic": statistic, "weight": weight}}, {("model", "statistic")})
+    statistic += 1
+    copied = copies.wait()["model"]
+    weight += 1
+    assert copied["statistic"].tolist() == [0, 0, 0]
+    assert copied["weight"].tolist() == [1, 1, 1]
+
+
+def test_memory_that_is_given_back_is_used_again_and_no_other() -> None:
+    copier, weights = SnapshotCopier(), {"model": {"weight": torch.arange(4.0)}}
+    first = copier.begin(weights)
+    copier.give_back(first)
+    weights["model"]["weight"] += 1
+    second, third = copier.begin(weights).wait(), copier.begin(weights).wait()
+    assert second["model"]["weight"] is first.wait()["model"]["weight"]
+    assert third["model"]["weight"] is not second["model"]["weight"]
+    assert second["model"]["weight"].tolist() == [1, 2, 3, 4]
+
+
+def test_what_does_not_fit_a_copy_gets_memory_of_its_own() -> None:
+    copier = SnapshotCopier()
+    copier.give_back(copier.begin({"model": {"weight": torch.zeros(4)}}))
+    files = {"model": {"weight": torch.ones(5), "bias": torch.ones(1)}, "other": {"x": torch.ones(2)}}
+    copied = copier.begin(files).wait()
+    assert {name: len(it) for part in copied.values() for name, it in part.items()} == {"weight": 5, "bias": 1, "x": 2}
+
+
+def test_numbers_keep_their_kind_and_need_no_gradient() -> None:
+    tensors = {
+        "half": torch.ones(2, dtype=torch.float16),
+        "count": torch.tensor(3),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+    }
+    copied = SnapshotCopier().begin({"model": tensors}).wait()["model"]
+    assert [tensor.dtype for tensor in copied.values()] == [torch.float16, torch.int64, torch.float32]
+    assert not copied["weight"].requires_grad

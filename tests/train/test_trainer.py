@@ -14,18 +14,21 @@ from typing import Any, ClassVar
 import pytest
 from lives import Interrupted, history, losses, weights
 from numpy.typing import NDArray
+from nursery import Nursery
+from test_schedule import EXAMPLES
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import Checkpoint, Superseded, committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train import checkpointer as saver
-from packtrain.train.control import NOTICES, Control, Notice
-from packtrain.train.engine import NotANumber
+from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
+from packtrain.train.engine import NonFinite
 from packtrain.train.state import MODEL_FILE, STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -36,8 +39,8 @@ STEPS = 10
 IN_EPOCH = 6
 
 
-def train(run: Run, control: Control, recipe: Tiny | None = None, generation: int = 1) -> Notice:
-    notice = Notice().listen()
+def train(run: Run, control: Control, recipe: Tiny | None = None, generation: int = 1) -> StopSignal:
+    notice = StopSignal().listen()
     Trainer(run, recipe or Tiny(run.job), World(), generation, control, notice).train()
     return notice
 
@@ -66,7 +69,7 @@ def test_a_stop_is_heard_while_data_does_not_come(directory_store: Store, contro
             return super().batch(ids, epoch, repeats)
 
     run = tiny_run(directory_store)
-    train(run, control, recipe := Starved(run.job, 4, control.ask_to_stop))
+    train(run, control, recipe := Starved(run.job, 4, control.request_stop))
     recipe.go_on.set()
     assert committed(run)[-1].step == 4
     assert list(losses(run)) == [1, 2, 3, 4]
@@ -110,7 +113,7 @@ def test_a_run_that_is_stopped_at_any_step_goes_on_bit_for_bit(
 ) -> None:
     straight, stopped = tiny_run(directory_store), tiny_run(directory_store)
     train(straight, control)
-    train(stopped, control, Interrupted(stopped.job, at, control.ask_to_stop))
+    train(stopped, control, Interrupted(stopped.job, at, control.request_stop))
     if at < STEPS:
         assert stopped.result() is None
         assert at <= committed(stopped)[-1].step <= at + 1
@@ -176,7 +179,7 @@ def test_a_stop_at_an_epochs_end_neither_repeats_nor_skips(
     job = tiny_job(train={"duration": "2 epochs"}, evaluate={"every": "1 epoch"})
     straight, stopped = tiny_run(directory_store, job), tiny_run(directory_store, job)
     train(straight, control)
-    train(stopped, control, Interrupted(job, IN_EPOCH - 1, control.ask_to_stop))
+    train(stopped, control, Interrupted(job, IN_EPOCH - 1, control.request_stop))
     assert [one.step for one in committed(stopped)] == [IN_EPOCH]
     assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
     train_to_the_end(stopped, tmp_path)
@@ -266,7 +269,7 @@ def test_batches_change_with_the_epoch_and_a_run_goes_on_within_any_of_them(
     for at in (3, 5, 6, 7):
         stopped = tiny_run(directory_store, job)
         asked = new_control(tmp_path, f"asked-{at}")
-        train(stopped, asked, Interrupted(job, at, asked.ask_to_stop))
+        train(stopped, asked, Interrupted(job, at, asked.request_stop))
         (tmp_path / str(at)).mkdir()
         train_to_the_end(stopped, tmp_path / str(at))
         assert history(stopped) == history(straight)
@@ -287,7 +290,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_committed(
 
     run = tiny_run(directory_store, tiny_job(checkpoint={"every": "1 steps"}))
     line = r"^the loss of step 5 is not finite; .*; nothing was updated$"
-    with pytest.raises(NotANumber, match=line):
+    with pytest.raises(NonFinite, match=line):
         train(run, control, Broken(run.job))
     assert run.result() is None
     assert all(one.step < 5 for one in committed(run))
@@ -310,28 +313,28 @@ class Signalled:
             os.kill(os.getpid(), self._number)
 
 
-def leaves_well(run: Run, do: Callable[[], Notice]) -> None:
+def leaves_well(run: Run, do: Callable[[], StopSignal]) -> None:
     """Commits, leaves without a result, and leaves no thread behind."""
     before = set(threading.enumerate())
-    assert do().given
+    assert do().received
     assert set(threading.enumerate()) <= before
     assert run.result() is None
     assert committed(run)
 
 
-@pytest.mark.parametrize("number", NOTICES)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_in_a_step_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
     run = tiny_run(directory_store)
     leaves_well(run, lambda: train(run, control, Interrupted(run.job, 3, lambda: os.kill(os.getpid(), number))))
     assert 3 <= committed(run)[-1].step <= 4
 
 
-@pytest.mark.parametrize("number", NOTICES)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_before_the_start_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
     run = tiny_run(directory_store)
 
-    def told_at_once() -> Notice:
-        notice = Notice().listen()
+    def told_at_once() -> StopSignal:
+        notice = StopSignal().listen()
         os.kill(os.getpid(), number)
         Trainer(run, Tiny(run.job), World(), 1, control, notice).train()
         return notice
@@ -340,7 +343,7 @@ def test_a_signal_before_the_start_commits_and_leaves(directory_store: Store, co
     assert committed(run)[-1].step <= 2
 
 
-@pytest.mark.parametrize("number", NOTICES)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_in_a_save_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
     job = tiny_job(train={"duration": "500 steps"}, checkpoint={"every": "2 steps"})
     run = tiny_run(Signalled(directory_store, "put_file", number).store, job)
@@ -348,19 +351,19 @@ def test_a_signal_in_a_save_commits_and_leaves(directory_store: Store, control: 
     assert committed(run)[-1].step < 500
 
 
-@pytest.mark.parametrize("number", NOTICES)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_in_a_load_commits_and_leaves(
     directory_store: Store, control: Control, tmp_path: Path, number: int
 ) -> None:
     run = tiny_run(directory_store)
-    train(run, control, Interrupted(run.job, 3, control.ask_to_stop))
+    train(run, control, Interrupted(run.job, 3, control.request_stop))
     loading = Run(Signalled(directory_store, "get_file", number).store, run.name)
     leaves_well(run, lambda: train(loading, new_control(tmp_path, "loading"), generation=2))
     assert committed(run)[-1].generation == 2
     assert committed(run)[-1].step <= 6
 
 
-@pytest.mark.parametrize("number", NOTICES)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_in_the_last_measure_leaves_it_for_later(
     directory_store: Store, control: Control, tmp_path: Path, number: int
 ) -> None:
@@ -459,7 +462,7 @@ def saved_run(store: Store, control: Control) -> tuple[Run, Checkpoint]:
 
 class Halting(Interrupted):
     def __init__(self, job: Any, wait: Callable[[], None], control: Control) -> None:
-        super().__init__(job, 6, control.ask_to_stop)
+        super().__init__(job, 6, control.request_stop)
         self._wait = wait
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -482,9 +485,9 @@ PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06
         (MODEL_FILE, PICKLE, "model.safetensors cannot be read"),
         (MODEL_FILE, b"", "model.safetensors cannot be read"),
         (STATE_FILE, b"{", "the checkpoint's state.json cannot be read"),
-        (STATE_FILE, {"recipe": "classify"}, "the checkpoint's recipe is 'classify' and not the run's 'translate'"),
-        (STATE_FILE, {"pack": "other"}, "the checkpoint's pack is 'other' and not the run's 'pack-1'"),
-        (STATE_FILE, {"model": {"size": "big"}}, "the checkpoint's model is {'size': 'big'} and not the run's"),
+        (STATE_FILE, {"recipe": "classify"}, "the checkpoint's recipe is 'classify', but the run's is 'translate'"),
+        (STATE_FILE, {"pack": "other"}, "the checkpoint's pack is 'other', but the run's is 'pack-1'"),
+        (STATE_FILE, {"model": {"size": "big"}}, "the checkpoint's model is {'size': 'big'}, but the run's is"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_newest_that_can(
@@ -499,7 +502,7 @@ def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_new
     told = [event.text for event in run.events().read() if event.kind in ("warning", "restored")]
     assert told[0].startswith(f"checkpoint {newest.name}: {line}")
     assert told[0].endswith("; passed over")
-    assert told[1] == f"goes on from step {good.step} ({good.name})"
+    assert told[1] == f"restored checkpoint {good.step} ({good.name})"
     assert losses(run) == losses(straight)
     assert weights(run)[MODEL_FILE] == weights(straight)[MODEL_FILE]
 
@@ -510,7 +513,7 @@ def test_where_all_checkpoints_are_of_something_else_nothing_is_begun_anew(
     run, _ = saved_run(directory_store, control)
     for one in committed(run):
         spoil(run, one, STATE_FILE, of_another(run, one, pack="other"))
-    with pytest.raises(Mistake, match="the checkpoint's pack is 'other' and not the run's 'pack-1'"):
+    with pytest.raises(Mistake, match="the checkpoint's pack is 'other', but the run's is 'pack-1'"):
         train(run, new_control(tmp_path, "again"), generation=2)
 
 
@@ -540,3 +543,133 @@ def test_saves_are_left_to_the_trainer_where_the_interval_is(
     train(run, control)
     assert len([event for event in run.events().read() if event.kind == "checkpoint"]) > 1
     assert committed(run)[-1].step == STEPS
+
+
+WAYS_TO_EXCHANGE: dict[str, list[dict[str, Any]]] = {
+    "ddp": [{}, {"compress": "fp16"}, {"compress": "bf16"}],
+    "local": [{"every": "4 steps"}],
+    "fsdp": [{}],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    **{f"schedule-{kind}": {"schedule": {kind: EXAMPLES[kind]}} for kind in SCHEDULES},
+    **{f"optimizer-{kind}": {"optimizer": {kind: {"decay": 0.01}}} for kind in OPTIMIZERS},
+    **{f"precision-{name}": {"precision": name} for name in ("fp32", "bf16", "fp16")},
+    "in-pieces": {"micro_batch": "1 samples"},
+    "averaged": {"ema": 0.9},
+    "clipped": {"clip": 0.5},
+    "averaged-in-fp16-pieces": {"ema": 0.9, "precision": "fp16", "micro_batch": "3 samples"},
+}
+SHARED: dict[str, dict[str, Any]] = {
+    f"{kind}-{number}": {"exchange": {kind: way}, "ema": 0.9, "micro_batch": "1 samples"}
+    for kind in EXCHANGES
+    for number, way in enumerate(WAYS_TO_EXCHANGE[kind])
+} | {"ddp-fp16": {"precision": "fp16"}, "fsdp-bf16": {"exchange": {"fsdp": {}}, "precision": "bf16"}}
+SHARED |= {f"fsdp-{kind}": {"exchange": {"fsdp": {}}, "optimizer": {kind: {"decay": 0.01}}} for kind in OPTIMIZERS}
+
+
+class Lines:
+    """Two runs of the same job: one straight to its end, and one that is stopped and goes on."""
+
+    def __init__(self, store: Store, nursery: Nursery, directory: Path, train: dict[str, Any]) -> None:
+        job = tiny_job(train=train, evaluate={"every": "3 steps"}, checkpoint={"every": "4 steps"})
+        self.straight, self.stopped = tiny_run(store, job), tiny_run(store, job)
+        self._nursery, self._directory = nursery, directory
+
+    def live(self, run: Run, generation: int = 1, ranks: int = 1, **more: Any) -> None:
+        control = str(self._directory / f"{run.name}-{generation}")
+        where = {"store": run.store.url, "run": run.name, "control": control, "generation": generation}
+        self._nursery.succeed("train", ranks, **where, **more)
+
+    def compare(self, ranks: int = 1, stop_at: int = 5, recipe: str = "tiny") -> None:
+        self.live(self.straight, ranks=ranks, recipe=recipe)
+        self.live(self.stopped, ranks=ranks, stop_at=stop_at, recipe=recipe)
+        assert self.stopped.result() is None
+        assert stop_at <= committed(self.stopped)[-1].step < 10
+        self.live(self.stopped, 2, ranks, recipe=recipe)
+        assert self.stopped.result() is not None
+        assert list(losses(self.stopped)) == list(range(1, 11))
+        assert history(self.stopped) == history(self.straight)
+        assert weights(self.stopped) == weights(self.straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_goes_on_bit_for_bit(directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    Lines(directory_store, nursery, tmp_path, KINDS[kind]).compare()
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_every_exchange_goes_on_bit_for_bit_on_three_workers(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str
+) -> None:
+    """Two would not do: of two numbers the sum is the same in any order."""
+    Lines(directory_store, nursery, tmp_path, SHARED[kind]).compare(ranks=3)
+
+
+@pytest.mark.parametrize("recipe", ["sparing", "normed", "looking"])
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_weights_without_gradients_statistics_and_channels_last_go_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, recipe: str
+) -> None:
+    settings = {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}}
+    Lines(directory_store, nursery, tmp_path, settings).compare(ranks=2, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["sparing", "looking"])
+def test_weights_without_gradient_and_channels_last_go_on_bit_for_bit_on_one_worker(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, recipe: str
+) -> None:
+    Lines(directory_store, nursery, tmp_path, {}).compare(recipe=recipe)
+
+
+def test_a_worker_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {})
+    lines.live(lines.straight, ranks=2)
+    run = lines.stopped
+    lived = nursery.live("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)
+    assert [one.code for one in lived][1] == -9
+    assert lived[0].code != 0
+    assert run.result() is None
+    lines.live(run, 2, ranks=2)
+    assert history(run) == history(lines.straight)
+    assert weights(run) == weights(lines.straight)
+
+
+@pytest.mark.parametrize(("kind", "told"), [*((kind, "cut-off") for kind in EXCHANGES), ("ddp", "cut-off-first-told")])
+def test_a_stop_is_heard_while_one_of_three_workers_has_no_data_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, told: str
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}})
+    lines.live(lines.straight, ranks=3, recipe="plain")
+    lines.live(lines.stopped, ranks=3, recipe=told)
+    assert [one.step for one in committed(lines.stopped)].count(4) == 1, "what was saved is not saved again"
+    assert committed(lines.stopped)[-1].step == 4
+    lines.live(lines.stopped, 2, ranks=3, recipe="plain")
+    assert lines.stopped.result() is not None
+    assert history(lines.stopped) == history(lines.straight)
+    assert weights(lines.stopped) == weights(lines.straight)
+
+
+def test_between_meetings_workers_without_data_wait_for_it_also_when_they_are_to_stop(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Their weights differ there: there is nothing that all of them could go on from."""
+    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {"local": {"every": "3 steps"}}})
+    lines.live(lines.stopped, ranks=2, recipe="cut-off-shortly")
+    assert committed(lines.stopped)[-1].step == 6
+
+
+def test_a_signal_to_one_worker_in_an_evaluation_takes_all_along_and_the_run_goes_on_bit_for_bit(
+    directory_store: Store, nursery: Nursery, tmp_path: Path
+) -> None:
+    lines = Lines(directory_store, nursery, tmp_path, {})
+    run = lines.stopped
+    lines.live(run, ranks=2, recipe="called")
+    assert run.result() is None
+    assert committed(run)[-1].step == 3
+    assert not [point for point in run.metrics() if point.kind == "valid"]
+    lines.live(run, 2, ranks=2)
+    lines.live(lines.straight, ranks=2)
+    assert history(run) == history(lines.straight)
+    assert weights(run) == weights(lines.straight)

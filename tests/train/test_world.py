@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from nursery import Nursery
 
-from packtrain.train.world import World
+from packtrain.train.world import DataBarrier, StopRequested, World
 
 
 def test_alone_a_worker_needs_no_others() -> None:
@@ -44,3 +45,28 @@ def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(nursery: Nu
         assert one["broadcast"] == [[0.0, 0.0], [7]]
     assert first["rows"] == [[0.0], [1.0]]
     assert second["rows"] == []
+
+
+class Others(World):
+    """Two ranks: the other one votes as it is told to."""
+
+    def __init__(self, lacks: bool, stops: bool) -> None:
+        super().__init__(num_ranks=2)
+        self._votes = (lacks, stops)
+
+    def count(self, *here: bool) -> list[int]:
+        return [own + other for own, other in zip(here, self._votes, strict=True)]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_where_all_have_data_they_go_on_and_a_stop_is_left_to_the_step(stop: bool) -> None:
+    assert DataBarrier(World(), lambda: stop).all_ready(ready=True)
+    assert DataBarrier(Others(lacks=False, stops=stop), lambda: False).all_ready(ready=True)
+
+
+@pytest.mark.parametrize(("ready", "lacks"), [(False, False), (True, True), (False, True)])
+def test_where_one_lacks_its_data_all_wait_and_leave_for_the_stop_of_any(ready: bool, lacks: bool) -> None:
+    assert not DataBarrier(Others(lacks, stops=False), lambda: False).all_ready(ready)
+    for here, there in ((True, False), (False, True)):
+        with pytest.raises(StopRequested):
+            DataBarrier(Others(lacks, stops=there), lambda here=here: here).all_ready(ready)  # type: ignore[misc]

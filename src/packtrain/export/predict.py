@@ -126,12 +126,12 @@ def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -
     """On the first GPU, where there is one."""
     import torch
 
-    from packtrain.train.state import AVERAGE_FILE, MODEL_FILE, load_weights
+    from packtrain.train.state import EMA_FILE, MODEL_FILE, load_weights
 
     _refuse_others(run, checkpoint, directory)
     model = recipe.build_model().eval()
     names = {file.name for file in checkpoint.files}
-    load_weights(model, directory / (AVERAGE_FILE if AVERAGE_FILE in names else MODEL_FILE))
+    load_weights(model, directory / (EMA_FILE if EMA_FILE in names else MODEL_FILE))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

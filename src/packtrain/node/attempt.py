@@ -72,7 +72,7 @@ class Attempt:
 
     def is_under_way(self, now: float) -> bool:
         """Whether the first step was made. A program does not say: it has had its time."""
-        return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.is_under_way()
+        return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.has_stepped()
 
     def ask_to_stop(self, asked: Asked) -> bool:
         """Whether this is the first time; a later one may leave less time. Needs no store; from any thread."""
@@ -89,7 +89,7 @@ class Attempt:
 
     def _ask_workers(self) -> None:
         try:
-            self.control.ask_to_stop()
+            self.control.request_stop()
         except OSError as error:  # a full disk has no room for the file by which they know
             say(f"warning: the workers do not hear that they are to stop: {error}")
 

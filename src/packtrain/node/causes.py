@@ -60,10 +60,10 @@ def why_they_ended(
     how often the kernel killed for want of memory meanwhile."""
     if code == 0:
         return NodeReport(generation, "ended", "the workers ended before the goal")
-    told = sorted(errors, key=lambda error: (not error.hopeless, is_consequence(error.text), error.time))
+    told = sorted(errors, key=lambda error: (not error.fatal, is_consequence(error.text), error.time))
     first = told[0] if told else None
-    if first is not None and (first.hopeless or first.cause != "program"):
-        return NodeReport(generation, first.cause, first.text, first.step, first.hopeless)
+    if first is not None and (first.fatal or first.cause != "program"):
+        return NodeReport(generation, first.cause, first.text, first.step, first.fatal)
     if out_of_memory_kills and _KILLED.search(said):
         return NodeReport(generation, "memory", "the kernel killed a worker: this machine is out of memory")
     if _PORT.search(said):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from packtrain.run.records import Generation, Point, TimeSpent
 from packtrain.run.run import surviving
 
-COMPUTING = ("forward", "backward", "exchange", "wait", "optimizer")
+COMPUTING = ("forward", "backward", "communication", "wait", "optimizer")
 """The spans that make steps; all others are overhead."""
 LABELS: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
-    "exchange": "communication not overlapped",
+    "communication": "communication not overlapped",
     "wait": "waiting for the slowest rank",
     "optimizer": "optimizer",
     "data": "waiting for data",

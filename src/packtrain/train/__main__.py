@@ -1,21 +1,21 @@
-"""The door through which the launcher enters: signals are heard before anything large is imported."""
+"""Entry point of a worker process, `python -m packtrain.train`: signals are handled before torch is imported."""
 
 from __future__ import annotations
 
 import os
 from typing import NoReturn
 
-from packtrain.train.control import Notice
+from packtrain.train.control import StopSignal
 
-# What torch warns of, beside errors, are options that were chosen on purpose and peers that are gone.
+# Besides errors, torch only warns of options that are chosen on purpose here and of peers that are gone.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def main() -> NoReturn:
-    notice = Notice().listen()
+    stop_signal = StopSignal().listen()
     from packtrain.train.worker import main as work
 
-    work(notice)
+    work(stop_signal)
 
 
 if __name__ == "__main__":

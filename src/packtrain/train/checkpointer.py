@@ -1,32 +1,33 @@
-"""Keeps a run's state: brings the newest checkpoint back, and saves new ones beside training."""
+"""Saves, keeps and restores the state of a run. A save copies the state and returns; the upload runs in a thread."""
 
 from __future__ import annotations
 
-import random
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
+from packtrain.backoff import Backoff
 from packtrain.job.job import Checkpoint as Settings
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch, fetch_newest, prune
-from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.train.engine import Engine
-from packtrain.train.progress import save_interval
-from packtrain.train.recorder import Books
-from packtrain.train.state import Copier, Description, Progress, Snapshot, check, restore, take, versions
+from packtrain.train.progress import Progress, save_interval
+from packtrain.train.recorder import Recorder
+from packtrain.train.state import Description, Snapshot, SnapshotCopier, check, restore, take, versions
 from packtrain.train.world import World
 
+Scored = tuple[Snapshot, float | None]
+
 _PLANNED = ("start", "resumed", "joined", "preempted", "ended")  # causes of generations before which nothing was lost
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
-class Keeper:
-    """`directory` is this machine's place for files on their way from and to the store."""
+class Checkpointer:
+    """`directory` is this machine's place for files on their way to and from the store."""
 
     def __init__(
         self,
@@ -35,122 +36,103 @@ class Keeper:
         recipe: Recipe,
         engine: Engine,
         world: World,
-        books: Books,
+        recorder: Recorder,
         directory: Path,
     ) -> None:
-        self._run, self._recipe, self._engine, self._world, self._books = run, recipe, engine, world, books
-        self._settings, self._copier = run.job.checkpoint, Copier()
+        self._run, self._recipe, self._engine, self._world, self._recorder = run, recipe, engine, world, recorder
+        self._settings, self._copier = run.job.checkpoint, SnapshotCopier()
         self._directory = directory
-        self._saver = Saver(run, generation, self._settings, self._copier, directory, books.flush_points, books.tell)
-        self._copied: Snapshot | None = None
+        self._committer = BackgroundCommitter(run, generation, self._settings, self._copier, directory, recorder)
+        self._copying: Snapshot | None = None
+        self._stall_seconds = 0.0  # how long training waited for the last save
         engine.before_update = self._wait_for_copy
         self._saved_at = time.monotonic()
         self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
 
     def restore(self) -> Progress:
-        """How far the newest checkpoint that holds had come; it is in the engine now.
+        """Load the newest valid checkpoint into the engine and return how far it was. Collective.
 
-        The first rank finds it, and one rank of every machine fetches it for all there.
+        The first rank finds it, and one rank of every machine fetches it for all of them.
         """
         directory = self._directory / "restored"
         directory.mkdir(exist_ok=True)
         found: Checkpoint | None = None
         if self._world.is_first:
             found = fetch_newest(self._run, directory, self._warn, self._check)
-        chosen = self._world.gather(found.name.encode() if found else b"")[0].decode()
+        chosen = self._world.share(found.name.encode() if found else b"").decode()
         if not chosen:
-            self._engine.begin()
+            self._engine.load_first_weights()
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
             fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
-        self._world.gather(b"fetched")
+        self._world.barrier()  # the files are there, on every machine
         progress = restore(self._engine, directory, self._description(Progress()), self._world.rank)
-        self._world.gather(b"restored")
+        self._world.barrier()  # no rank of this machine needs them any more
         if self._world.rank_of_node == 0:
-            _remove(directory)
+            shutil.rmtree(directory)
         if self._world.is_first:
-            self._books.tell("restored", f"goes on from step {progress.step} ({chosen})")
+            self._recorder.event("restored", f"restored checkpoint {progress.step} ({chosen})")
         return progress
 
     def _warn(self, text: str) -> None:
-        self._books.tell("warning", text)
+        self._recorder.event("warning", text)
 
     def _check(self, directory: Path) -> None:
         check(self._engine, directory, self._description(Progress()))
 
     def is_due(self, elapsed_seconds: float) -> bool:
-        """Whether the first rank wishes for a save, where the interval is left to it."""
+        """True if the first rank wants a save, where the job leaves the interval to it."""
         if self._settings.every != "auto" or not self._world.is_first:
             return False
-        saver = self._saver
-        interval = save_interval(saver.stall_seconds, saver.commit_seconds, self._failures, elapsed_seconds)
+        interval = save_interval(self._stall_seconds, self._committer.commit_seconds, self._failures, elapsed_seconds)
         return time.monotonic() - self._saved_at >= interval
 
     def save(self, progress: Progress, score: float | None) -> None:
-        """Begins to save the state as it is. All ranks take part."""
+        """Start to save the state as it is now. Collective."""
         started = time.monotonic()
         self._wait_for_copy()
-        scale = self._engine.precision.scale
-        if scale.enabled:
-            progress = replace(progress, loss_scale=scale.value, clean_steps=scale.clean_steps)
-        self._copied = take(self._engine, self._description(progress), self._world, self._copier)
-        if self._copied is not None:
-            self._saver.save(self._copied, score)
+        self._copying = take(self._engine, self._description(progress), self._world, self._copier)
+        if self._copying is not None:
+            self._committer.add(self._copying, score)
         self._saved_at = time.monotonic()
-        self._saver.stall_seconds = self._saved_at - started
+        self._stall_seconds = self._saved_at - started
 
     def _wait_for_copy(self) -> None:
-        """Until the last snapshot is whole: after this the weights may change."""
-        if self._copied is not None:
+        """Wait until the last snapshot is complete: after this the weights may change."""
+        if self._copying is not None:
             started = time.monotonic()
-            self._copied.copies.wait()
-            self._copied = None
+            self._copying.copies.wait()
+            self._copying = None
             self._engine.clock.mark("save")
-            self._saver.stall_seconds += time.monotonic() - started
+            self._stall_seconds += time.monotonic() - started
 
     def close(self) -> None:
-        """Waits until all is committed; raises if a newer generation has begun."""
-        self._saver.close()
-        if self._saver.superseded is not None:
-            raise self._saver.superseded
+        """Wait until everything is committed; raise if a newer generation has begun."""
+        self._committer.close()
+        if self._committer.superseded is not None:
+            raise self._committer.superseded
 
     def abandon(self) -> None:
-        self._saver.abandon()
+        self._committer.abandon()
         self._copier.close()
 
     def has_committed(self, step: int) -> bool:
-        """Whether the newest checkpoint in the store is of that step."""
+        """True if the newest checkpoint in the store is of that step."""
         found = committed(self._run)
         return bool(found) and found[-1].step == step
 
     def _description(self, progress: Progress) -> Description:
-        model = self._run.job.model
+        model, scale = self._run.job.model, self._engine.precision.scale
         options = {"size": model.size, **model.options}
-        return Description(str(self._run.job.recipe), self._recipe.pack.name, options, versions(), progress)
+        recipe, pack = str(self._run.job.recipe), self._recipe.pack.name
+        return Description(recipe, pack, options, versions(), progress, scale.state())
 
 
-def _remove(directory: Path) -> None:
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+class BackgroundCommitter:
+    """Commits one snapshot at a time in a thread; a newer snapshot replaces one that is still waiting.
 
-
-# Saving beside training: no step waits for the upload.
-
-
-Scored = tuple[Snapshot, float | None]
-
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
-
-
-class Saver:
-    """Commits one snapshot at a time; while it is at it, a newer one waits and replaces what waited before.
-
-    Only the best is not replaced, where the best are kept: then there may be two that wait.
-
-    `directory` is where files wait to be put; whoever made it takes away what a killed process leaves there. `before`
-    is called ahead of each commit: what belongs to the steps up to it must be in the store first.
-    `stall_seconds` is how long training waited for the last copy, and `commit_seconds` how long a commit last took.
+    Where the best are kept, the best one that waits is not replaced: then two may wait. `directory` holds the files
+    until they are put; the node removes what a killed process leaves there.
     """
 
     def __init__(
@@ -158,23 +140,21 @@ class Saver:
         run: Run,
         generation: int,
         settings: Settings,
-        copier: Copier,
+        copier: SnapshotCopier,
         directory: Path,
-        before: Callable[[], None],
-        tell: TellEvent,
+        recorder: Recorder,
     ) -> None:
         self._run, self._generation, self._settings = run, generation, settings
-        self._copier, self._directory, self._before, self._tell = copier, directory, before, tell
-        self.stall_seconds = self.commit_seconds = 0.0
-        self._luck = random.Random()  # noqa: S311 - not the one that a model draws from
+        self._copier, self._directory, self._recorder = copier, directory, recorder
+        self.commit_seconds = 0.0
+        self.superseded: Superseded | None = None
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
         self._closed = self._abandoned = False
-        self.superseded: Superseded | None = None
-        self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
-    def save(self, snapshot: Snapshot, score: float | None) -> None:
+    def add(self, snapshot: Snapshot, score: float | None) -> None:
         with self._changed:
             best = self._best_of([*self._waiting, (snapshot, score)])
             for one in self._waiting:
@@ -184,19 +164,19 @@ class Saver:
             self._changed.notify_all()
 
     def _best_of(self, snapshots: list[Scored]) -> Scored | None:
-        """The one with the best score, of equals the newest."""
+        """Return the snapshot with the best score, of equals the newest."""
         scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
         return max(scored, key=lambda one: one[1] or 0.0, default=None)
 
     def close(self) -> None:
-        """Waits until all is committed."""
+        """Wait until everything is committed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
     def abandon(self) -> None:
-        """Waits for nothing: what is being committed may still be, and nothing after it."""
+        """Wait for nothing: the commit in progress may still finish, and nothing after it starts."""
         with self._changed:
             self._waiting.clear()
             self._closed = self._abandoned = True
@@ -209,15 +189,15 @@ class Saver:
                 if not self._waiting:
                     return
                 one = self._waiting.pop(0)
-            self._commit_or_complain(one)
+            self._commit_or_warn(one)
             self._copier.give_back(one[0].copies)
 
-    def _commit_or_complain(self, one: Scored) -> None:
-        """A save that fails is told and training goes on: the last good checkpoint is still there.
+    def _commit_or_warn(self, one: Scored) -> None:
+        """Commit, or warn and let training continue: the last good checkpoint is still there.
 
-        While the store is away it is tried again, until a newer snapshot waits: the last one waits for the store.
+        While the store is away the commit is retried, until a newer snapshot makes it pointless.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while True:
             try:
                 self._commit(*one)
@@ -226,28 +206,26 @@ class Saver:
                 self.superseded = error
                 return
             except Exception as error:
-                self._tell("warning", f"step {one[0].step} is not saved yet: {error}")
+                self._recorder.event("warning", f"step {one[0].step} is not saved yet: {error}")
                 if not (isinstance(error, StoreError) and error.temporary):
                     return
             with self._changed:
-                seconds = pause * self._luck.uniform(0.5, 1.0)
-                if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), seconds):
+                if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), backoff.next_pause()):
                     return
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _is_replaced(self, one: Scored) -> bool:
-        """Whether those that wait make it needless to try this one again."""
         return bool(self._waiting) and self._best_of([one, *self._waiting]) is not one
 
     def _commit(self, snapshot: Snapshot, score: float | None) -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="save-", dir=self._directory) as directory:
             files = snapshot.write(Path(directory))
-            self._before()
+            # The metrics up to this step go first, so that the history of a resumed run has no gap.
+            self._recorder.flush_points()
             checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
         self.commit_seconds = time.monotonic() - started
-        self._tell("checkpoint", f"committed {checkpoint.name} in {self.commit_seconds:.1f} s")
+        self._recorder.event("checkpoint", f"committed {checkpoint.name} in {self.commit_seconds:.1f} s")
         try:
             prune(self._run, self._settings.keep_last, self._settings.keep_best)
         except StoreError as error:
-            self._tell("warning", f"old checkpoints could not be deleted: {error}")
+            self._recorder.event("warning", f"cannot delete old checkpoints: {error}")

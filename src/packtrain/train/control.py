@@ -1,6 +1,6 @@
-"""How an agent and its workers on one machine talk: a directory with a few files, and variables that name it.
+"""How a node and its workers talk on one machine: files in a directory, environment variables, and signals.
 
-A file needs no handler and no moment of its own: a worker looks at it once a step.
+A file needs no handler and no particular moment: a worker looks at it once per step.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ GENERATION_VARIABLE = "PACKTRAIN_GENERATION"
 CONTROL_VARIABLE = "PACKTRAIN_CONTROL"
 CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
 WorkerCause = Literal["program", "memory", "disk", "store", "hang", "number", "mistake"]
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """Why a worker gave up, and at which step. `hopeless`: starting again would end the same way."""
+    """Why a worker failed, and at which step. `fatal`: another try would fail the same way."""
 
     rank: int
     text: str
-    hopeless: bool
+    fatal: bool
     time: float
     cause: WorkerCause = "program"
     step: int | None = None
@@ -40,63 +42,59 @@ class Control:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._stop, self._under_way = directory / "stop", directory / "under-way"
-        self._has_told = False
+        self._stop, self._first_step = directory / "stop", directory / "first-step"
+        self._reported_step = False
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         self._stop.touch()
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self._stop.exists()
 
-    def tell_under_way(self) -> None:
-        """That a step was made; may be told again and again."""
-        if not self._has_told:
-            self._has_told = True
-            with suppress(OSError):  # a full disk: then nobody knows
-                self._under_way.touch()
+    def report_step(self) -> None:
+        """Tell the node that a step was made; only the first call writes."""
+        if not self._reported_step:
+            self._reported_step = True
+            with suppress(OSError):  # a full disk: the node then does not know, and training continues
+                self._first_step.touch()
 
-    def is_under_way(self) -> bool:
-        return self._under_way.exists()
+    def has_stepped(self) -> bool:
+        return self._first_step.exists()
 
-    def tell_error(self, error: WorkerError) -> None:
+    def report_error(self, error: WorkerError) -> None:
         path = self.directory / f"error-{error.rank}.json"
         path.with_suffix(".part").write_text(json.dumps(asdict(error)))
         path.with_suffix(".part").rename(path)
 
     def errors(self) -> list[WorkerError]:
-        """What workers told, the most telling first: one that gives up takes the others with it."""
+        """Return the workers' errors, root causes first: the first worker to fail makes the others fail."""
         errors = [WorkerError(**json.loads(path.read_text())) for path in self.directory.glob("error-*.json")]
-        return sorted(errors, key=lambda error: (not error.hopeless, error.time))
+        return sorted(errors, key=lambda error: (not error.fatal, error.time))
 
 
-# Signals that ask a worker to commit and leave. The handler sets a flag; the loop looks at it once a step.
+class StopSignal:
+    """Signals that ask a worker to commit and exit. The handler only sets a flag; the loop looks at it every step."""
 
-
-NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-
-
-class Notice:
     def __init__(self) -> None:
-        self.given = False
+        self.received = False
 
-    def listen(self) -> Notice:
-        for number in NOTICES:
-            signal.signal(number, self._hear)
+    def listen(self) -> StopSignal:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
         return self
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.given = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.received = True
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within it a signal ends the process, and so does one that was given before: there is nothing to commit.
+    def fatal(self) -> Iterator[None]:
+        """Let a signal end the process inside this block, also one received before: there is nothing to commit yet.
 
-        Who waits in torch for a worker that has died hears no handler of Python's.
+        Python runs no handler while a worker waits inside torch for a peer that has died.
         """
-        for number in NOTICES:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if self.given:
-            os.kill(os.getpid(), NOTICES[0])
+        if self.received:
+            os.kill(os.getpid(), STOP_SIGNALS[0])
         yield
         self.listen()

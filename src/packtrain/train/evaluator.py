@@ -1,4 +1,4 @@
-"""Measuring a model on a split, every rank its part, all samples once."""
+"""Evaluates a model on a split: every rank measures its part, and every sample counts once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pydantic import TypeAdapter
 from packtrain.data.order import Ids, block
 from packtrain.recipes import EvaluationRequest, Measurement, Recipe, Scores
 from packtrain.train.engine import Engine
-from packtrain.train.world import LeftEarly, World
+from packtrain.train.world import StopRequested, World
 
-_LEFT = b""
+_ABANDONED = b""
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What was found on a split, the same on all ranks: every rank's part, and what they come to together."""
+    """The outcome on a split, equal on all ranks: the measurements of every rank, and the scores of all of them."""
 
     parts: Sequence[Measurement]
     decoded: Ids
@@ -30,17 +30,17 @@ class Evaluation:
 
     @property
     def outputs(self) -> list[str]:
-        """Those of `decoded`, in that order; a recipe may have others, or none."""
+        """Return the outputs of `decoded`, in that order; a recipe may have others, or none."""
         return [output for part in self.parts for output in part.outputs]
 
     @property
     def values(self) -> dict[str, float]:
-        """As they are recorded."""
+        """Return the values to record."""
         return {**self.scores.values, "evaluation_seconds": self.seconds}
 
 
 class Evaluator:
-    """`pulse` is called between batches and may raise LeftEarly; `before_waiting` when a rank waits for the others."""
+    """`pulse` is called between batches and may raise StopRequested; `before_waiting` when a rank's part is done."""
 
     def __init__(
         self,
@@ -57,13 +57,14 @@ class Evaluator:
     def evaluate(
         self, split: str, decode: int | None, epoch: int = 0, known: Evaluation | None = None
     ) -> Evaluation | None:
-        """Of the evaluated weights; None if any rank left early. `decode` samples are written out freely, None: all.
+        """Evaluate the model; None if a stop came first on any rank.
 
-        What is `known` of the same weights and the same split is not measured again.
+        `decode` samples are decoded without the reference, all if None. What is `known` of the same weights on the same
+        split is not measured again.
         """
         started = time.perf_counter()
         if known is not None and len(known.outputs) != len(known.decoded):
-            known = None  # whose outputs they are is the recipe's secret
+            known = None  # this recipe's outputs cannot be matched to samples
         count = self._recipe.count(split)
         decoded = spread(count, count if decode is None else decode)
         missing = decoded if known is None else np.setdiff1d(decoded, known.decoded)
@@ -77,9 +78,9 @@ class Evaluator:
         return Evaluation(parts, decoded, scores, seconds)
 
     def _measured(self, split: str, decoded: Ids, epoch: int, outputs_alone: bool) -> list[Measurement] | None:
-        """Every rank's part, on all of them."""
+        """Return the measurements of every rank, on all ranks."""
         rank, num_ranks = self._world.rank, self._world.num_ranks
-        model = self._engine.evaluated()
+        model = self._engine.evaluation_model()
         mine = _NONE if outputs_alone else self._recipe.divide(split, num_ranks)[rank]
         mine_decoded = decoded[list(block(len(decoded), rank, num_ranks))]
         try:
@@ -87,14 +88,14 @@ class Evaluator:
                 request = EvaluationRequest(split, mine, mine_decoded, self._beam, epoch, self._pulse)
                 measured = self._recipe.measure(model, request)
             part = json.dumps(asdict(measured)).encode()
-        except LeftEarly:
-            part = _LEFT
+        except StopRequested:
+            part = _ABANDONED
         self._before_waiting()
         gathered = self._world.gather(part)
-        return None if _LEFT in gathered else [TypeAdapter(Measurement).validate_json(data) for data in gathered]
+        return None if _ABANDONED in gathered else [TypeAdapter(Measurement).validate_json(data) for data in gathered]
 
     def _scores(self, split: str, decoded: Ids, parts: Sequence[Measurement]) -> Scores:
-        """Computed by the first rank for all: where outputs are compared with a corpus, that takes a while."""
+        """Score on the first rank for all: comparing outputs with a corpus takes a while."""
         if not self._world.is_first:
             return TypeAdapter(Scores).validate_json(self._world.share(b""))
         scores = self._recipe.score(split, decoded, parts)
@@ -103,7 +104,7 @@ class Evaluator:
 
 
 def _together(known: Evaluation, missing: Ids, parts: Sequence[Measurement]) -> list[Measurement]:
-    """What is known with the outputs that were missing among its own, in the order of their samples."""
+    """Merge the missing outputs into the known ones, in sample order."""
     ids = np.concatenate([known.decoded, missing])
     outputs = [*known.outputs, *(output for part in parts for output in part.outputs)]
     ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
@@ -111,12 +112,12 @@ def _together(known: Evaluation, missing: Ids, parts: Sequence[Measurement]) -> 
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:
-    """Scores of the evaluated weights, the same on all ranks."""
+    """Return the scores of the model, equal on all ranks."""
     found = Evaluator(engine, recipe, world, beam).evaluate(split, decode)
     return None if found is None else found.scores
 
 
 def spread(count: int, wanted: int) -> Ids:
-    """`wanted` of `count` ids, evenly spread and always the same, so that scores can be compared."""
+    """Choose `wanted` of `count` ids, evenly spaced and always the same, so that scores are comparable."""
     wanted = min(count, wanted)
     return np.arange(wanted, dtype=np.int64) * count // max(1, wanted)

@@ -51,9 +51,9 @@ class Exchange(ABC):
         if self._statistics and self._world.num_ranks > 1:
             self._clock.mark("other")
             self._world.broadcast_all(self._statistics)
-            self._clock.mark("exchange")
+            self._clock.mark("communication")
 
-    def piece(self, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Around the forward and backward pass of a piece of the batch; gradients are exchanged with the last."""
         return nullcontext()
 
@@ -102,7 +102,7 @@ class Alone(Exchange):
 class Averaged(Exchange):
     """Gradients are averaged at every step, while they are computed."""
 
-    span_after_backward = "exchange"
+    span_after_backward = "communication"
 
     def __init__(self, settings: Ddp, model: nn.Module, _: Iterable[nn.Module], world: World, clock: Clock) -> None:
         super().__init__(model, world, clock)
@@ -129,7 +129,7 @@ class Averaged(Exchange):
         hook.__annotations__.clear()  # torch compares them with types that it does not let others name
         self._parallel.register_comm_hook(None, hook)
 
-    def piece(self, last: bool) -> AbstractContextManager[object]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self._parallel.no_sync()
 
 
@@ -161,7 +161,7 @@ class Local(Exchange):
         if last or self.is_common(steps):
             self._clock.mark("optimizer")
             self._meet()
-            self._clock.mark("exchange")
+            self._clock.mark("communication")
 
     @torch.no_grad()
     def _meet(self) -> None:

@@ -1,20 +1,21 @@
-"""In which numbers the model computes; weights and sums stay in fp32."""
+"""The precision of forward and backward passes; weights and sums stay in fp32."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from packtrain.job.train import LocalSteps, Train
 
 FIRST_LOSS_SCALE = 2.0**14
-LEAST_LOSS_SCALE = 2.0**-14  # gradients that overflow even so are not too large for the format: they are wrong
+LEAST_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too large for fp16, they are wrong
 CLEAN_STEPS_TO_DOUBLE = 2000
 
 
 def resolve(settings: Train, device: torch.device) -> str:
-    """What `auto` means here. On a CPU it is fp32: bf16 crawls there without its own instructions."""
+    """Resolve `auto` for this device. On a CPU it is fp32: bf16 is very slow there without native instructions."""
     if settings.precision != "auto":
         return settings.precision
     if device.type == "cpu":
@@ -24,8 +25,16 @@ def resolve(settings: Train, device: torch.device) -> str:
     return "fp32" if isinstance(settings.exchange, LocalSteps) else "fp16"
 
 
+@dataclass(frozen=True)
+class LossScaleState:
+    """What a checkpoint remembers of the loss scale."""
+
+    value: float
+    clean_steps: int
+
+
 class LossScale:
-    """What fp16 multiplies the loss by, so that small gradients do not vanish: as large as does not overflow."""
+    """The factor on the loss that keeps small fp16 gradients from vanishing: as large as does not overflow."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -35,7 +44,7 @@ class LossScale:
     def overflowed(self) -> None:
         self.value, self.clean_steps = self.value / 2, 0
 
-    def held(self) -> None:
+    def fitted(self) -> None:
         if not self.enabled:
             return
         self.clean_steps += 1
@@ -43,12 +52,20 @@ class LossScale:
             self.value, self.clean_steps = 2 * self.value, 0
 
     @property
-    def hopeless(self) -> bool:
+    def exhausted(self) -> bool:
+        """True if halving the scale further would not help."""
         return not self.enabled or self.value < LEAST_LOSS_SCALE
+
+    def state(self) -> LossScaleState | None:
+        return LossScaleState(self.value, self.clean_steps) if self.enabled else None
+
+    def restore(self, state: LossScaleState | None) -> None:
+        if state is not None and self.enabled:
+            self.value, self.clean_steps = state.value, state.clean_steps
 
 
 class Precision:
-    """Autocast, and the scaling of the loss that fp16 needs."""
+    """Autocast, and the loss scale that fp16 needs."""
 
     def __init__(self, settings: Train, device: torch.device) -> None:
         self.name = resolve(settings, device)

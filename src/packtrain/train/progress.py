@@ -1,85 +1,89 @@
-"""When things are due: pure questions about how far a run has come."""
+"""How far a run is, and what is due at that point: pure functions of one value."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from packtrain.data.loader import Position
 from packtrain.units import Duration
 
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Progressed:
-    """How far a run has come, in every unit a duration can have. The first rank's clock is everyone's."""
+class Progress:
+    """The steps and epochs made, the next global batch, and the seconds spent.
 
-    steps: int
-    epochs: float
-    seconds: float
+    Random states are not part of it: every step draws its own from its number. A run owes an evaluation if one was due
+    at this step and a stop came first.
+    """
+
+    step: int = 0
+    epochs: float = 0.0
+    position: Position = field(default_factory=Position)
+    seconds: float = 0.0
+    best_score: float | None = None
+    owes_evaluation: bool = False
 
     def in_unit(self, unit: str) -> float:
-        return {"steps": float(self.steps), "epochs": self.epochs, "seconds": self.seconds}[unit]
+        return {"steps": float(self.step), "epochs": self.epochs, "seconds": self.seconds}[unit]
 
 
 def up_to_rounding(value: float) -> float:
-    """A little more, so that 1 + 9/25 epochs are not less than 1.36: far less than a step of a trillion."""
+    """Return slightly more, so that 1 + 9/25 epochs count as 1.36; far less than one step in a trillion."""
     return value * (1 + _ROUNDING)
 
 
-def marks(value: float, every: float) -> int:
-    """How many multiples of `every` are not more than `value`, zero apart."""
+def multiples(value: float, every: float) -> int:
+    """Count the multiples of `every` up to `value`, without zero."""
     return math.floor(up_to_rounding(value / every))
 
 
-def reached(goal: Duration, now: Progressed) -> bool:
-    return marks(now.in_unit(goal.unit), goal.value) >= 1
+def reached(goal: Duration, now: Progress) -> bool:
+    return multiples(now.in_unit(goal.unit), goal.value) >= 1
 
 
 class Recurring:
-    """Something that is due every so often, or never. All it goes by is the same on all ranks.
+    """Something that is due every so often, or never. It depends only on values that are equal on all ranks.
 
-    Steps and epochs have no memory: it is due at each multiple. A time is counted from the end of the last one, which
-    is the first common clock after it; else what takes longer than its interval would be due at once. A run that goes
-    on after `seconds` counts from the multiple before, so that one which often fails comes to it all the same.
+    Steps and epochs need no memory: it is due at each multiple. A time counts from the end of the last occurrence, or
+    else an evaluation that takes longer than its interval would be due again immediately. A run resumed after `seconds`
+    counts from the multiple before, so that a run that fails often still gets there.
     """
 
     def __init__(self, every: Duration | None, seconds: float) -> None:
         self._every = every
         self._since: float | None = 0.0
         if every is not None and every.unit == "seconds":
-            self._since = marks(seconds, every.value) * every.value
+            self._since = multiples(seconds, every.value) * every.value
 
-    def due(self, before: Progressed, now: Progressed) -> bool:
-        """Whether it fell due after `before` and not after `now`; a time stays due until it is over."""
+    def due(self, before: Progress, now: Progress) -> bool:
+        """True if it fell due after `before` and by `now`; a time stays due until `done`."""
         if self._every is None:
             return False
         unit, every = self._every.unit, self._every.value
         if unit != "seconds":
-            return marks(now.in_unit(unit), every) > marks(before.in_unit(unit), every)
+            return multiples(now.in_unit(unit), every) > multiples(before.in_unit(unit), every)
         if self._since is None and now.seconds > before.seconds:
             self._since = now.seconds
-        return self._since is not None and marks(now.seconds - self._since, every) >= 1
+        return self._since is not None and multiples(now.seconds - self._since, every) >= 1
 
-    def over(self) -> None:
-        """It was done just now."""
+    def done(self) -> None:
+        # The clock that all ranks share arrives with the next step sync: count from there.
         self._since = None
 
 
-def fraction(goal: Duration, now: Progressed) -> float:
-    return min(1.0, now.in_unit(goal.unit) / goal.value)
-
-
-LEAST_SECONDS, MOST_SECONDS = 10.0, 1800.0
-_HOPED_SECONDS = 4 * 3600.0  # between failures, before any was seen
+SHORTEST_SAVE_INTERVAL, LONGEST_SAVE_INTERVAL = 10.0, 1800.0
+_EXPECTED_SECONDS = 4 * 3600.0  # between failures, before any was seen
 
 
 def save_interval(save_seconds: float, commit_seconds: float, failures: int, elapsed_seconds: float) -> float:
-    """How long to train between two saves, so that saves and lost work together cost the least.
+    """Return the seconds between two saves that minimize the cost of saving plus the cost of lost work.
 
     The optimum for a save that stops training for `save_seconds` is the root of twice that times the mean time
-    between failures (Young, 1974). A save is not begun before the one ahead of it can have been committed.
+    between failures (Young, 1974). A save never starts before the previous one could have been committed.
     """
-    between_failures = (_HOPED_SECONDS + elapsed_seconds) / (failures + 1)
+    between_failures = (_EXPECTED_SECONDS + elapsed_seconds) / (failures + 1)
     best = math.sqrt(2 * save_seconds * between_failures)
-    return min(MOST_SECONDS, max(LEAST_SECONDS, best, 2 * commit_seconds))
+    return min(LONGEST_SAVE_INTERVAL, max(SHORTEST_SAVE_INTERVAL, best, 2 * commit_seconds))

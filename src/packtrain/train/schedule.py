@@ -5,27 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from packtrain.job.train import Constant, Cosine, Noam, OneCycle, Phases, Schedule, StepDown, Train
-from packtrain.train.progress import marks, up_to_rounding
+from packtrain.train.progress import Progress, multiples, up_to_rounding
 from packtrain.units import Duration
 
-
-@dataclass(frozen=True)
-class Moment:
-    """Before a step: how many were made, and how many epochs."""
-
-    step: int
-    epoch: float
-
-    def in_unit(self, unit: str) -> float:
-        return {"steps": float(self.step), "epochs": self.epoch}[unit]
-
-
-Rate = Callable[[Moment], float]
+Rate = Callable[[Progress], float]
 
 
 def noam(settings: Noam, width: int, _: Duration) -> Rate:
@@ -44,7 +31,7 @@ def constant(settings: Constant, _: int, __: Duration) -> Rate:
 
 
 def one_cycle(settings: OneCycle, _: int, duration: Duration) -> Rate:
-    def rate(now: Moment) -> float:
+    def rate(now: Progress) -> float:
         done = min(1.0, now.in_unit(duration.unit) / duration.value)
         if done < settings.warmup:
             return settings.peak * _cosine(settings.start, 1.0, done / settings.warmup)
@@ -56,7 +43,7 @@ def one_cycle(settings: OneCycle, _: int, duration: Duration) -> Rate:
 def cosine(settings: Cosine, _: int, duration: Duration) -> Rate:
     warmup = settings.warmup.value if settings.warmup else 0.0
 
-    def rate(now: Moment) -> float:
+    def rate(now: Progress) -> float:
         at = now.in_unit(duration.unit)
         if at < warmup:
             return settings.peak * _warmth(settings.warmup, now)
@@ -66,8 +53,8 @@ def cosine(settings: Cosine, _: int, duration: Duration) -> Rate:
 
 
 def step_down(settings: StepDown, _: int, __: Duration) -> Rate:
-    def rate(now: Moment) -> float:
-        downs = marks(now.in_unit(settings.every.unit), settings.every.value)
+    def rate(now: Progress) -> float:
+        downs = multiples(now.in_unit(settings.every.unit), settings.every.value)
         return settings.rate * _warmth(settings.warmup, now) * float(settings.factor**downs)
 
     return rate
@@ -78,7 +65,7 @@ def phases(settings: Phases, _: int, __: Duration) -> Rate:
     edges = [0.0, *(phase.until.value for phase in settings.phases)]
     unit = settings.phases[0].until.unit
 
-    def rate(now: Moment) -> float:
+    def rate(now: Progress) -> float:
         at = now.in_unit(unit)
         number = min(len(settings.phases), bisect_right(edges, up_to_rounding(at))) - 1
         start, end = list(pairwise(edges))[number]
@@ -92,7 +79,7 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _warmth(warmup: Duration | None, now: Moment) -> float:
+def _warmth(warmup: Duration | None, now: Progress) -> float:
     """The share of the full rate in a linear warm-up, which reaches it with its last step."""
     if warmup is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""The state of a run at a step: what a checkpoint holds, as safetensors and JSON."""
+"""The state of a run at a step: the contents of a checkpoint, as safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import platform
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,73 +15,59 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
+from packtrain.train.precision import LossScaleState
+from packtrain.train.progress import Progress
 from packtrain.train.world import World
 
-MODEL_FILE, AVERAGE_FILE, OPTIMIZER_FILE = "model.safetensors", "average.safetensors", "optimizer.safetensors"
-EXCHANGE_FILE = "exchange.safetensors"
+MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+GRADIENT_SYNC_FILE = "gradient_sync.safetensors"
 STATE_FILE = "state.json"
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run has come. Random states are not part of it: every step draws its own from its number.
-
-    A run owes an evaluation when one was due at this step and was left for a stop.
-    """
-
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    seconds: float = 0.0
-    loss_scale: float | None = None
-    clean_steps: int = 0
-    best_score: float | None = None
-    owes_evaluation: bool = False
-
-
-@dataclass(frozen=True)
 class Description:
-    """What the weights belong to, so that they are not loaded into something else."""
+    """What the weights belong to, so that they are not loaded into another model, and how far the run was."""
 
     recipe: str
     pack: str
     model: dict[str, bool | int | float | str]
     versions: dict[str, str]
     progress: Progress
-
-
-# Copies tensors in a thread of its own, so that training goes on meanwhile.
+    loss_scale: LossScaleState | None = None
 
 
 Files = dict[str, dict[str, Tensor]]
 
 
 class Copies:
-    """Tensors that have been copied, or are about to be."""
+    """Tensors that are being copied, or have been."""
 
-    def __init__(self, tensors: Files, made: Future[None]) -> None:
-        self._tensors, self._made = tensors, made
+    def __init__(self, tensors: Files, done: Future[None]) -> None:
+        self._tensors, self._done = tensors, done
 
     def wait(self) -> Files:
-        self._made.result()
+        self._done.result()
         return self._tensors
 
 
-class Copier:
-    """Memory for copies is used again: the first copy into new memory takes several times as long."""
+class SnapshotCopier:
+    """Copies tensors in a thread, so that training continues meanwhile.
+
+    Memory for copies is reused: the first copy into new memory takes several times as long.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "copier")
         self._spare: list[Files] = []
 
     def begin(self, files: Mapping[str, Mapping[str, Tensor]], at_once: Collection[tuple[str, str]] = ()) -> Copies:
-        """Starts to copy; nothing but what is named in `at_once`, by file and tensor, may change until that is done."""
+        """Start to copy; until it is done, only what `at_once` names by file and tensor may change."""
         spare = self._spare.pop() if self._spare else {}
         copies = {
             file: {name: _room_for(tensor, spare.get(file, {}).get(name)) for name, tensor in tensors.items()}
@@ -94,10 +80,10 @@ class Copier:
         }
         _copy([pairs.pop(key) for key in at_once])
         rest = list(pairs.values())
-        return Copies(copies, self._thread.submit(_copy_beside, rest, _point_in_work(rest)))
+        return Copies(copies, self._thread.submit(_copy_after, rest, _queue_position(rest)))
 
     def give_back(self, copies: Copies) -> None:
-        """They are not needed any more."""
+        """Return the memory of copies that are no longer needed."""
         self._spare.append(copies.wait())
 
     def close(self) -> None:
@@ -115,27 +101,27 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy.copy_(tensor)
 
 
-def _point_in_work(pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-    """Where a GPU's queue of work stands: what is in it may still write what is to be copied."""
+def _queue_position(pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    """Return an event after everything queued on the GPU: that work may still write what is copied."""
     device = next((tensor.device for _, tensor in pairs if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
-def _copy_beside(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
+def _copy_after(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
     if after is None:
         _copy(pairs)
         return
-    beside = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
-    beside.wait_event(after)
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
         for copy, tensor in pairs:
             copy.copy_(tensor, non_blocking=True)
-    beside.synchronize()
+    stream.synchronize()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything as it was between two steps; `copies` may still be in the making."""
+    """Everything as it was between two steps; `copies` may still be in progress."""
 
     description: Description
     copies: Copies
@@ -163,44 +149,42 @@ def versions() -> dict[str, str]:
     }
 
 
-def take(engine: Engine, description: Description, world: World, copier: Copier) -> Snapshot | None:
-    """A copy of everything, on the first rank. All ranks take part.
+def take(engine: Engine, description: Description, world: World, copier: SnapshotCopier) -> Snapshot | None:
+    """Start a copy of everything, on the first rank. Collective.
 
-    It is made while the next step computes its gradients, which changes nothing but the statistics of norms; the
-    engine's `before_update` has to wait for it.
+    The copy runs while the next step computes its gradients, which changes nothing but the statistics of norm layers:
+    those are copied at once, and the engine's `before_update` waits for the rest.
     """
     exchange, model = engine.exchange, engine.model
     files = {MODEL_FILE: exchange.whole(model.state_dict())}
-    if engine.average is not None:
-        files[AVERAGE_FILE] = exchange.whole(engine.average.model.state_dict())
+    if engine.ema is not None:
+        files[EMA_FILE] = exchange.whole(engine.ema.model.state_dict())
     own = exchange.own_states(optimizer_tensors(engine.optimizer, model))
     files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
     if state := exchange.state():
-        files[EXCHANGE_FILE] = state
+        files[GRADIENT_SYNC_FILE] = state
     learned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     statistics = {(MODEL_FILE, name) for name in files[MODEL_FILE].keys() - learned}
     return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
 
 
 def restore(engine: Engine, directory: Path, expected: Description, rank: int) -> Progress:
-    """Puts a fetched checkpoint into the engine and says how far it had come."""
+    """Load a fetched checkpoint into the engine and return how far it was."""
     description = _expected_description(directory, expected)
     load_weights(engine.model, directory / MODEL_FILE)
-    if engine.average is not None:
-        load_weights(engine.average.model, directory / AVERAGE_FILE)
+    if engine.ema is not None:
+        load_weights(engine.ema.model, directory / EMA_FILE)
     states = len(list(directory.glob("optimizer*.safetensors")))
     load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
-    engine.exchange.restore(_load(directory / EXCHANGE_FILE) if (directory / EXCHANGE_FILE).exists() else {})
-    if description.progress.loss_scale is not None and engine.precision.scale.enabled:
-        engine.precision.scale.value = description.progress.loss_scale
-        engine.precision.scale.clean_steps = description.progress.clean_steps
+    engine.exchange.restore(_load(directory / GRADIENT_SYNC_FILE) if (directory / GRADIENT_SYNC_FILE).exists() else {})
+    engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
 
 def check(engine: Engine, directory: Path, expected: Description) -> None:
-    """Refuses a fetched checkpoint that cannot be put into the engine; of the tensors only the names are read."""
+    """Raise if a fetched checkpoint does not fit the engine; of the tensors only names and shapes are read."""
     _expected_description(directory, expected)
-    weights = [MODEL_FILE] if engine.average is None else [MODEL_FILE, AVERAGE_FILE]
+    weights = [MODEL_FILE] if engine.ema is None else [MODEL_FILE, EMA_FILE]
     there = {path.name for path in directory.glob("*.safetensors")}
     shapes = {name: _shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
     own = _shapes_of(engine.model.state_dict())
@@ -214,12 +198,12 @@ def _expected_description(directory: Path, expected: Description) -> Description
     for trait in ("recipe", "pack", "model"):
         found, wanted = getattr(description, trait), getattr(expected, trait)
         if found != wanted:
-            raise Mistake(f"the checkpoint's {trait} is {found!r} and not the run's {wanted!r}")
+            raise Mistake(f"the checkpoint's {trait} is {found!r}, but the run's is {wanted!r}")
     return description
 
 
 def _optimizer_file(rank: int) -> str:
-    """Where ranks step by themselves each has a state of its own."""
+    """Ranks that update locally each have an optimizer state of their own."""
     return OPTIMIZER_FILE if rank == 0 else f"optimizer-{rank}.safetensors"
 
 
@@ -249,7 +233,7 @@ def _refuse_unfit(file: str, own: Shapes, found: Shapes) -> None:
         )
     for name in own:
         if own[name] != found[name]:
-            raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]} and not {own[name]}")
+            raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]}, expected {own[name]}")
 
 
 def _shapes(path: Path) -> Shapes:

@@ -1,4 +1,4 @@
-"""A worker process: what the launcher starts on every rank. All it needs comes from the environment and the store."""
+"""A worker process, one per rank, started by torch's launcher. It needs only its environment and the store."""
 
 from __future__ import annotations
 
@@ -26,108 +26,95 @@ from packtrain.train.control import (
     RUN_VARIABLE,
     STORE_VARIABLE,
     Control,
-    Notice,
+    StopSignal,
     WorkerCause,
     WorkerError,
 )
-from packtrain.train.engine import NotANumber
+from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
+_MEMORY_ADVICE = "use a smaller train.micro_batch, or more workers"
+_CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-def main(notice: Notice) -> NoReturn:
+
+def main(stop_signal: StopSignal) -> NoReturn:
+    """Train until the run is finished or stopped; a failure is reported to the node in one line, and logged."""
     end_with_parent(signal.SIGKILL)
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
-    worker = Worker(control, notice)
+    trainer: Trainer | None = None
     code = 1
     try:
-        worker.work()
+        trainer = build_trainer(control, stop_signal)
+        trainer.train()
         code = 0
     except Exception as error:
         if not isinstance(error, PacktrainError):
             traceback.print_exc()
-        text = in_one_line(error)
+        text, cause = in_one_line(error), cause_of(error)
         print(f"error: {text}", file=sys.stderr, flush=True)
-        rank = int(os.environ["RANK"])
-        control.tell_error(
-            WorkerError(rank, text, is_hopeless(error), time.time(), cause_of(error), worker.step_of_failure())
-        )
+        step = None if trainer is None else trainer.step + 1
+        fatal = cause in ("number", "mistake")
+        control.report_error(WorkerError(int(os.environ["RANK"]), text, fatal, time.time(), cause, step))
     finally:
-        leave(code)
+        end_process(code)
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process now, without what Python and torch do at their end: all that is to be kept is in the store.
+def build_trainer(control: Control, stop_signal: StopSignal) -> Trainer:
+    run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
+    job = run.job
+    assert job.recipe is not None
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
+    pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
+    recipe = recipe_class(job.recipe)(job, pack)
+    with stop_signal.fatal():
+        world = World.join()
+    use_deterministic_kernels(world.device)
+    clock = clock_of(world.device)
+    clock.add("start", time.time() - psutil.Process().create_time())
+    return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
 
-    torch takes down its exchange of gradients while it holds Python's lock, and waits for a thread that may want that
-    lock for the last message it sent: now and then a worker that has done its part would wait for ever.
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Choose GPU kernels that sum in a fixed order; others differ from run to run."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # A debugging aid that deterministic mode turns on, and that costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without Python's and torch's cleanup: everything worth keeping is in the store.
+
+    torch destroys DDP while it holds the interpreter's lock, and joins a gloo thread that may be waiting for that lock:
+    occasionally a worker that was done would hang forever.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def compute_exactly(device: torch.device) -> None:
-    """On a GPU many kernels add up in whatever order threads come: runs would differ, killed or not."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # it is to find mistakes
-        torch.backends.cudnn.benchmark = False
-
-
-class Worker:
-    def __init__(self, control: Control, notice: Notice) -> None:
-        self._control, self._notice = control, notice
-        self._trainer: Trainer | None = None
-
-    def work(self) -> None:
-        run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
-        job = run.job
-        assert job.recipe is not None
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
-        pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
-        recipe = recipe_class(job.recipe)(job, pack)
-        with self._notice.at_once():
-            world = World.join()
-        compute_exactly(world.device)
-        generation = int(os.environ[GENERATION_VARIABLE])
-        clock = clock_of(world.device)
-        clock.add("start", time.time() - psutil.Process().create_time())
-        self._trainer = Trainer(run, recipe, world, generation, self._control, self._notice, clock)
-        self._trainer.train()
-
-    def step_of_failure(self) -> int | None:
-        """The step that was to be made; None before the first."""
-        return None if self._trainer is None else self._trainer.step + 1
-
-
-# Why a worker gave up, in one line, with the causes told apart.
-
-
-_ADVICE_ON_MEMORY = "use a smaller train.micro_batch, or more workers"
-_NO_MEMORY_ON_CPU = ("can't allocate memory", "not enough memory")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 def cause_of(error: BaseException) -> WorkerCause:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_ON_CPU):
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_OUT_OF_MEMORY):
         return "memory"
-    if _is_full(error):
+    if _is_disk_full(error):
         return "disk"
     if isinstance(error, StoreError) and error.temporary:
         return "store"
-    if isinstance(error, NotANumber):
+    if isinstance(error, NonFinite):
         return "number"
     return "mistake" if isinstance(error, Mistake) else "program"
 
 
-def _is_full(error: BaseException | None) -> bool:
+def _is_disk_full(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             return True
         error = error.__cause__
     return False
@@ -135,23 +122,15 @@ def _is_full(error: BaseException | None) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     cause = cause_of(error)
+    lines = str(error).strip().splitlines()
+    first_line = lines[0][:300] if lines else "no message"
     if cause == "memory":
         where = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
-        return f"{where} is out of memory: {_first_line(error)}; {_ADVICE_ON_MEMORY}"
+        return f"{where} is out of memory: {first_line}; {_MEMORY_ADVICE}"
     if cause == "disk" and not isinstance(error, PacktrainError):
-        return f"the disk is full: {_first_line(error)}"
+        return f"the disk is full: {first_line}"
     if isinstance(error, PacktrainError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_first_line(error)}{where}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "no more is known"
-
-
-def is_hopeless(error: BaseException) -> bool:
-    """Whether starting again would end the same way."""
-    return cause_of(error) in ("number", "mistake")
+    return f"{type(error).__name__}: {first_line}{where}"

@@ -1,6 +1,6 @@
-"""The workers of a generation, and the few things that they say to each other.
+"""The workers of a generation and what they send each other: collectives, the step sync, the data barrier.
 
-Everything that crosses is tensors or bytes: torch's object collectives run code out of what they receive.
+Only tensors and bytes cross: torch's object collectives unpickle, and so execute, what they receive.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-_TIMEOUT = timedelta(hours=1)  # hangs are found sooner, by the watch and by leases; this must outlast an evaluation
+_TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
 _MESSAGE_BYTES = 250 * 2**20
-_WAITING = "waits for its data"
+_WAITING = "waiting for data"
 
 
-class LeftEarly(Exception):
-    """Raised by a pulse, to leave an evaluation, and wherever else all ranks leave together for a stop."""
+class StopRequested(Exception):
+    """Raised where all ranks abandon an evaluation or a wait for data together, because of a stop."""
 
 
 class World:
-    """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine.
-
-    Alone, it needs no process group.
-    """
+    """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine. A single worker has no group."""
 
     def __init__(
         self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None, rank_of_node: int = 0
@@ -40,7 +37,7 @@ class World:
 
     @classmethod
     def join(cls) -> World:
-        """Meets the others where the launcher's variables say."""
+        """Join the process group that the launcher's environment variables name."""
         local_rank = int(os.environ["LOCAL_RANK"])
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -58,29 +55,29 @@ class World:
         return self.rank == 0
 
     def begin_sum(self, values: Tensor) -> dist.Work | None:
-        """Starts to add up `values` over all ranks, in place; wait for the work before reading them."""
+        """Start to sum `values` over all ranks, in place; wait for the returned work before reading them."""
         return dist.all_reduce(values, async_op=True) if self.num_ranks > 1 else None
 
     def average_all(self, values: Sequence[Tensor]) -> None:
-        """The mean over all ranks, in place, in one message for each kind of numbers."""
+        """Average over all ranks, in place, with one message per dtype."""
         if self.num_ranks == 1:
             return
-        for kind in sorted({one.dtype for one in values}, key=str):
-            alike = [one for one in values if one.dtype == kind]
+        for dtype in sorted({one.dtype for one in values}, key=str):
+            alike = [one for one in values if one.dtype == dtype]
             message = torch.cat([one.flatten() for one in alike])
             dist.all_reduce(message)
             means = torch.split(message.div_(self.num_ranks), [one.numel() for one in alike])
             torch._foreach_copy_(alike, [mean.view_as(one) for mean, one in zip(means, alike, strict=True)])
 
     def broadcast_all(self, values: list[Tensor]) -> None:
-        """What the first rank has, in place, in as few messages as there are kinds of numbers."""
+        """Copy the first rank's values to all ranks, in place, with as few messages as there are dtypes."""
         if self.num_ranks > 1 and values:
             everyone = dist.group.WORLD
             assert everyone is not None
             _broadcast_coalesced(everyone, values, _MESSAGE_BYTES, 0)
 
     def gather_tensor(self, values: Tensor) -> list[Tensor]:
-        """What every rank has, on the first; nothing on the others."""
+        """Return every rank's tensor on the first rank, and nothing on the others."""
         if self.num_ranks == 1:
             return [values]
         here = values.to(self.device)
@@ -89,11 +86,11 @@ class World:
         return rows or []
 
     def any(self, here: bool) -> bool:
-        """Whether it holds on any rank. All of them ask."""
+        """True if it holds on any rank. Collective."""
         return self.count(here)[0] > 0
 
     def count(self, *here: bool) -> list[int]:
-        """On how many ranks each of these holds. All of them ask."""
+        """Count the ranks on which each of these holds. Collective."""
         if self.num_ranks == 1:
             return [int(one) for one in here]
         votes = torch.tensor(here, dtype=torch.int64, device=self.device)
@@ -101,27 +98,30 @@ class World:
         counted: list[int] = votes.tolist()
         return counted
 
-    # What is said beside the work, while collectives wait.
+    # Through the process group's key-value store, which answers while collectives are blocked.
 
-    def say_waiting(self) -> None:
-        """Tells the others that this rank waits for its data; said again and again for as long as it does."""
-        with suppress(RuntimeError):  # whoever keeps what is said may be gone: that will be seen elsewhere
+    def announce_waiting(self) -> None:
+        """Tell the other ranks that this one is waiting for data; repeated for as long as it does."""
+        with suppress(RuntimeError):  # the rank that hosts the store may be gone: that is detected elsewhere
             if self.num_ranks > 1:
                 dist.distributed_c10d._get_default_store().set(_WAITING, str(time.time()))
 
-    def said_waiting(self) -> bytes | None:
-        """What was last said by a rank that waits for its data: it is another each time."""
+    def last_waiting(self) -> bytes | None:
+        """Return the last announcement of a rank that is waiting for data; every announcement is different."""
         with suppress(RuntimeError):
-            if self.num_ranks > 1 and (said := dist.distributed_c10d._get_default_store()).check([_WAITING]):
-                return said.get(_WAITING)
+            if self.num_ranks > 1 and (store := dist.distributed_c10d._get_default_store()).check([_WAITING]):
+                return store.get(_WAITING)
         return None
 
+    def barrier(self) -> None:
+        self.any(False)
+
     def share(self, data: bytes) -> bytes:
-        """What the first rank has, on all of them; what others give is not looked at."""
+        """Return the first rank's bytes on all ranks."""
         return self.gather(data if self.is_first else b"")[0]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank has, in the order of ranks, on all of them."""
+        """Return every rank's bytes, in rank order, on all ranks."""
         if self.num_ranks == 1:
             return [data]
         sizes = self._gather(torch.tensor([len(data)], device=self.device))
@@ -138,67 +138,73 @@ class World:
         return rows
 
 
-# What ranks tell each other with every step: one row of numbers, added up while the next step is computed.
-
-
-_LOSS, _STOP, _SHORT, _SAVE, _SECONDS, _EXCHANGE = range(6)
+_LOSS, _STOP, _SHORT_OF_DATA, _SAVE, _SECONDS, _COMMUNICATION = range(6)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The same on all ranks. `seconds` is the first rank's clock, and `save` its wish; `short` if one is of data."""
+class StepTotals:
+    """The result of a step sync, equal on all ranks. `seconds` is the first rank's clock, `save` its vote."""
 
     loss: float
     stop: bool
-    short: bool
+    short_of_data: bool
     save: bool
     seconds: float
-    exchange_seconds: tuple[float, ...]
+    communication_seconds: tuple[float, ...]
 
     def waited(self, rank: int) -> float:
-        """How long a rank waited for the slowest, which itself only exchanged: all of them are done at once."""
-        return self.exchange_seconds[rank] - min(self.exchange_seconds)
+        """Return how long a rank waited for the slowest one, which itself only communicated: all finish together."""
+        return self.communication_seconds[rank] - min(self.communication_seconds)
 
 
-class Ballot:
+class StepSync:
+    """The small all-reduce after every step: one row of numbers, summed while the next step computes."""
+
     def __init__(
-        self, world: World, loss: Tensor, stop: bool, short: bool, save: bool, seconds: float, exchange: float
+        self,
+        world: World,
+        loss: Tensor,
+        stop: bool,
+        short_of_data: bool,
+        save: bool,
+        seconds: float,
+        communication: float,
     ) -> None:
-        row = [0.0] * (_EXCHANGE + world.num_ranks)
-        row[_STOP], row[_SHORT] = float(stop), float(short)
+        row = [0.0] * (_COMMUNICATION + world.num_ranks)
+        row[_STOP], row[_SHORT_OF_DATA] = float(stop), float(short_of_data)
         if world.is_first:
             row[_SAVE], row[_SECONDS] = float(save), seconds
-        row[_EXCHANGE + world.rank] = exchange
+        row[_COMMUNICATION + world.rank] = communication
         self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
         self._row[_LOSS] = loss
         self._work: dist.Work | None = world.begin_sum(self._row)
 
-    def count(self) -> Outcome:
+    def wait(self) -> StepTotals:
         if self._work is not None:
             self._work.wait()
-        loss, stop, short, save, seconds, *exchange = self._row.tolist()
-        return Outcome(loss, stop > 0, short > 0, save > 0, seconds, tuple(exchange))
+        loss, stop, short_of_data, save, seconds, *communication = self._row.tolist()
+        return StepTotals(loss, stop > 0, short_of_data > 0, save > 0, seconds, tuple(communication))
 
 
-# Where ranks wait for each other's data, so that none is inside an exchange of gradients when a stop comes.
-#
-# A rank that is cannot leave: the others would have to join it, with data that they do not have. So all of them come
-# here
-# before a step for which one of them may lack its batch, and vote until every one has it, or until a stop takes all of
-# them along after the same step. How many batches each rank has at hand is told with every step (ballot), and where all
-# have enough nobody comes here.
+# Batches ready after a step: for the next step, and for the one after it, which starts before this number is known.
+ENOUGH_BATCHES = 2
 
 
-ENOUGH = 2  # batches at hand after a step: for the next one, and for the one after it, which is begun knowing this
+class DataBarrier:
+    """Where ranks wait until all have a batch.
 
+    A rank inside the gradient sync cannot leave for a stop: the others would have to join it with data they do not
+    have. So all ranks come here before a step for which one of them may be short of data, and vote until every rank has
+    its batch, or until a stop makes all of them leave after the same step. The step sync says how many batches each
+    rank has ready; as long as all have enough, nobody comes here.
+    """
 
-class Gate:
-    def __init__(self, world: World, asked_to_stop: Callable[[], bool]) -> None:
-        self._world, self._asked_to_stop = world, asked_to_stop
+    def __init__(self, world: World, stop_requested: Callable[[], bool]) -> None:
+        self._world, self._stop_requested = world, stop_requested
 
-    def vote(self, ready: bool) -> bool:
-        """Whether every rank has its data. All of them vote; LeftEarly on all, if one has none and one is to stop."""
-        lacking, stop = self._world.count(not ready, self._asked_to_stop())
+    def all_ready(self, ready: bool) -> bool:
+        """True if every rank has its batch. Collective; raises StopRequested on all if one lacks data and one stops."""
+        lacking, stop = self._world.count(not ready, self._stop_requested())
         if lacking and stop:
-            raise LeftEarly
+            raise StopRequested
         return not lacking

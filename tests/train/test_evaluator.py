@@ -14,7 +14,7 @@ from packtrain.data.order import Ids
 from packtrain.job.job import Job
 from packtrain.recipes import EvaluationRequest, Measurement, Scores
 from packtrain.train.evaluator import Evaluator, evaluate, spread
-from packtrain.train.world import LeftEarly, World
+from packtrain.train.world import StopRequested, World
 
 
 @settings(deadline=None)
@@ -49,7 +49,7 @@ def test_an_evaluation_is_the_same_each_time_and_leaves_the_weights_alone() -> N
 
 def test_an_evaluation_that_is_left_early_has_no_scores() -> None:
     def leave() -> None:
-        raise LeftEarly
+        raise StopRequested
 
     engine, recipe = tiny_engine(), Tiny(tiny_job())
     assert Evaluator(engine, recipe, World(), 1, pulse=leave).evaluate("valid", 3) is None

@@ -8,20 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.train.progress import (
-    LEAST_SECONDS,
-    MOST_SECONDS,
-    Progressed,
+    LONGEST_SAVE_INTERVAL,
+    SHORTEST_SAVE_INTERVAL,
+    Progress,
     Recurring,
-    fraction,
     reached,
     save_interval,
 )
 from packtrain.units import Duration
 
 
-def at(value: float, unit: str = "steps") -> Progressed:
-    other = {"steps": 0, "epochs": 0.0, "seconds": 0.0}
-    return Progressed(**{**other, unit: value})  # type: ignore[arg-type]
+def at(value: float, unit: str = "steps") -> Progress:
+    return Progress(**{"step" if unit == "steps" else unit: value})  # type: ignore[arg-type]
 
 
 def fired(every: Duration, values: list[float]) -> list[float]:
@@ -44,7 +42,7 @@ def fired_in_time(every: float, ends: list[float], takes: float, start: float = 
         if fresh:
             answers.append(now)
             spent += takes
-            recurring.over()
+            recurring.done()
         before = now
     return answers
 
@@ -148,10 +146,6 @@ def test_a_goal_in_parts_of_an_epoch_is_not_missed_by_rounding(
     assert not reached(Duration(goal, "epochs"), at(epoch + (batch - 1) / batches, "epochs"))
 
 
-def test_a_fraction_grows_to_one() -> None:
-    assert [fraction(Duration(4, "epochs"), at(done, "epochs")) for done in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
-
-
 def test_saves_are_the_further_apart_the_longer_one_takes_and_the_closer_the_more_fails() -> None:
     assert save_interval(2.0, 1.0, 0, 3600.0) == pytest.approx((2 * 2.0 * (4 * 3600 + 3600)) ** 0.5)
     assert save_interval(2.0, 1.0, 4, 3600.0) == pytest.approx((2 * 2.0 * 5 * 3600 / 5) ** 0.5)
@@ -162,5 +156,7 @@ def test_saves_are_the_further_apart_the_longer_one_takes_and_the_closer_the_mor
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.integers(0, 1000), st.floats(0, 1e7))
 def test_saves_are_never_too_close_nor_too_far_apart(save: float, commit: float, failures: int, elapsed: float) -> None:
     interval = save_interval(save, commit, failures, elapsed)
-    assert LEAST_SECONDS <= interval <= MOST_SECONDS
-    assert interval >= min(MOST_SECONDS, 2 * commit), "one is not begun before the one ahead of it is committed"
+    assert SHORTEST_SAVE_INTERVAL <= interval <= LONGEST_SAVE_INTERVAL
+    assert interval >= min(LONGEST_SAVE_INTERVAL, 2 * commit), (
+        "one is not begun before the one ahead of it is committed"
+    )

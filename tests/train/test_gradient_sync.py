@@ -140,9 +140,9 @@ def test_a_sample_that_is_not_a_number_is_named_by_every_worker_and_never_saved(
     assert [one.code for one in lived] == [1] * ranks
     plain = live.run(1)
     step = max(losses(run), default=0) + 1
-    named = "its samples 7 of data.train.0 make a loss that is not finite"
+    named = "bad samples: 7 of data.train.0"
     for one in lived:
-        assert f"NotANumber: the loss of step {step} is not finite; {named}" in one.log
+        assert f"NonFinite: the loss of step {step} is not finite; {named}" in one.log
         assert "nothing was updated" in one.log
     assert all(one.step < step for one in committed(run))
     assert list(losses(run).values()) == pytest.approx(list(losses(plain).values())[: step - 1], rel=1e-5)
