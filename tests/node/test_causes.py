@@ -13,7 +13,7 @@ KILLED = "exitcode  : -9 (pid: 4242)"
 
 
 def error(text: str, **fields: object) -> WorkerError:
-    return WorkerError(**{"rank": 0, "text": text, "hopeless": False, "time": 1.0, **fields})  # type: ignore[arg-type]
+    return WorkerError(**{"rank": 0, "text": text, "fatal": False, "time": 1.0, **fields})  # type: ignore[arg-type]
 
 
 # What happened on one machine.
