@@ -25,9 +25,9 @@ import psutil
 
 import bench
 from packtrain.run.run import Run
-from parts.host_run import make_host_run
+from parts.fields import make_field
 from parts.hosts import hosts, missing
-from parts.places import Place, kill, make_place
+from parts.sandbox import Sandbox, kill, make_sandbox
 
 PATIENCE_SECONDS = 300.0
 SAVE_EVERY = 20
@@ -95,14 +95,14 @@ class Trial:
 
 
 @contextmanager
-def here(fleet: str) -> Iterator[tuple[Place, Trial]]:
+def here(fleet: str) -> Iterator[tuple[Sandbox, Trial]]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        place = make_place(Path(directory), PACE=PACE)
+        sandbox = make_sandbox(Path(directory), PACE=PACE)
         try:
-            place.detach("--set", ENDLESS, "--set", fleet)
-            yield place, Trial(place.run())
+            sandbox.detach("--set", ENDLESS, "--set", fleet)
+            yield sandbox, Trial(sandbox.run())
         finally:
-            place.close()
+            sandbox.close()
 
 
 def members(run: Run) -> list[str]:
@@ -111,28 +111,28 @@ def members(run: Run) -> list[str]:
 
 
 def of_worker(rounds: int) -> list[Measured]:
-    with here(FIXED) as (place, trial):
-        return [trial.after(lambda: kill(place.workers_of(members(trial.run)[1])), "failure") for _ in range(rounds)]
+    with here(FIXED) as (sandbox, trial):
+        return [trial.after(lambda: kill(sandbox.workers_of(members(trial.run)[1])), "failure") for _ in range(rounds)]
 
 
 def of_agent(rounds: int) -> list[Measured]:
-    def harm(place: Place, trial: Trial) -> None:
-        kill(place.machine(members(trial.run)[1])[:1])
+    def harm(sandbox: Sandbox, trial: Trial) -> None:
+        kill(sandbox.machine(members(trial.run)[1])[:1])
 
     found = []
     for _ in range(rounds):  # each with machines of its own: nobody is left to take the place again
-        with here(ELASTIC) as (place, trial):
-            found.append(trial.after(lambda place=place, trial=trial: harm(place, trial), "lost"))  # type: ignore[misc]
+        with here(ELASTIC) as (sandbox, trial):
+            found.append(trial.after(lambda sandbox=sandbox, trial=trial: harm(sandbox, trial), "lost"))  # type: ignore[misc]
     return found
 
 
 def of_notice(rounds: int) -> list[Measured]:
     found = []
     for _ in range(rounds):
-        with here(ELASTIC) as (place, trial):
+        with here(ELASTIC) as (sandbox, trial):
 
-            def harm(place: Place = place, trial: Trial = trial) -> None:
-                agent: psutil.Process = place.machine(members(trial.run)[1])[0]
+            def harm(sandbox: Sandbox = sandbox, trial: Trial = trial) -> None:
+                agent: psutil.Process = sandbox.machine(members(trial.run)[1])[0]
                 agent.terminate()
 
             found.append(trial.after(harm, None))
@@ -143,7 +143,7 @@ def of_host(rounds: int) -> list[Measured]:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, hosts(Path(scratch), 2) as network:
-            field = make_host_run(network, str(network.shared / "store"), [ENDLESS, ELASTIC], {"PACE": PACE})
+            field = make_field(network, str(network.shared / "store"), [ENDLESS, ELASTIC], {"PACE": PACE})
             for host in network:
                 field.start(host)
             found.append(Trial(field.run).after(network[0].kill, "lost"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parts.places import Place, make_place
+from parts.sandbox import Sandbox, make_sandbox
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,16 +16,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     """The run that all others are compared with."""
-    place = make_place(tmp_path_factory.mktemp("oracle"))
-    done = place.packtrain("run", "job.yaml")
+    sandbox = make_sandbox(tmp_path_factory.mktemp("oracle"))
+    done = sandbox.packtrain("run", "job.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
-    return place
+    return sandbox
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    made = make_place(tmp_path)
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    made = make_sandbox(tmp_path)
     yield made
     made.close()

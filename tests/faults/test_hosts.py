@@ -12,18 +12,18 @@ from packtrain.run.checkpoint import committed
 from parts import hosts
 from parts.host_run import HostRun, bucket_on, make_host_run, wrong_clock
 from parts.hosts import Network
-from parts.places import STEPS, Place, assert_same_samples, history, weights
 from parts.presence import need
 from parts.s3 import fresh_location
+from parts.sandbox import STEPS, Sandbox, assert_same_samples, history, weights
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Place) -> Iterator[dict[str, Future[None]]]:
+def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Sandbox) -> Iterator[dict[str, Future[None]]]:
     """What happens on hosts happens at the same time, each on a network of its own: they mostly wait."""
     missing = hosts.missing()
     need(missing is None, str(missing))
 
-    def play(scene: Callable[[Network, Place], None]) -> None:
+    def play(scene: Callable[[Network, Sandbox], None]) -> None:
         with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
             scene(network, uninterrupted)
 
@@ -39,7 +39,7 @@ def test_the_first_is_cut_off_and_comes_back(scenes: dict[str, Future[None]]) ->
     scenes["cut_off"].result()
 
 
-def halves(network: Network, uninterrupted: Place) -> None:
+def halves(network: Network, uninterrupted: Sandbox) -> None:
     """Nothing is lost but steps since the commit, and there is one line of commits only."""
     field = make_host_run(network, str(network.shared / "store"), ["train.patience=8 s"], {})
     first, second = network
@@ -98,7 +98,7 @@ def assert_one_line(field: HostRun) -> None:
         assert all(int(name.partition("-")[0]) <= step for step in later), f"{name} is of no line that survived"
 
 
-def cut_off(network: Network, uninterrupted: Place) -> None:
+def cut_off(network: Network, uninterrupted: Sandbox) -> None:
     """The other goes on alone, one line of commits survives, and the first is taken in again as a new machine is."""
     first, second = network
     with bucket_on(network) as server, pytest.MonkeyPatch.context() as monkeypatch:

@@ -13,16 +13,16 @@ import pytest
 from packtrain.run.records import Event
 from packtrain.run.run import run_names
 from packtrain.store import open_store
-from parts.places import Place, assert_nothing_left, assert_same_as, make_place, wait_until
 from parts.presence import need
+from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, make_sandbox, wait_until
 
 
-def causes(place: Place) -> list[str]:
-    return [generation.cause for generation in place.run().generations()]
+def causes(sandbox: Sandbox) -> list[str]:
+    return [generation.cause for generation in sandbox.run().generations()]
 
 
-def told(place: Place, kind: str) -> list[Event]:
-    return [event for event in place.run().events().read() if event.kind == kind]
+def told(sandbox: Sandbox, kind: str) -> list[Event]:
+    return [event for event in sandbox.run().events().read() if event.kind == kind]
 
 
 @pytest.fixture
@@ -52,48 +52,48 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path, small_disk: Path) -> Iterator[Place]:
-    made = make_place(tmp_path, TMPDIR=str(small_disk / "tmp"), HANG="100")
+def sandbox(tmp_path: Path, small_disk: Path) -> Iterator[Sandbox]:
+    made = make_sandbox(tmp_path, TMPDIR=str(small_disk / "tmp"), HANG="100")
     yield made
     made.close()
 
 
 def test_the_client_goes_the_disk_is_full_and_a_worker_hangs(
-    place: Place, small_disk: Path, uninterrupted: Place
+    sandbox: Sandbox, small_disk: Path, uninterrupted: Sandbox
 ) -> None:
     """All of it happens to one run, and nobody does anything about it but make room."""
-    place.pace(0.15)
-    start_and_lose_the_client(place)
-    place.wait_for_commit()
-    fill_the_disk_for_a_while(place, small_disk)
-    place.wait_for_commit(80)
-    place.pace(0)
-    assert place.wait_for_result() == "finished"
-    assert causes(place) == ["start", "hang"]
-    run = place.run()
+    sandbox.pace(0.15)
+    start_and_lose_the_client(sandbox)
+    sandbox.wait_for_commit()
+    fill_the_disk_for_a_while(sandbox, small_disk)
+    sandbox.wait_for_commit(80)
+    sandbox.pace(0)
+    assert sandbox.wait_for_result() == "finished"
+    assert causes(sandbox) == ["start", "hang"]
+    run = sandbox.run()
     stacks = [entry.key for entry in run.store.list(run.key("stacks/"))]
     assert run.key("stacks/000001-1.txt") in stacks
     assert "in hang" in run.store.get(run.key("stacks/000001-1.txt")).decode(), "the line that it hung in"
-    assert any("stacks/000001-1.txt" in event.text for event in told(place, "stacks"))
-    assert_same_as(uninterrupted, place)
-    assert_nothing_left(place)
+    assert any("stacks/000001-1.txt" in event.text for event in told(sandbox, "stacks"))
+    assert_same_as(uninterrupted, sandbox)
+    assert_nothing_left(sandbox)
 
 
-def start_and_lose_the_client(place: Place) -> None:
+def start_and_lose_the_client(sandbox: Sandbox) -> None:
     command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
-    client = subprocess.Popen(command, cwd=place.directory, env=place.environment, stdout=subprocess.DEVNULL)
-    wait_until(lambda: run_names(open_store(place.store)), "the run")
-    wait_until(lambda: place.run().leases(), "the first machine")
+    client = subprocess.Popen(command, cwd=sandbox.directory, env=sandbox.environment, stdout=subprocess.DEVNULL)
+    wait_until(lambda: run_names(open_store(sandbox.store)), "the run")
+    wait_until(lambda: sandbox.run().leases(), "the first machine")
     client.kill()
     client.wait()
 
 
-def fill_the_disk_for_a_while(place: Place, disk: Path) -> None:
+def fill_the_disk_for_a_while(sandbox: Sandbox, disk: Path) -> None:
     """Training goes on and says what it cannot save; the last good checkpoint stays, until there is room again."""
-    kept = place.committed_step()
+    kept = sandbox.committed_step()
     filler = fill(disk)
-    wait_until(lambda: len(told(place, "warning")) >= 2, "two saves to fail")
-    assert all("No space left on device" in event.text for event in told(place, "warning"))
-    assert kept <= place.committed_step() <= kept + 20, "one save may have been on its way"
+    wait_until(lambda: len(told(sandbox, "warning")) >= 2, "two saves to fail")
+    assert all("No space left on device" in event.text for event in told(sandbox, "warning"))
+    assert kept <= sandbox.committed_step() <= kept + 20, "one save may have been on its way"
     filler.unlink()
-    assert causes(place) == ["start"], "nothing had to start again"
+    assert causes(sandbox) == ["start"], "nothing had to start again"

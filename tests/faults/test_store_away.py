@@ -11,43 +11,43 @@ from pathlib import Path
 import pytest
 
 from packtrain.node.preemption import POWER_OFF
-from parts.places import Place, assert_nothing_left, make_place, wait_until
-from parts.places import history as history_of
 from parts.proxy import HANG, PASS, REFUSE, Proxy, no_fault
 from parts.s3 import fresh_location
+from parts.sandbox import Sandbox, assert_nothing_left, make_sandbox, wait_until
+from parts.sandbox import history as history_of
 
-Make = Callable[..., Place]
+Make = Callable[..., Sandbox]
 
 
 @pytest.fixture
 def make(tmp_path: Path, s3_environment: object, s3_proxy: Proxy) -> Iterator[Make]:
     """Places whose stores lie behind a proxy that the test tells what to do."""
-    places = []
+    sandboxes = []
 
-    def make(name: str, **extra: str) -> Place:
+    def make(name: str, **extra: str) -> Sandbox:
         (tmp_path / name).mkdir()
-        places.append(make_place(tmp_path / name, fresh_location(), AWS_ENDPOINT_URL=s3_proxy.url, **extra))
-        return places[-1]
+        sandboxes.append(make_sandbox(tmp_path / name, fresh_location(), AWS_ENDPOINT_URL=s3_proxy.url, **extra))
+        return sandboxes[-1]
 
     yield make
-    for place in places:
-        place.close()
+    for sandbox in sandboxes:
+        sandbox.close()
 
 
 def test_it_often_fails_and_is_gone_for_a_minute(
-    make: Make, s3_proxy: Proxy, uninterrupted: Place, tmp_path: Path
+    make: Make, s3_proxy: Proxy, uninterrupted: Sandbox, tmp_path: Path
 ) -> None:
     """Training goes on meanwhile, nobody is taken for dead, and all is caught up afterwards. Only a run whose budget is
     used up while it is gone ends without the store: by itself, and its machines are switched off."""
     switched_off = tmp_path / "switched-off"
     path = f"{without_power_off(tmp_path / 'bin', switched_off)}:{os.environ['PATH']}"
-    place, short = make("place"), make("short", PATH=path)
+    sandbox, short = make("place"), make("short", PATH=path)
     short.pace(1)
-    place.pace(0.2)  # so that it is not over before it is slowed
-    place.detach()
+    sandbox.pace(0.2)  # so that it is not over before it is slowed
+    sandbox.detach()
     every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
-    place.wait_for_commit()
-    place.pace(0.8)
+    sandbox.wait_for_commit()
+    sandbox.pace(0.8)
     s3_proxy.fault = no_fault
     short.detach("--set", f"budget={{hours: {15 / 3600}}}", "--set", "fleet.local.power_off=true")
     wait_until(lambda: short.run().latest_generation(), "its machines to find together")
@@ -59,16 +59,16 @@ def test_it_often_fails_and_is_gone_for_a_minute(
     time.sleep(max(0.0, gone + 60 - time.time()))
     every_fifth_request_fails_and_every_fifth_is_slow(s3_proxy)
     back = time.time()
-    place.pace(0)
+    sandbox.pace(0)
 
-    assert place.wait_for_result() == "finished"
+    assert sandbox.wait_for_result() == "finished"
     s3_proxy.fault = no_fault
     assert short.run().result() is None, "it has not reached its goal, and could not tell"
-    made_meanwhile = [point for point in place.run().points().read() if gone + 5 < point.time < back]
+    made_meanwhile = [point for point in sandbox.run().points().read() if gone + 5 < point.time < back]
     assert len(made_meanwhile) > 20
-    assert [generation.cause for generation in place.run().generations()] == ["start"]
-    assert history_of(place.run()) == history_of(uninterrupted.run())
-    assert_nothing_left(place)
+    assert [generation.cause for generation in sandbox.run().generations()] == ["start"]
+    assert history_of(sandbox.run()) == history_of(uninterrupted.run())
+    assert_nothing_left(sandbox)
 
 
 def every_fifth_request_fails_and_every_fifth_is_slow(proxy: Proxy) -> None:

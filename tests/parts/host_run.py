@@ -18,9 +18,9 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.start import create, load
 from parts.hosts import Host, Network
-from parts.places import PACE, make_place, set_pace, wait_until
 from parts.presence import need
 from parts.s3 import S3Server
+from parts.sandbox import PACE, make_sandbox, set_pace, wait_until
 
 _BUCKET_PORT = 5000
 _CACHE = "/root/cache"  # in a host's home, which outlives a power cut
@@ -98,7 +98,7 @@ def make_host_run(network: Network, store: str, settings: list[str], environment
     """Create a run of the job that all fault tests share, as its client would; no node works on it yet."""
     directory = network.scratch / "client"
     directory.mkdir(exist_ok=True)
-    make_place(directory, store)
+    make_sandbox(directory, store)
     run = create(load(directory / "job.yaml", settings), PlainProgress(lambda _: None))
     own = {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", "PACE": str(network.shared / PACE)}
     made = HostRun(network, run, {**own, **environment})

@@ -1,4 +1,4 @@
-"""A job of two machines on this one, and what is done to it: real agents and workers, each a process of its own."""
+"""A small job of two nodes on this machine, with real processes, for tests and benchmarks that break things."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ checkpoint: {{every: 20 steps, keep_last: 2, keep_best: 0}}
 fleet: {{local: {{machines: 2}}, workers: 1}}
 """
 
-# The example's recipe at a pace that the test sets, so that what happens in seconds happens within a run: a number, or
-# a file with one, which may change on the way. A worker can be told to hang, once.
+# The example's recipe, slowed down as the test needs so that there is time to interfere: PACE is a number of seconds
+# per step, or a file with one, which may change during the run. HANG makes a worker hang once.
 RECIPE = """
 import os, time
 from pathlib import Path
@@ -64,8 +64,6 @@ class Paced(Translate):
     def hang(self):
         time.sleep(3600)
 """
-
-
 PACE = "pace.txt"
 
 
@@ -82,8 +80,8 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
 
 
 @dataclass
-class Place:
-    """A directory with a store and a cache of its own, and the nodes that were started by hand."""
+class Sandbox:
+    """A directory with a store and a cache of its own, and the nodes that were added by hand."""
 
     directory: Path
     store: str
@@ -96,7 +94,7 @@ class Place:
         return {**os.environ, **own, **self.extra}
 
     def pace(self, seconds: float) -> None:
-        """How much longer each step takes from now on."""
+        """Slow every step down by so many seconds from now on."""
         set_pace(self.directory / PACE, seconds)
 
     def packtrain(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
@@ -110,7 +108,7 @@ class Place:
         assert done.returncode == 0, done.stderr + done.stdout
 
     def add_node(self) -> subprocess.Popen[bytes]:
-        """Another machine, as a person or a fleet would start it."""
+        """Start another node, as a person or a fleet would."""
         with (self.directory / f"node-{len(self.nodes)}.txt").open("wb") as log:
             self.nodes.append(
                 subprocess.Popen(
@@ -134,19 +132,19 @@ class Place:
                 found.append(process)
         return found
 
-    def agents(self) -> list[psutil.Process]:
+    def node_processes(self) -> list[psutil.Process]:
         return [one for one in self.processes() if "node" in one.cmdline()[:5] and _mark(one) is None]
 
     def workers_of(self, node: str) -> list[psutil.Process]:
-        """The workers of one machine, without their launcher."""
+        """The workers of a node, without their launcher."""
         mine = [one for one in self.processes() if f"-{node}/" in (_mark(one) or "")]
         return [one for one in mine if "LOCAL_RANK" in one.environ()]
 
     def machine(self, node: str) -> list[psutil.Process]:
-        """Everything of one machine: its agent first, so that nothing is started again."""
+        """All processes of a node: its own first, so that killing them in order restarts nothing."""
         family = [one for one in self.processes() if f"-{node}/" in (_mark(one) or "")]
         launchers = {one.ppid() for one in family}
-        return [*(one for one in self.agents() if one.pid in launchers), *family]
+        return [*(one for one in self.node_processes() if one.pid in launchers), *family]
 
     def committed_step(self) -> int:
         return max((one.step for one in committed(self.run())), default=0)
@@ -174,14 +172,14 @@ def _mark(process: psutil.Process) -> str | None:
         return None
 
 
-def make_place(directory: Path, store: str | None = None, **extra: str) -> Place:
-    """`extra` are variables that its commands and machines find in their environment."""
-    place = Place(directory, store or str(directory / "store"), {"PACE": str(directory / PACE), **extra})
-    place.pace(0)
+def make_sandbox(directory: Path, store: str | None = None, **extra: str) -> Sandbox:
+    """Create a sandbox; `extra` are environment variables of its commands and nodes."""
+    sandbox = Sandbox(directory, store or str(directory / "store"), {"PACE": str(directory / PACE), **extra})
+    sandbox.pace(0)
     (directory / "code").mkdir()
     (directory / "code" / "paced.py").write_text(RECIPE)
-    (directory / "job.yaml").write_text(JOB.replace("STORE", place.store))
-    return place
+    (directory / "job.yaml").write_text(JOB.replace("STORE", sandbox.store))
+    return sandbox
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
@@ -191,7 +189,7 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def history(run: Run) -> list[tuple[int, dict[str, float]]]:
-    """Losses and batches of every step: what must be the same whatever happened."""
+    """Losses and batches of every step, which must be the same whatever happened."""
 
     def exact(point: Point) -> dict[str, float]:
         return {name: value for name, value in point.values.items() if name in ("loss", "tokens", "rate", "epoch")}
@@ -204,15 +202,15 @@ def weights(run: Run) -> dict[str, str]:
     return {file.name: file.sha256 for file in last.files if file.name.endswith(".safetensors")}
 
 
-def assert_same_as(oracle: Place, place: Place) -> None:
+def assert_same_as(oracle: Sandbox, sandbox: Sandbox) -> None:
     """Every step once, with the same samples and the same loss; the same weights at the end."""
-    assert [step for step, _ in history(place.run())] == list(range(1, STEPS + 1))
-    assert history(place.run()) == history(oracle.run())
-    assert weights(place.run()) == weights(oracle.run())
+    assert [step for step, _ in history(sandbox.run())] == list(range(1, STEPS + 1))
+    assert history(sandbox.run()) == history(oracle.run())
+    assert weights(sandbox.run()) == weights(oracle.run())
 
 
-def assert_same_samples(oracle: Place, run: Run) -> None:
-    """Every step once, with the same samples: what holds when the number of workers changed on the way."""
+def assert_same_samples(oracle: Sandbox, run: Run) -> None:
+    """Every step once, with the same samples; holds even if the number of workers changed during the run."""
 
     def samples(of: Run) -> list[tuple[int, float, float]]:
         return [(step, values["tokens"], values["epoch"]) for step, values in history(of)]
@@ -220,6 +218,6 @@ def assert_same_samples(oracle: Place, run: Run) -> None:
     assert samples(run) == samples(oracle.run())
 
 
-def assert_nothing_left(place: Place) -> None:
-    wait_until(lambda: not place.processes(), "all processes to end", 30)
-    assert list((place.directory / "cache" / "nodes").iterdir()) == []
+def assert_nothing_left(sandbox: Sandbox) -> None:
+    wait_until(lambda: not sandbox.processes(), "all processes to end", 30)
+    assert list((sandbox.directory / "cache" / "nodes").iterdir()) == []
