@@ -10,7 +10,7 @@ from pathlib import Path
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.fleet import Started, fleet_of
+from packtrain.fleet import StartedNode, fleet_of
 from packtrain.job.job import Data, Job, Option
 from packtrain.job.kinds import Source
 from packtrain.job.load import LoadedJob, load_job
@@ -89,11 +89,11 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     return create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
 
 
-def start(run: Run, tied: bool, tell: Tell = print) -> list[Started]:
+def start(run: Run, tied: bool, tell: Tell = print) -> list[StartedNode]:
     """Start the run's nodes; tied ones end with this process. Machines that are left out are told to `tell`."""
     fleet = fleet_of(run.job.fleet.kind)
     try:
-        return fleet.start(fleet.plan(run), tied, tell)
+        return fleet.start(run, fleet.plan(run), tied, tell)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
 

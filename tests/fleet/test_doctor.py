@@ -1,4 +1,4 @@
-"""What works from here, tried on hosts that work, and on one that does not."""
+"""The checks of doctor: pure judgments, and real hosts of which some do not work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet.places import left_on, packtrain, write_program
+from fleet.jobs import left_on, packtrain, write_program
 from packtrain.errors import Mistake
-from packtrain.fleet import link_probe as exchange
-from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, Seen, Site, _look, _seen, judged
-from packtrain.fleet.facts import Facts, identity
+from packtrain.fleet import link_probe
+from packtrain.fleet.doctor import CLOCK_SECONDS, DISK_BYTES, check_target, clock_offset, judge
+from packtrain.fleet.facts import Facts
+from packtrain.fleet.fleet import Target
 from packtrain.fleet.remote import Unreachable
+from packtrain.identity import identity
 from packtrain.store import Store
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
 
-RIGHT = Facts("gpu-a", "10.0.0.1", "/p", "3.11.7", identity(), True, 0, 10 * DISK_BYTES, 1000.0, "", True)
+GOOD = Facts("gpu-a", "10.0.0.1", "/p", "3.11.7", identity(), True, 0, 10 * DISK_BYTES, 1000.0, "", True)
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +33,40 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         yield network
 
 
-def test_a_machine_with_nothing_wrong_passes_every_step() -> None:
-    checks = judged("gpu-a", Seen(RIGHT, 0.0), "/store")
-    assert [check.step for check in checks] == ["python", "disk", "clock", "store", "put-if-absent"]
+def test_a_machine_in_good_order_passes_every_check() -> None:
+    checks = judge("gpu-a", GOOD, 0.0, "/store")
+    assert [check.step for check in checks] == ["python", "disk", "clock", "store", "atomic create"]
     assert all(check.ok and not check.advice for check in checks)
 
 
 @pytest.mark.parametrize(
     ("facts", "offset", "step", "advice"),
     [
-        (replace(RIGHT, identity="0.0.9-abc"), 0.0, "python", "install"),
-        (replace(RIGHT, torch=False), 0.0, "python", "packtrain[train]"),
-        (replace(RIGHT, free_bytes=DISK_BYTES - 1), 0.0, "disk", "make room"),
-        (RIGHT, CLOCK_SECONDS + 1, "clock", "chrony"),
-        (RIGHT, -CLOCK_SECONDS - 1, "clock", "chrony"),
-        (replace(RIGHT, store="no such object", put_if_absent=None), 0.0, "store", "mount the same directory"),
-        (replace(RIGHT, put_if_absent=False), 0.0, "put-if-absent", "use another store"),
+        (replace(GOOD, identity="0.0.9-abc"), 0.0, "python", "install"),
+        (replace(GOOD, torch=False), 0.0, "python", "packtrain[train]"),
+        (replace(GOOD, free_bytes=DISK_BYTES - 1), 0.0, "disk", "free some space"),
+        (GOOD, CLOCK_SECONDS + 1, "clock", "chrony"),
+        (GOOD, -CLOCK_SECONDS - 1, "clock", "chrony"),
+        (replace(GOOD, store_error="no such object", atomic_create=None), 0.0, "store", "mount the same directory"),
+        (replace(GOOD, atomic_create=False), 0.0, "atomic create", "use another store"),
     ],
 )
-def test_what_is_wrong_is_told_with_what_to_do(facts: Facts, offset: float, step: str, advice: str) -> None:
-    [failed] = [check for check in judged("gpu-a", Seen(facts, offset), "/store") if not check.ok]
+def test_a_failed_check_says_how_to_fix_it(facts: Facts, offset: float, step: str, advice: str) -> None:
+    [failed] = [check for check in judge("gpu-a", facts, offset, "/store") if not check.ok]
     assert failed.step == step
     assert advice in failed.advice
 
 
 @pytest.mark.parametrize(("asked", "answered", "offset"), [(990, 1010, 0), (1600, 1700, -600), (400, 500, 500)])
-def test_a_clock_is_off_by_what_the_question_cannot_explain(asked: float, answered: float, offset: float) -> None:
-    assert _seen(RIGHT, asked, answered).offset_seconds == offset
+def test_a_clock_is_off_by_what_the_duration_of_the_request_cannot_explain(
+    asked: float, answered: float, offset: float
+) -> None:
+    assert clock_offset(GOOD.time, asked, answered) == offset
 
 
 @dataclass
-class Elsewhere(Site):
-    """A site whose Python is as the test says."""
+class FakeTarget(Target):
+    """A target without commands, whose Python is as the test says."""
 
     found: str | None
     fault: Unreachable | None = None
@@ -77,35 +81,36 @@ class Elsewhere(Site):
         raise AssertionError((command, secrets, seconds))
 
 
-def test_what_a_fresh_host_cannot_try_is_said() -> None:
-    checks, able = _look(Elsewhere(None), "/store", "key", {})
-    assert able == []
-    assert [(check.step, check.ok, check.tried) for check in checks] == [
-        ("reach", True, True), ("python", False, False), ("disk, clock, store", False, False),
+def test_checks_that_need_packtrain_on_a_fresh_host_are_skipped() -> None:
+    checks, usable = check_target(FakeTarget(None), "/store", "key", {})
+    assert usable is None
+    assert [(check.step, check.ok, check.skipped) for check in checks] == [
+        ("connect", True, False), ("python", False, True), ("disk, clock, store", False, True),
     ]  # fmt: skip
     assert "after the first run" in checks[-1].advice
 
 
-@pytest.mark.parametrize(("answers", "step"), [(True, "python"), (False, "reach")])
-def test_a_wrong_python_is_told_from_a_host_that_is_away(answers: bool, step: str) -> None:
-    checks, _ = _look(Elsewhere(None, Unreachable("gpu-a", "/opt/python: not found", answers)), "/store", "key", {})
+@pytest.mark.parametrize(("answers", "step"), [(True, "python"), (False, "connect")])
+def test_a_wrong_python_and_an_unreachable_host_are_different_failures(answers: bool, step: str) -> None:
+    fault = Unreachable("gpu-a", "/opt/python: not found", answers)
+    checks, _ = check_target(FakeTarget(None, fault), "/store", "key", {})
     assert [check.step for check in checks if not check.ok] == [step]
 
 
-def test_an_exchange_refuses_a_public_address_as_agents_do(tmp_path: Path) -> None:
+def test_the_link_probe_refuses_a_public_address_as_nodes_do(tmp_path: Path) -> None:
     options = ["--store", str(tmp_path), "--key", "k", "--world", "2", "--address", "8.8.8.8"]
     with pytest.raises(Mistake, match="is a public address"):
-        exchange.main(options)
+        link_probe.main(options)
 
 
-def test_an_exchange_listens_on_its_address_and_on_no_other(directory_store: Store) -> None:
-    meeting = exchange.meet(directory_store, "k", 0, 1, "127.0.0.1")
+def test_the_link_probe_listens_on_its_own_address_only(directory_store: Store) -> None:
+    shared = link_probe.rendezvous(directory_store, "k", 0, 1, "127.0.0.1")
     listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    assert [place.ip for place in listening if place.port == meeting.port] == ["127.0.0.1"]
-    assert json.loads(directory_store.get("k")) == ["127.0.0.1", meeting.port]
+    assert [place.ip for place in listening if place.port == shared.port] == ["127.0.0.1"]
+    assert json.loads(directory_store.get("k")) == ["127.0.0.1", shared.port]
 
 
-def test_two_hosts_pass_and_exchange(network: Network, tmp_path: Path) -> None:
+def test_two_good_hosts_pass_every_check_and_their_link_is_measured(network: Network, tmp_path: Path) -> None:
     network[1].rate(200e6)
     try:
         done = packtrain(
@@ -117,37 +122,37 @@ def test_two_hosts_pass_and_exchange(network: Network, tmp_path: Path) -> None:
     checks = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr + done.stdout
     steps = [check["step"] for check in checks if check["machine"] == "host2"]
-    assert steps == ["reach", "python", "disk", "clock", "store", "put-if-absent"]
-    [exchange] = [check for check in checks if check["step"] == "exchange"]
-    assert exchange["machine"] == "2 machines"
-    assert exchange["what"].startswith("gloo: ")
-    assert 0.05 < float(exchange["what"].partition("(")[2].split()[0]) < 0.25, exchange  # of the 0.2 Gbit/s of the line
+    assert steps == ["connect", "python", "disk", "clock", "store", "atomic create"]
+    [link] = [check for check in checks if check["step"] == "link probe"]
+    assert link["machine"] == "2 machines"
+    assert link["detail"].startswith("gloo: ")
+    assert 0.05 < float(link["detail"].partition("(")[2].split()[0]) < 0.25, link  # of the 0.2 Gbit/s of the line
     assert left_on(network) == []
     assert list((network.shared / "store").glob("scratch/*")) == []
 
 
-def test_a_job_with_a_blind_and_an_absent_host_fails_with_advice(network: Network, tmp_path: Path) -> None:
+def test_an_unreachable_host_and_one_without_the_store_fail_with_advice(network: Network, tmp_path: Path) -> None:
     job = write_program(tmp_path / "job", tmp_path / "store", "{ssh: {hosts: [host1, host9]}}", "")
     environment = {"PATH": f"{network.ssh_program()}:/usr/bin:/bin"}
     done = packtrain("doctor", "--fleet", job, directory=tmp_path, environment=environment)
     assert done.returncode == 2
-    for word in ("host9", "not", "known", "mount", "directory"):
+    for word in ("host9", "unknown", "host", "mount", "directory"):
         assert word in done.stdout
 
 
-def test_without_the_programs_of_a_fleet_no_machine_is_tried(tmp_path: Path) -> None:
+def test_no_machine_is_checked_without_the_programs_of_the_fleet(tmp_path: Path) -> None:
     job = write_program(tmp_path / "job", tmp_path / "store", "{slurm: {machines: 2}}", "")
     environment = {"PATH": str(tmp_path / "empty")}
     done = packtrain("doctor", "--fleet", job, "--json", directory=tmp_path, environment=environment)
     assert done.returncode == 2, done.stderr
     checks = json.loads(done.stdout)
-    assert [(check["step"], check["tried"]) for check in checks] == [
-        ("sbatch", True), ("squeue", True), ("srun", True), ("reach", False),
+    assert [(check["step"], check["skipped"]) for check in checks] == [
+        ("sbatch", False), ("squeue", False), ("srun", False), ("connect", True),
     ]  # fmt: skip
     assert not any(check["ok"] for check in checks)
 
 
-def test_a_fleet_that_is_not_one_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_fleet_is_refused(tmp_path: Path) -> None:
     done = packtrain("doctor", "--fleet", "shh:a", directory=tmp_path, environment={})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "ssh:host,host" in done.stderr

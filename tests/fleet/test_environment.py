@@ -1,11 +1,11 @@
-"""Finding and making the Python environment on a host."""
+"""Finding and creating the Python environment on a host."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,9 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.fleet import environment
-from packtrain.fleet.facts import identity
 from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.fleet.ssh import look
+from packtrain.fleet.ssh import facts_of
+from packtrain.identity import identity
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
@@ -39,7 +39,7 @@ def remote(network: Network, monkeypatch: pytest.MonkeyPatch) -> Remote:
     return Remote("host1")
 
 
-def test_our_own_wheel_is_the_same_every_time_and_installs(tmp_path: Path) -> None:
+def test_the_wheel_of_packtrain_is_the_same_every_time_and_installs(tmp_path: Path) -> None:
     name, data = environment.own_wheel()
     assert environment.own_wheel() == (name, data)
     with zipfile.ZipFile(io.BytesIO(data)) as wheel:
@@ -54,7 +54,7 @@ def test_our_own_wheel_is_the_same_every_time_and_installs(tmp_path: Path) -> No
     assert done.stdout.strip() == str(target / "packtrain" / "__init__.py")
 
 
-def test_constraints_are_the_versions_in_use_here() -> None:
+def test_constraints_pin_the_versions_installed_here() -> None:
     import numpy
     import torch
 
@@ -64,12 +64,12 @@ def test_constraints_are_the_versions_in_use_here() -> None:
     assert not any(line.startswith(("pytest==", "packtrain==")) for line in lines)
 
 
-def test_an_empty_bundle_is_refused(tmp_path: Path) -> None:
+def test_a_bundle_without_wheels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Mistake, match="has no wheels"):
         environment.check_bundle(tmp_path)
 
 
-def test_the_same_python_under_the_same_path_is_found(remote: Remote) -> None:
+def test_the_python_at_this_machines_own_path_is_found(remote: Remote) -> None:
     assert environment.find(remote, None) == sys.executable
     assert environment.find(remote, sys.executable) == sys.executable
     assert environment.find_any(remote, None) == sys.executable
@@ -80,16 +80,14 @@ def test_a_python_without_packtrain_is_refused(remote: Remote) -> None:
         environment.find(remote, "/usr/bin/python3")
 
 
-# A host that greets everybody, as many do in .bashrc: an ssh of the test's own, with no host behind it.
-
-
+# An ssh without a host behind it; it prints a greeting, as many a .bashrc does.
 SSH = """#!/bin/bash
 echo "Welcome to gpu-a"
 echo
 exec sh -c "${@: -1}"
 """
 
-# Answers as an environment with our Packtrain does; `venv` makes another such, which takes a moment.
+# Answers like an environment with this Packtrain; `venv` creates another one, which takes a moment.
 PYTHON = """#!/bin/sh
 case "$*" in
   *identity*) echo IDENTITY ;;
@@ -100,7 +98,7 @@ esac
 
 
 @pytest.fixture
-def greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+def greeting_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {"ssh": SSH, "python3.13": PYTHON.replace("IDENTITY", identity())}.items():
@@ -111,34 +109,44 @@ def greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     return Remote("gpu-a")
 
 
-def test_a_host_that_greets_is_understood(greeting: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.find(greeting, None) == sys.executable
-    assert environment.find(greeting, sys.executable) == sys.executable
-    assert environment.find_any(greeting, sys.executable) == sys.executable
+def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.find(greeting_host, None) == sys.executable
+    assert environment.find(greeting_host, sys.executable) == sys.executable
+    assert environment.find_any(greeting_host, sys.executable) == sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert environment.find(greeting, None) is None
+    assert environment.find(greeting_host, None) is None
     with pytest.raises(Unreachable, match="not found") as refused:
-        environment.find(greeting, "/nowhere/python")
+        environment.find(greeting_host, "/nowhere/python")
     assert refused.value.answers
 
 
-def test_two_who_make_the_same_environment_at_once_both_have_it(greeting: Remote, tmp_path: Path) -> None:
+def test_runs_that_create_the_same_environment_at_the_same_time_all_get_it(
+    greeting_host: Remote, tmp_path: Path
+) -> None:
     made = tmp_path / "cache/environments" / identity()
-    (made / "bin").mkdir(parents=True)  # what somebody left who was interrupted
+    (made / "bin").mkdir(parents=True)  # left behind by an interrupted creation
     (made / "bin/leftover").touch()
     with ThreadPoolExecutor(3) as pool:
-        paths = list(pool.map(lambda _: environment.make(greeting, None), range(3)))
+        paths = list(pool.map(lambda _: environment.create(greeting_host, None), range(3)))
     assert set(paths) == {str(made / "bin/python")}
     assert sorted(path.name for path in made.iterdir()) == ["bin", "installed"]
-    assert [path.name for path in made.parent.iterdir()] == [identity()], "no parts are left"
+    assert [path.name for path in made.parent.iterdir()] == [identity()], "nothing temporary is left"
     before = (made / "installed").stat().st_ino
-    environment.make(greeting, None)
-    assert (made / "installed").stat().st_ino == before, "one that fits is kept"
+    environment.create(greeting_host, None)
+    assert (made / "installed").stat().st_ino == before, "a matching environment is kept"
+
+
+def installed_packages() -> str:
+    """The directory that has torch, and with it everything else that Packtrain needs."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parents[1])
 
 
 def stub_wheel(directory: Path, name: str, version: str) -> None:
-    """A wheel that installs in a moment: its only file shows Python the environment that the test runs in."""
-    folder, shown = f"{name.replace('-', '_')}-{version}.dist-info", sysconfig.get_path("purelib")
+    """Write a wheel that installs quickly: its only file adds the test's own environment to Python's path."""
+    folder, shown = f"{name.replace('-', '_')}-{version}.dist-info", installed_packages()
     files = {
         f"{name}-of-the-test.pth": shown,
         f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -150,26 +158,26 @@ def stub_wheel(directory: Path, name: str, version: str) -> None:
             wheel.writestr(file, text)
 
 
-def test_an_environment_is_made_offline_from_a_bundle_and_found_again(
+def test_an_environment_is_created_offline_from_a_bundle_and_found_again(
     network: Network, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip, venv and our wheel are real. The others stand for themselves: torch alone would take a minute."""
+    """pip, venv and the wheel of Packtrain are real; the others are stubs, for torch alone would take a minute."""
     for line in environment.constraints():
         stub_wheel(tmp_path, *line.split("=="))
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert environment.find(remote, None) is None
-    made = environment.make(remote, tmp_path)
+    made = environment.create(remote, tmp_path)
     assert made == f"/root/.cache/packtrain/environments/{identity()}/bin/python"
     assert environment.find(remote, None) == made
-    facts = look(remote, made, "", "", ())
+    facts = facts_of(remote, made, "", "", ())
     assert (facts.python, facts.identity, facts.torch) == (made, identity(), True)
     where = remote.run([made, "-c", "import packtrain; print(packtrain.__file__)"])
     assert where.startswith("/root/.cache/packtrain/environments/")
     assert [path.name for path in (network[0].home / ".cache/packtrain/environments").iterdir()] == [identity()]
 
 
-def test_a_bundle_that_lacks_a_wheel_says_which(network: Network, remote: Remote, tmp_path: Path) -> None:
+def test_an_error_names_the_wheel_that_a_bundle_lacks(network: Network, remote: Remote, tmp_path: Path) -> None:
     stub_wheel(tmp_path, "numpy", "2.0.0")
     with pytest.raises(Unreachable, match="No matching distribution found for"):
-        environment.make(remote, tmp_path)
+        environment.create(remote, tmp_path)
     assert not list((network[0].home / ".cache/packtrain/environments").glob("part-*"))

@@ -1,3 +1,5 @@
+"""Nodes on this machine: what is started, and what survives the client."""
+
 from __future__ import annotations
 
 import os
@@ -9,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.fleet import Fleet, Start, fleet_of
-from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings
+from packtrain.fleet import Fleet, LaunchPlan, fleet_of
+from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
 from packtrain.store import Store
@@ -25,19 +27,33 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_every_kind_of_a_job_file_has_its_fleet() -> None:
+def test_every_kind_of_fleet_in_a_job_file_can_be_built() -> None:
     for word in FLEETS:
         settings = {} if word in ("local", "slurm") else {"hosts": ["a"]}
         assert isinstance(fleet_of(kind_class(FLEETS, word).model_validate(settings)), Fleet)
     assert isinstance(fleet_of(LocalSettings()), LocalFleet)
 
 
-def test_a_plan_is_the_command_for_each_machine(directory_store: Store) -> None:
+def test_a_plan_has_the_node_command_for_each_machine(directory_store: Store) -> None:
     run = new_run(directory_store)
     command = (
         sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--address", "127.0.0.1",
     )  # fmt: skip
-    assert LocalFleet(LocalSettings(machines=3)).plan(run) == [Start("this machine", command)] * 3
+    assert LocalFleet(LocalSettings(machines=3)).plan(run) == [LaunchPlan("this machine", command)] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("python -m packtrain node job-1 --store /s", True),
+        ("mpirun -H a:1 python -m packtrain node job-1 --store /s --interface eth0", True),
+        ("python -m packtrain node job-2 --store /s", False),
+        ("python -m packtrain node job-1 --store /other", False),
+        ("grep node job-1 --store /s", False),
+    ],
+)
+def test_a_node_is_recognized_by_its_command_line(words: str, expected: bool) -> None:
+    assert is_node(words.split(), "job-1", "/s") == expected
 
 
 def test_a_plan_holds_no_secret(s3_store: Store) -> None:
@@ -48,26 +64,23 @@ def test_a_plan_holds_no_secret(s3_store: Store) -> None:
         assert os.environ[variable] not in repr(plan)
 
 
-def test_a_lease_tells_its_exit_code_and_leaves_a_log(own_cache: Path) -> None:
+def test_the_exit_code_and_the_output_of_a_node_are_kept(own_cache: Path) -> None:
     arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
-    [node] = LocalFleet(LocalSettings()).start([Start("this machine", arguments)], tied=False)
+    node = start_process(arguments, tied=False)
     while node.exit_code() is None:
         time.sleep(0.02)
     assert node.exit_code() == 7
-    assert node.log is not None
     assert node.log.is_relative_to(own_cache)
     assert sorted(node.log.read_text().split()) == ["err", "out"]
 
 
 STARTER = f"""
 import sys, time
-from packtrain.fleet import Start
-from packtrain.fleet.local import LocalFleet, LocalSettings
-tied = sys.argv[1] == "tied"
-[node] = LocalFleet(LocalSettings()).start([Start("this machine", {SLEEPER!r})], tied)
+from packtrain.fleet.local import start_process
+node = start_process({SLEEPER!r}, tied=sys.argv[1] == "tied")
 while "up" not in node.log.read_text():
     time.sleep(0.02)
-print(node._process.pid, flush=True)
+print(node.process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -88,8 +101,8 @@ def test_a_tied_node_ends_with_its_client() -> None:
     assert gone == [node]
 
 
-def test_another_node_goes_on_without_its_client_and_knows_how_long_a_signal_leaves_it() -> None:
-    client, node = started("free")
+def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_signal() -> None:
+    client, node = started("untied")
     try:
         assert os.getsid(node.pid) == node.pid
         assert seconds_from(node.environ()) == END_SECONDS

@@ -1,4 +1,4 @@
-"""The same job on a Slurm cluster: submitted, run to its goal, and queued again without losing its place."""
+"""The same job on a Slurm cluster: submitted, finished, and requeued without losing progress."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 
-from fleet.places import (
+from fleet.jobs import (
     COUNTING,
     left_on,
     newest,
     packtrain_on,
-    wait_until,
     wait_until_all_left,
     write_job,
     write_program,
 )
 from packtrain.errors import Mistake
 from packtrain.fleet.fleet import Machine
-from packtrain.fleet.local import is_agent
+from packtrain.fleet.local import is_node
 from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, SlurmSettings, script, slurm_time, summed_up
 from packtrain.run.run import Run
 from packtrain.start import start
@@ -32,6 +31,7 @@ from packtrain.store import Store, open_store
 from parts import hosts, slurm
 from parts.presence import need
 from parts.runs import new_run, program_job
+from parts.sandbox import wait_until
 from parts.slurm import Cluster
 
 
@@ -43,19 +43,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+def script_of(run: Run, **settings: Any) -> str:
+    return script(run, run.job, SlurmSettings.model_validate(settings))
+
+
 def header(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
-# What is submitted is a value.
-
-
 def test_a_fixed_number_of_machines_is_one_job(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(budget={"hours": 1.5}))
-    settings = SlurmSettings.model_validate(
-        {"machines": 3, "partition": "gpu", "gpus": 4, "options": ["--constraint=a100"]}
-    )
-    lines = header(script(run, settings))
+    lines = header(script_of(run, machines=3, partition="gpu", gpus=4, options=["--constraint=a100"]))
     for wanted in (
         "--nodes=3", "--requeue", "--signal=B:USR1@120", "--time=0-01:30:00", "--partition=gpu", "--gres=gpu:4",
         "--constraint=a100", "--open-mode=append",
@@ -66,21 +64,21 @@ def test_a_fixed_number_of_machines_is_one_job(directory_store: Store) -> None:
 
 def test_a_range_of_machines_is_an_array_of_jobs(directory_store: Store) -> None:
     run = new_run(directory_store)
-    lines = header(script(run, SlurmSettings.model_validate({"machines": "2..4", "time": "4 h"})))
+    lines = header(script_of(run, machines="2..4", time="4 h"))
     assert {"--nodes=1", "--array=1-4", "--time=0-04:00:00"} <= set(lines)
 
 
 @pytest.mark.parametrize(
     ("settings", "whole"), [({}, True), ({"gpus": 1}, False), ({"options": ["--cpus-per-task=8"]}, False)]
 )
-def test_a_machine_is_a_whole_node_unless_a_part_is_asked_for(
+def test_a_machine_is_a_whole_node_unless_the_job_asks_for_a_part(
     directory_store: Store, settings: dict[str, Any], whole: bool
 ) -> None:
-    lines = header(script(new_run(directory_store), SlurmSettings.model_validate(settings)))
+    lines = header(script_of(new_run(directory_store), **settings))
     assert ("--exclusive" in lines) == whole
 
 
-def test_the_script_is_sound_and_holds_no_value(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_is_valid_and_holds_no_secret(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "canary-of-the-test")
     run = new_run(s3_store, program_job(environment=["SECRET"]))
     [start] = SlurmFleet(SlurmSettings()).plan(run)
@@ -92,19 +90,17 @@ def test_the_script_is_sound_and_holds_no_value(s3_store: Store, monkeypatch: py
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(1, "0-00:01:00"), (5400, "0-01:30:00"), (86400 + 61, "1-00:02:00")])
-def test_times_are_whole_minutes(seconds: float, shown: str) -> None:
+def test_time_limits_are_whole_minutes(seconds: float, shown: str) -> None:
     assert slurm_time(seconds) == shown
 
 
-def test_a_queue_is_summed_up() -> None:
+def test_the_state_of_a_queue_is_summed_up() -> None:
     machines = [Machine("a", "RUNNING"), Machine("b", "RUNNING"), Machine("c", "PENDING", "Resources")]
     assert summed_up(machines) == "2 RUNNING, 1 PENDING (Resources)"
     assert summed_up([]) == ""
 
 
-# The script, with stand-ins for the programs of SlurmSettings.
-
-
+# Runs until it gets SIGUSR1, and then exits with $CODE.
 SRUN = """#!/bin/bash
 echo "$PACKTRAIN_NOTICE_SECONDS" > "$PLACE/seconds"
 trap 'kill %1; exit '"$CODE" USR1
@@ -121,14 +117,14 @@ def stand_in(directory: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("code", "again"), [(101, True), (137, True), (2, True), (0, False), (100, False), (103, False)]
 )
-def test_after_a_notice_the_job_is_queued_again_unless_the_run_is_over(
+def test_after_a_preemption_notice_the_job_is_requeued_unless_the_run_is_over(
     code: int, again: bool, directory_store: Store, tmp_path: Path
 ) -> None:
-    """srun has the highest code of all agents: 137 is one that was killed among others that left."""
+    """srun exits with the highest code of all nodes: 137 is one that was killed among others that left."""
     stand_in(tmp_path / "bin", "srun", SRUN)
     stand_in(tmp_path / "bin", "scontrol", '#!/bin/bash\necho "$*" >> "$PLACE/requeued"\n')
     path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PLACE": str(tmp_path), "CODE": str(code), "SLURM_JOB_ID": "7"}
-    (tmp_path / "job.sh").write_text(script(new_run(directory_store), SlurmSettings()))
+    (tmp_path / "job.sh").write_text(script_of(new_run(directory_store)))
     job = subprocess.Popen(["bash", str(tmp_path / "job.sh")], env=path)
     wait_until((tmp_path / "up").exists, "srun")
     job.send_signal(signal.SIGUSR1)
@@ -139,15 +135,15 @@ def test_after_a_notice_the_job_is_queued_again_unless_the_run_is_over(
 
 def test_a_store_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "my store's #1 50%"))
-    lines = header(script(new_run(store), SlurmSettings()))
-    assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node is to be queued again"
+    lines = header(script_of(new_run(store)))
+    assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node must be requeued"
     [output] = [words for line in lines if "--output" in line for words in [shlex.split(line)]]
     assert output == [f"--output={store.url.replace('%', '%%')}/runs/job-1/slurm-%j.out"]
 
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What squeue shows; sbatch and scancel write down what they were given."""
+    """Stand-ins: squeue shows a file; sbatch and scancel write down their arguments."""
     place = tmp_path / "slurm"
     stand_in(place, "squeue", f'#!/bin/sh\ncat "{place}/queue.json"\n')
     stand_in(place, "sbatch", f'#!/bin/sh\necho "$*" >> "{place}/submitted"; cat > "{place}/script"; echo 7\n')
@@ -170,7 +166,7 @@ def submissions(place: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_a_run_that_waits_in_the_queue_is_not_submitted_again(directory_store: Store, queue: Path) -> None:
+def test_a_run_that_is_already_queued_is_not_submitted_again(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
     told: list[str] = []
     start(run, False, told.append)
@@ -178,35 +174,32 @@ def test_a_run_that_waits_in_the_queue_is_not_submitted_again(directory_store: S
     show_queue(queue, job_of(run, "PENDING"))
     assert start(run, False, told.append) == []
     assert submissions(queue) == 1
-    assert "waits in the queue for it already" in told[-1]
-    for state in ("RUNNING", "COMPLETING"):  # the latter may yet be queued again
+    assert "is already queued for this run" in told[-1]
+    for state in ("RUNNING", "COMPLETING"):  # the latter may still be requeued
         show_queue(queue, job_of(run, state))
-        with pytest.raises(Mistake, match="Slurm job 7 still runs"):
+        with pytest.raises(Mistake, match="Slurm job 7 of this run is still running"):
             start(run, False, told.append)
     show_queue(queue, job_of(run, "COMPLETED"), job_of(run, "PENDING", comment="/another/store"))
     start(run, False, told.append)
     assert submissions(queue) == 2
 
 
-def test_a_stop_takes_back_what_waits_in_the_queue(directory_store: Store, queue: Path) -> None:
+def test_a_stop_cancels_queued_jobs(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": "1..2"}}))
     fleet = SlurmFleet(SlurmSettings())
-    fleet.withdraw(run)
+    fleet.cancel_queued(run)
     assert not (queue / "cancelled").exists()
     show_queue(queue, job_of(run, "RUNNING", array_job_id=5), job_of(run, "PENDING", array_job_id=5))
-    fleet.withdraw(run)
+    fleet.cancel_queued(run)
     fleet.end(run)
     assert (queue / "cancelled").read_text().splitlines() == ["--quiet --state=PENDING 5", "--quiet 5"]
 
 
-def test_slurm_is_asked_about_the_script_that_it_would_get(directory_store: Store, queue: Path) -> None:
+def test_slurm_validates_the_script_that_would_be_submitted(directory_store: Store, queue: Path) -> None:
     job = program_job(fleet={"slurm": {"machines": 2}})
     SlurmFleet(SlurmSettings()).check(job, directory_store)
     assert "--test-only" in (queue / "submitted").read_text()
-    assert (queue / "script").read_text() == script(new_run(directory_store, job), SlurmSettings())
-
-
-# On a cluster.
+    assert (queue / "script").read_text() == script_of(new_run(directory_store, job))
 
 
 def submitted(cluster: Cluster, name: str, fleet: str, script: str) -> Run:
@@ -222,8 +215,8 @@ def said(run: Run) -> list[str]:
     return [line.text for line in lines if line.rank is not None and line.text.startswith("rank")]
 
 
-def test_one_of_an_array_is_queued_again_alone(cluster: Cluster) -> None:
-    """It is the one whose job has the number of the whole array. The other goes on without it."""
+def test_one_job_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
+    """It is the one whose job has the number of the whole array. The other continues without it."""
     run = submitted(cluster, "array", "{slurm: {machines: 1..2}, workers: 1}", COUNTING.replace("LAST", "100000"))
     wait_until(lambda: len(said(run)) == 2, "both workers")
     [array] = json.loads(run.store.get(run.key("slurm.json")))
@@ -237,7 +230,7 @@ def test_one_of_an_array_is_queued_again_alone(cluster: Cluster) -> None:
     assert [generation.cause for generation in run.generations()] == ["start", "preempted"]
     assert "rank 0 of 1" in said(run)[-1]
     assert "from 0" not in said(run)[-1]
-    # It comes too late, and leaves at once.
+    # When it starts again the run is over, and it leaves.
     cluster.command("scontrol", "update", f"JobId={noticed}", "StartTime=now+3")
     wait_until(lambda: settled(cluster), "an empty queue")
     assert left_on(cluster.nodes) == []
@@ -247,7 +240,7 @@ def shown(cluster: Cluster, job: str) -> str:
     return cluster.command("scontrol", "show", "job", job)
 
 
-def test_what_slurm_would_refuse_is_refused_before_the_data_is_packed(cluster: Cluster) -> None:
+def test_a_job_that_slurm_would_reject_is_refused_before_the_data_is_packed(cluster: Cluster) -> None:
     place = cluster.login.place.parent / "shared"
     job = write_job(place, place / "refused", "{slurm: {machines: 2, partition: gpu}, workers: 1}")
     done = packtrain_on(cluster.login, "run", job, "--detach")
@@ -260,7 +253,7 @@ def settled(cluster: Cluster) -> bool:
     return cluster.command("squeue", "-h", "-t", "PENDING,RUNNING,COMPLETING") == ""
 
 
-def test_two_nodes_wait_in_the_queue_and_after_a_notice_reach_the_goal_from_where_they_were(cluster: Cluster) -> None:
+def test_two_queued_nodes_start_and_after_a_requeue_resume_and_finish(cluster: Cluster) -> None:
     cluster.command("scontrol", "update", "PartitionName=main", "State=DOWN")
     run = submitted(cluster, "again", "{slurm: {machines: 2}, workers: 1}", COUNTING.replace("LAST", "100000"))
     listed = packtrain_on(cluster.login, "ls", "--json", "--store", run.store.url)
@@ -272,14 +265,14 @@ def test_two_nodes_wait_in_the_queue_and_after_a_notice_reach_the_goal_from_wher
     assert "srun" in kept
     assert "canary" not in kept
     [job] = json.loads(run.store.get(run.key("slurm.json")))
-    agents = [
+    nodes = [
         process
         for host in cluster.nodes
         for process in host.processes()
-        if is_agent(process.cmdline(), run.name, run.store.url)
+        if is_node(process.cmdline(), run.name, run.store.url)
     ]
-    assert {process.environ()["PACKTRAIN_NOTICE_SECONDS"] for process in agents} == {str(NOTICE_SECONDS)}
-    # What Slurm does two minutes before the limit: to the script, and to nothing else.
+    assert {process.environ()["PACKTRAIN_NOTICE_SECONDS"] for process in nodes} == {str(NOTICE_SECONDS)}
+    # What Slurm does two minutes before the time limit: a signal to the script alone.
     cluster.command("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: cluster.command("squeue", "-h", "-j", job, "-o", "%T").strip() == "PENDING", "the requeue")
     assert run.result() is None

@@ -1,4 +1,4 @@
-"""The same job over ssh: hosts of their own, the system's ssh, no connection that the run depends on."""
+"""The same job over ssh: real hosts and the system's ssh; the run depends on no connection."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fleet.places import left_on, losses, newest, packtrain, wait_until, wait_until_all_left, write_job, write_program
+from fleet.jobs import left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
 from packtrain.fleet.remote import Remote, advice, split_destination
-from packtrain.fleet.ssh import Ready, SshFleet, SshSettings
+from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
 from packtrain.run.run import open_run
 from packtrain.store import Store, open_store
 from parts import hosts
@@ -23,6 +23,7 @@ from parts.hosts import Network
 from parts.presence import need
 from parts.runs import new_run, program_job
 from parts.s3 import fresh_location
+from parts.sandbox import wait_until
 
 CANARY = "canary-of-the-test"
 
@@ -40,10 +41,7 @@ def environment(network: Network, tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{network.ssh_program()}:/usr/bin:/bin", "PACKTRAIN_CACHE": str(tmp_path / "cache")}
 
 
-# What is started is a value.
-
-
-def test_a_plan_is_the_ssh_command_of_each_host(directory_store: Store) -> None:
+def test_a_plan_has_the_ssh_command_for_each_host(directory_store: Store) -> None:
     run = new_run(directory_store)
     plan = SshFleet(SshSettings(hosts=("gpu-a", "me@gpu-b:2222"), python="/opt/python", interface="eth1")).plan(run)
     assert [start.machine for start in plan] == ["gpu-a", "me@gpu-b:2222"]
@@ -54,14 +52,14 @@ def test_a_plan_is_the_ssh_command_of_each_host(directory_store: Store) -> None:
     assert shlex.split(words[-1]) == node
 
 
-def test_ssh_checks_host_keys_and_asks_nothing() -> None:
+def test_ssh_checks_host_keys_and_never_prompts() -> None:
     words = " ".join(Remote("gpu-a").arguments())
     assert "BatchMode=yes" in words
     assert "KnownHosts" not in words
     assert "HostKey" not in words
 
 
-def test_a_plan_names_the_variables_and_holds_no_value(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_names_the_variables_and_holds_no_values(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "canary-of-the-test")
     run = new_run(s3_store, program_job(environment=["SECRET"]))
     [start] = SshFleet(SshSettings(hosts=("gpu-a",))).plan(run)
@@ -78,7 +76,7 @@ def test_a_plan_names_the_variables_and_holds_no_value(s3_store: Store, monkeypa
         ("[fe80::1]:22", ("fe80::1", "22")),
     ],
 )
-def test_destinations_are_taken_apart(name: str, parts: tuple[str, str | None]) -> None:
+def test_a_host_is_split_into_destination_and_port(name: str, parts: tuple[str, str | None]) -> None:
     assert split_destination(name) == parts
 
 
@@ -86,34 +84,28 @@ def test_destinations_are_taken_apart(name: str, parts: tuple[str, str | None]) 
     ("said", "word"),
     [
         ("root@x: Permission denied (publickey).", "ssh-copy-id"),
-        ("ssh: connect to host x port 22: Connection timed out", "is it on"),
+        ("ssh: connect to host x port 22: Connection timed out", "check that it is on"),
         ("kex_exchange_identification: odd", "kex_exchange"),
     ],
 )
-def test_what_ssh_says_becomes_advice(said: str, word: str) -> None:
+def test_errors_of_ssh_become_advice(said: str, word: str) -> None:
     assert word in advice("x", said)
 
 
-def test_the_last_words_of_a_tied_agent_are_kept(
+def test_the_output_of_a_tied_node_is_kept(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\necho one; echo 'packtrain: no such interface' >&2; exit 2\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    fleet = SshFleet(SshSettings(hosts=("gpu-a",)))
-    [planned] = fleet.plan(new_run(directory_store))
-    node = fleet._start(Ready(planned, "python", None), tied=True)  # type: ignore[arg-type]
+    node = start_node(UsableHost("gpu-a", "python"), new_run(directory_store), ["node", "job-1"], {}, tied=True)
     assert node is not None
-    assert node.log is not None
-    wait_until(lambda: node.exit_code() is not None, "the agent's end")
+    wait_until(lambda: node.exit_code() is not None, "the node to end")
     assert (node.exit_code(), node.log.read_text()) == (2, "one\npacktrain: no such interface\n")
 
 
-# Runs.
-
-
-def test_three_hosts_reach_the_goal_as_one_machine_does(
+def test_three_hosts_finish_with_the_same_losses_as_one_machine(
     network: Network, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     store = network.shared / "three"  # the pack of the first run is that of the second
@@ -126,16 +118,16 @@ def test_three_hosts_reach_the_goal_as_one_machine_does(
     assert {member.address for member in generation.members} == {host.address for host in network}
     assert losses(run) == losses(here)
     assert left_on(network) == []
-    for host in network:  # the log of an agent that did well is gone, as is what the nodes kept
-        assert list((host.home / ".cache/packtrain/agents").iterdir()) == []
+    for host in network:  # a node that finished deletes its log and its directory
+        assert list((host.home / ".cache/packtrain/logs").iterdir()) == []
         assert list((host.home / ".cache/packtrain/nodes").iterdir()) == []
 
 
-def test_two_hosts_start_without_the_third_and_secrets_reach_them_unseen(
+def test_two_hosts_start_without_the_third_and_secrets_reach_them_without_being_visible(
     network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share a bucket, and no directory. Its keys, and a variable that the job names, come over standard input:
-    they are in the environment of those who need them, and in no command line and no file."""
+    they are in the environment of the processes that need them, and in no command line and no file."""
     script = (
         "import os, psutil\n"
         "secrets = [os.environ['AWS_SECRET_ACCESS_KEY'], os.environ['SECRET']]\n"
@@ -150,8 +142,8 @@ def test_two_hosts_start_without_the_third_and_secrets_reach_them_unseen(
         job = write_program(tmp_path / "program", store, fleet, script, "environment: [SECRET]")
         done = packtrain("run", job, directory=tmp_path, environment={**environment, "SECRET": CANARY})
         assert done.returncode == 0, done.stderr + done.stdout
-        assert "could do without host9: its name is not known" in done.stdout, "said before anything takes long"
-        assert "goes on without host9: its name is not known" in done.stdout
+        assert "host9 is unavailable (unknown host name; check ~/.ssh/config); the run can start" in done.stdout
+        assert "host9 is unavailable (unknown host name; check ~/.ssh/config); continuing" in done.stdout
         run = newest(store)
         wait_until_all_left(run)
         secrets = (server.secret_key, CANARY)
@@ -172,9 +164,6 @@ def files_with(directory: Path, text: str) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
-# Refusals: one line, and nothing runs.
-
-
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stderr + done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
@@ -182,20 +171,21 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr
 
 
-def test_hosts_are_looked_at_before_the_data(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
-    """Nobody waits for a pack to learn that a host is away."""
+def test_hosts_are_checked_before_the_data_is_packed(
+    network: Network, tmp_path: Path, environment: dict[str, str]
+) -> None:
     job = write_job(tmp_path, network.shared / "early", "{ssh: {hosts: [host1, host9]}, workers: 1}")
     done = packtrain("run", job, directory=tmp_path, environment=environment)
-    assert_refused(done, "1 of the 2 hosts", "host9: its name is not known")
+    assert_refused(done, "1 of the 2 hosts", "host9: unknown host name")
     assert list((network.shared / "early").rglob("*.json")) == [], "neither a pack nor a run was made"
 
 
-def test_a_store_that_hosts_do_not_see_is_refused(
+def test_a_store_that_hosts_cannot_see_is_refused(
     network: Network, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     job = write_program(tmp_path / "blind", tmp_path / "here", "{ssh: {hosts: [host1, host2]}}", "")
     done = packtrain("run", job, directory=tmp_path, environment=environment)
-    assert_refused(done, "host1, host2: it does not see the store", "mount the same directory")
+    assert_refused(done, "host1, host2: cannot see the store", "mount the same directory")
     assert open_store(str(tmp_path / "here")).list("scratch/") == []
 
 
@@ -214,10 +204,7 @@ def test_a_changed_host_key_is_refused(tmp_path: Path, environment: dict[str, st
         assert_refused(done, "host1: its host key has changed")
 
 
-# Machines that are at work.
-
-
-def test_agents_outlive_the_client_are_listed_and_end_when_asked(
+def test_nodes_outlive_the_client_and_can_be_listed_and_ended(
     network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = network.shared / "alive"
@@ -230,14 +217,14 @@ def test_agents_outlive_the_client_are_listed_and_end_when_asked(
     kind = fleet_of(run.job.fleet.kind)
     assert [(machine.name, machine.state) for machine in kind.list(run)] == [("host1", "running"), ("host2", "running")]
     shown = network[0].run(["tmux", "capture-pane", "-p", "-t", f"packtrain-{run.name}"]).stdout
-    assert "has joined" in shown
+    assert "joined" in shown
     kind.end(run)
     assert {machine.state for machine in kind.list(run)} == {"ended"}
-    kind.end(run)  # again: nothing happens
+    kind.end(run)  # a second time does nothing
     assert left_on(network) == []
 
 
-def test_tied_agents_end_with_the_client(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_tied_nodes_end_with_the_client(network: Network, tmp_path: Path, environment: dict[str, str]) -> None:
     store = network.shared / "tied"
     fleet = "{ssh: {hosts: [host1]}, workers: 1}"
     job = write_program(tmp_path / "tied", store, fleet, "import time\ntime.sleep(600)\n")
@@ -252,7 +239,7 @@ def test_tied_agents_end_with_the_client(network: Network, tmp_path: Path, envir
     assert newest(store).result() is None  # a machine that has to go only leaves the run
 
 
-def test_attach_opens_the_session_that_shows_the_agent(network: Network, directory_store: Store) -> None:
+def test_attach_opens_the_tmux_session_of_the_node(network: Network, directory_store: Store) -> None:
     run = new_run(directory_store)
     fleet = SshFleet(SshSettings(hosts=("host1", "root@host2:2222")))
     assert fleet.shell(run, None)[:3] == ("ssh", "-t", "host1")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from packtrain.cli.common import console, hints
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
-from packtrain.fleet import Machine, Started, fleet_of
+from packtrain.fleet import Machine, StartedNode, fleet_of
 from packtrain.fleet.slurm import summed_up
 from packtrain.job.job import Job
 from packtrain.node.attempt import Task
@@ -36,7 +36,7 @@ _ENDED = ("ended", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "
 _BAR_WIDTH = 16
 
 
-def follow(run: Run, nodes: Sequence[Started], foreground: bool) -> int:
+def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground."""
     screen = console()
     screen.print(f"[bold]{run.name}[/bold] in {escape(run.store.url)}")
@@ -147,7 +147,7 @@ class Follower:
     def __init__(
         self,
         run: Run,
-        nodes: Sequence[Started],
+        nodes: Sequence[StartedNode],
         screen: Console,
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
@@ -265,7 +265,7 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     )
 
 
-def _how_it_ended(node: Started) -> str:
+def _how_it_ended(node: StartedNode) -> str:
     code = node.exit_code() or 0
     if code < 0:  # a signal leaves no trace in its log
         return f"was killed ({signal.Signals(-code).name})"

@@ -139,7 +139,7 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
 
     if foreground and detach:
         raise Mistake("--foreground and --detach exclude each other; use one of them")
-    fault = fleet_of(fleet).not_tied if foreground and fleet is not None else None
+    fault = fleet_of(fleet).no_foreground if foreground and fleet is not None else None
     if fault is not None:
         raise Mistake(fault)
 

@@ -1,4 +1,4 @@
-"""Verbs for the machines of a fleet: doctor, attach."""
+"""Verbs for machines: doctor, attach, and node, which fleets start on them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, print_json
+from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from packtrain.fleet.doctor import Check
     from packtrain.job.kinds import FleetKind
-from packtrain.cli.common import find_store
-
-if TYPE_CHECKING:
     from packtrain.node.agent import Agent
     from packtrain.run.run import Run
+
+_KNOWN_ADDRESSES = 3  # machines of a run whose addresses a new one asks for; all of them could be many requests
 
 
 def register(app: typer.Typer) -> None:
@@ -32,12 +31,12 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     fleet: Annotated[
-        str, typer.Option("--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to try.")
+        str, typer.Option("--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to check.")
     ] = "local",
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Try each step that a run takes on its machines, and say what to do about what fails."""
+    """Check every step that a run takes on its machines, and say how to fix what fails."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
 
@@ -47,25 +46,25 @@ def doctor(
         print_json([asdict(check) for check in checks])
     else:
         _print(checks)
-    failed = any(check.tried and not check.ok for check in checks)
-    sys.exit(EXIT_MISTAKE if failed else EXIT_DONE if all(check.tried for check in checks) else EXIT_UNFINISHED)
+    failed = any(not check.ok and not check.skipped for check in checks)
+    sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
 
 
 def attach(
     name: RunArgument = None,
-    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="A node or a host. Default: the first.")] = None,
+    node: Annotated[str | None, typer.Argument(metavar="[MACHINE]", help="Default: the first of the run.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Open a shell on a machine of a run; where it has tmux, in the session that shows the agent's words."""
+    """Open a shell on a machine of a run; with tmux, in the session that shows the node's output."""
     from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
     command = fleet_of(run.job.fleet.kind).shell(run, node)
-    os.execvp(command[0], command)  # noqa: S606 - the terminal is the shell's from now on
+    os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
 
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
-    """The machines, the store, the variables, and whether addresses may be public: of a job, or of a short form."""
+    """Return the fleet's settings, the store, the variables to pass, and True if addresses may be public."""
     from packtrain.errors import Mistake
     from packtrain.fleet.local import LocalSettings
     from packtrain.fleet.ssh import SshSettings
@@ -84,7 +83,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
         except ValidationError as error:
             raise Mistake(f"--fleet {fleet}: {faults(error)[0][1]}") from None
     if not Path(fleet).exists():
-        raise Mistake(f"--fleet {fleet}: there is no such job file; or write local, or ssh:host,host")
+        raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
     job = load(fleet).job
     return job.fleet.kind, store or job.store, job.environment, job.fleet.public_address
 
@@ -94,38 +93,30 @@ def _print(checks: Sequence[Check]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("machine", "step", "", "what", "what to do"):
+    for column in ("machine", "check", "", "detail", "fix"):
         table.add_column(column)
     for check in checks:
-        mark = "[green]ok[/green]" if check.ok else "[red]fails[/red]" if check.tried else "[yellow]not tried[/yellow]"
-        table.add_row(escape(check.machine), check.step, mark, escape(check.what), escape(check.advice))
+        mark = "[green]ok[/green]" if check.ok else "[yellow]skipped[/yellow]" if check.skipped else "[red]failed[/red]"
+        table.add_row(escape(check.machine), check.step, mark, escape(check.detail), escape(check.advice))
     console().print(table)
-
-
-# The verb that fleets start on machines: node.
-
-
-_FEW = 3
 
 
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
     address: Annotated[
-        str | None, typer.Option(help="Where the other machines reach this one. Default: a private address.")
+        str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
     ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="The network interface with that address, such as eth0.")
-    ] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes. Default: the job's, or one per GPU.")
+        int | None, typer.Option(min=1, help="Number of workers. Default: from the job, or one per GPU.")
     ] = None,
     power_off: Annotated[
         bool,
-        typer.Option("--power-off", help="Switch this machine off when its part is over. Default: as the job says."),
+        typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job."),
     ] = False,
 ) -> None:
-    """Take part in a run on this machine until it ends. Fleets start this; people may, too."""
+    """Take part in a run on this machine until it ends. Fleets start this; you can, too."""
     from packtrain.errors import Mistake, NotFound
     from packtrain.node.preemption import say_why, switch_off
     from packtrain.report import write_report
@@ -133,7 +124,7 @@ def node(
     from packtrain.run.run import Run
 
     run, agent = Run(find_store(store), name), None
-    over = True  # for this machine: also where its agent ends by a defect, for nobody would start another
+    over = True  # for this machine, also if the node crashes: nobody would start another here
     try:
         power_off = power_off or run.job.fleet.kind.power_off
         agent = _agent(run, address, interface, workers)
@@ -147,7 +138,7 @@ def node(
         over = False
         raise
     except Mistake:
-        over = agent is not None  # before that it is for a person to mend, who may be at work on this machine
+        over = agent is not None  # before that a person has to fix it, who may be logged in on this machine
         raise
     except NotFound:
         raise
@@ -174,9 +165,9 @@ def _agent(run: Run, address: str | None, interface: str | None, workers: int | 
 
 
 def _some_addresses(run: Run) -> list[str]:
-    """Of a few machines that are there: the way to them shows the interface. All would be too many to ask for."""
+    """Return addresses of a few machines of the run: the route to them shows which interface to use."""
     latest = run.latest_generation()
     if latest is not None:
-        return [member.address for member in latest.members[:_FEW]]
+        return [member.address for member in latest.members[:_KNOWN_ADDRESSES]]
     names = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.store.list(run.key("nodes/"))]
-    return [lease.address for lease in map(run.lease, names[:_FEW]) if lease is not None]
+    return [lease.address for lease in map(run.lease, names[:_KNOWN_ADDRESSES]) if lease is not None]

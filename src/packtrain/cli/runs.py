@@ -172,7 +172,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     run.request_stop("stopped by user")
     screen = console()
     try:
-        fleet_of(run.job.fleet.kind).withdraw(run)
+        fleet_of(run.job.fleet.kind).cancel_queued(run)
     except PacktrainError as error:
         # Harmless: a job that starts later finds the result and leaves.
         screen.print(f"Could not cancel queued jobs: {error}", markup=False)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from packtrain.fleet.fleet import Fleet, Machine, Start, Started
+from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, StartedNode
 from packtrain.job.kinds import FleetKind
 
-__all__ = ["Fleet", "Machine", "Start", "Started", "fleet_of"]
+__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of"]
 
 
 def fleet_of(kind: FleetKind) -> Fleet:

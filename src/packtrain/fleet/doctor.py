@@ -1,306 +1,191 @@
-"""What works from here: each step that a run takes on each machine, tried, and what to do about what fails."""
+"""Try every step that a run takes on its machines, and say what to do about what fails."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet import environment
-from packtrain.fleet.facts import PROBE, Facts, identity
-from packtrain.fleet.link_probe import MEET_SECONDS, SECONDS, Measured
-from packtrain.fleet.local import LocalSettings as Local
+from packtrain.fleet import fleet_of
+from packtrain.fleet.facts import Facts, visible_object
+from packtrain.fleet.fleet import Target, passed_variables, values_of
+from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
 from packtrain.fleet.mpi import MpiSettings as Mpi
-from packtrain.fleet.remote import Remote, Unreachable, agents_command, last_line, secrets_line
+from packtrain.fleet.remote import Unreachable, verb_command
 from packtrain.fleet.slurm import SlurmSettings as Slurm
-from packtrain.fleet.slurm import ask
 from packtrain.fleet.ssh import SshSettings as Ssh
 from packtrain.fleet.ssh import store_advice
+from packtrain.identity import identity
 from packtrain.job.kinds import FleetKind
 from packtrain.store import open_store
 from packtrain.units import show_bytes, show_seconds
 
 DISK_BYTES = 2_000_000_000
 CLOCK_SECONDS = 30.0
-_EXCHANGE_SECONDS = 2 * MEET_SECONDS + SECONDS
+_FACTS_SECONDS = 120.0
+_LINK_PROBE_SECONDS = 2 * RENDEZVOUS_SECONDS + SECONDS
 
 
 @dataclass(frozen=True)
 class Check:
-    """One step on one machine. `advice` says what to do where it is not `ok`; nothing is ok that was not `tried`."""
+    """One step on one machine; `advice` says what to do if it is not `ok`. A skipped step is never ok."""
 
     machine: str
     step: str
     ok: bool
-    what: str
+    detail: str
     advice: str = ""
-    tried: bool = True
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A machine that answered: what it says, and how far its clock is from ours."""
+class Usable:
+    """A target with machines that can take part in a run."""
 
-    facts: Facts
-    offset_seconds: float
-
-
-class Site(ABC):
-    """A machine to try the steps on."""
-
-    name: str
-
-    @abstractmethod
-    def python(self) -> str | None:
-        """The Python with our Packtrain; None where one would be made."""
-
-    @abstractmethod
-    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
-        """What a command wrote there."""
-
-
-class Here(Site):
-    def __init__(self, name: str = "this machine") -> None:
-        self.name = name
-
-    def python(self) -> str | None:
-        return sys.executable
-
-    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
-        text = secrets_line(secrets)
-        done = subprocess.run(list(command), input=text, capture_output=True, check=False, timeout=seconds)
-        if done.returncode != 0:
-            raise Mistake(last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}")
-        return done.stdout.decode()
-
-
-class There(Site):
-    def __init__(self, host: str, python: str | None) -> None:
-        self.name, self._remote, self._python = host, Remote(host), python
-
-    def python(self) -> str | None:
-        return environment.find(self._remote, self._python)
-
-    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
-        return self._remote.run(command, secrets_line(secrets), seconds)
-
-
-class OnSlurm(Site):
-    """All nodes of the job at once, each under its number: srun starts the command on every one of them."""
-
-    def __init__(self, settings: Slurm) -> None:
-        self.name, self._settings = "slurm", settings
-
-    def python(self) -> str | None:
-        return self._settings.python or sys.executable
-
-    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:  # noqa: ARG002
-        settings = self._settings
-        options = [
-            f"--nodes={settings.machines.least}", "--ntasks-per-node=1", f"--immediate={MEET_SECONDS:.0f}",
-            f"--time={max(1, round(seconds / 60))}",
-            *([f"--partition={settings.partition}"] if settings.partition else []),
-            *([f"--account={settings.account}"] if settings.account else []),
-            *([f"--gres=gpu:{settings.gpus}"] if settings.gpus else []),
-        ]  # fmt: skip
-        return ask(("srun", *options, *settings.options, *command), "", seconds)
-
-
-def sites_of(kind: FleetKind) -> list[Site]:
-    if isinstance(kind, Ssh):
-        return [There(host, kind.python) for host in kind.hosts]
-    if isinstance(kind, Mpi):
-        return [There(host, kind.python or sys.executable) for host in kind.hosts]
-    if isinstance(kind, Slurm):
-        return [OnSlurm(kind)]
-    return [Here(f"process {number}") for number in range(1, kind.machines.most + 1)]
+    target: Target
+    python: str
+    machines: Sequence[Facts]
 
 
 def examine(
     kind: FleetKind, location: str, environment_names: Sequence[str] = (), public_address: bool = False
 ) -> Iterator[Check]:
-    """Every step in order, as soon as it is known; those that depend on a failed one are left out."""
+    """Yield every check as soon as it is known; steps that depend on a failed one are left out."""
     programs = list(_programs(kind))
     yield from programs
     if not all(check.ok for check in programs):
-        yield Check("all machines", "reach", False, "needs what is not there", "see above, then ask again", tried=False)
+        yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
-    store = open_store(location)
-    key = f"scratch/doctor-{uuid.uuid4().hex}"
-    secrets = {
-        name: value for name, value in os.environ.items() if name.startswith("AWS_") or name in environment_names
-    }
-    try:
-        store.put(key, PROBE)
-    except PacktrainError as error:
-        yield Check("this machine", "store", False, str(error), "nothing can run without it: see above")
-        return
-    try:
-        reached: list[tuple[Site, str, list[Seen]]] = []
-        with ThreadPoolExecutor(32) as pool:
-            for checks, found in pool.map(lambda site: _look(site, store.url, key, secrets), sites_of(kind)):
-                yield from checks
-                reached += found
-        seen = [one for _, _, several in reached for one in several]
-        if len(seen) > 1:
-            yield _exchange(kind, reached, store.url, f"{key}-meet", secrets, public_address)
+    store, secrets = open_store(location), values_of(passed_variables(environment_names))
+    with ExitStack() as stack:
+        try:
+            key = stack.enter_context(visible_object(store))
+        except PacktrainError as error:
+            yield Check("this machine", "store", False, str(error), "no run can start without a store; fix this first")
+            return
+        usable: list[Usable] = []
+        pool = stack.enter_context(ThreadPoolExecutor(32))
+        for checks, found in pool.map(
+            lambda target: check_target(target, store.url, key, secrets), fleet_of(kind).targets()
+        ):
+            yield from checks
+            usable += [found] if found else []
+        count = sum(len(one.machines) for one in usable)
+        if count > 1:
+            options = ["--store", store.url, "--key", f"{key}-link", "--world", str(count)]
+            options += ["--public-address"] if public_address else []
+            yield _link_probe(usable, options, secrets)
         elif kind.machines.most > 1:
-            what = f"{len(seen)} of {kind.machines} machines could take part"
-            yield Check("all machines", "exchange", False, what, "see above, then ask again", tried=False)
-    finally:
-        for entry in store.list("scratch/"):
-            if entry.key.startswith(key):
-                store.delete(entry.key)
+            detail = f"only {count} of {kind.machines} machines can take part"
+            yield Check("all machines", "link probe", False, detail, "fix the machines above", skipped=True)
 
 
 def _programs(kind: FleetKind) -> Iterator[Check]:
     """What this machine needs to start such a fleet."""
-    wanted = {Local: (), Ssh: ("ssh",), Mpi: ("mpirun", "ssh"), Slurm: ("sbatch", "squeue", "srun")}
+    wanted = {Ssh: ("ssh",), Mpi: ("mpirun", "ssh"), Slurm: ("sbatch", "squeue", "srun")}
     for program in wanted.get(type(kind), ()):
         found = shutil.which(program)
         advice = "" if found else f"install it, or start from a machine that has {program}"
-        yield Check("this machine", program, found is not None, found or "is not there", advice)
+        yield Check("this machine", program, found is not None, found or "not found", advice)
 
 
-def _look(
-    site: Site, store: str, key: str, secrets: dict[str, str]
-) -> tuple[list[Check], list[tuple[Site, str, list[Seen]]]]:
-    """What one site says: every check of it, and how to go on with it."""
+def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) -> tuple[list[Check], Usable | None]:
+    """Run every check on one target."""
+    name = target.name
+    began = time.monotonic()
     try:
-        began = time.monotonic()
-        python = site.python()
-        took = time.monotonic() - began
+        python = target.python()
     except PacktrainError as error:
-        if isinstance(error, Unreachable) and error.answers:
-            text = "mend `python` in the job, or leave it out to have an environment made"
-            return [
-                Check(site.name, "reach", True, "answers"),
-                Check(site.name, "python", False, error.fault, text),
-            ], []
-        return [Check(site.name, "reach", False, str(error), "the run can do without it if `machines` allows")], []
-    checks = [Check(site.name, "reach", True, f"answers in {show_seconds(took)}")]
+        if not (isinstance(error, Unreachable) and error.answers):
+            advice = "the run can start without it if `machines` is a range"
+            return [Check(name, "connect", False, str(error), advice)], None
+        advice = "fix `python` in the job, or remove it to have an environment created"
+        return [Check(name, "connect", True, "ok"), Check(name, "python", False, error.fault, advice)], None
+    checks = [Check(name, "connect", True, f"answered in {show_seconds(time.monotonic() - began)}")]
     if python is None:
-        return [*checks, *_fresh(site.name)], []
+        detail, rest = f"packtrain {identity()} is not installed", "requires packtrain on the machine"
+        install = f"run doctor again after the first run, or install 'packtrain[train]' {identity()} there"
+        checks.append(Check(name, "python", False, detail, "the first run creates an environment", skipped=True))
+        return [*checks, Check(name, "disk, clock, store", False, rest, install, skipped=True)], None
+    command = verb_command(python, "check", ["--store", store, "--key", key])
+    asked = time.time()
     try:
-        command = agents_command(python, "check", ["--store", store, "--key", key])
-        asked = time.time()
-        answers = _documents(site.run(command, secrets, 120.0))
-        seen = [_seen(Facts(**answer), asked, time.time()) for answer in answers]
+        machines = [Facts(**answer) for answer in _documents(target.run(command, secrets, _FACTS_SECONDS))]
     except (PacktrainError, OSError, subprocess.SubprocessError, TypeError) as error:
-        return [
-            *checks,
-            Check(site.name, "python", False, str(error), f"try `{python} -m packtrain --version` there"),
-        ], []
-    for one in seen:
-        name = site.name if len(seen) == 1 else one.facts.hostname
-        checks += judged(name, one, store)
-    able = [one for one in seen if not one.facts.store and one.facts.torch]
-    return checks, [(site, python, able)] if able else []
+        advice = f"run `{python} -m packtrain --version` there"
+        return [*checks, Check(name, "python", False, str(error), advice)], None
+    answered = time.time()
+    for facts in machines:
+        own = name if len(machines) == 1 else facts.hostname
+        checks += judge(own, facts, clock_offset(facts.time, asked, answered), store)
+    able = [facts for facts in machines if not facts.store_error and facts.torch]
+    return checks, Usable(target, python, able) if able else None
 
 
-def _fresh(name: str) -> list[Check]:
-    """There is nothing there yet that could try the other steps."""
-    made = "the first run makes an environment there"
-    install = f"ask again after the first run, or install 'packtrain[train]' {identity()} there"
-    return [
-        Check(name, "python", False, f"no packtrain {identity()} there", made, tried=False),
-        Check(name, "disk, clock, store", False, "need packtrain there", install, tried=False),
+def clock_offset(theirs: float, asked: float, answered: float) -> float:
+    """Return how far a machine's clock is off, beyond what the time that the question took can explain."""
+    return theirs - answered if theirs > answered else min(0.0, theirs - asked)
+
+
+def judge(name: str, facts: Facts, offset_seconds: float, store: str) -> list[Check]:
+    """Turn a machine's facts into checks."""
+    version = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
+    install = f"install 'packtrain[train]' {identity()} there, or remove `python` to have it created ({facts.python})"
+    off = abs(offset_seconds)
+    clock = f"off by {off:.0f} s" if off >= 1 else "ok"
+    sync = "start chrony or systemd-timesyncd there; buckets reject requests with a wrong time"
+    checks = [
+        _check(name, "python", facts.identity == identity() and facts.torch, version, install),
+        _check(name, "disk", facts.free_bytes >= DISK_BYTES, f"{show_bytes(facts.free_bytes)} free", "free some space"),
+        _check(name, "clock", off <= CLOCK_SECONDS, clock, sync),
+        _check(name, "store", not facts.store_error, facts.store_error or "reachable", store_advice(store)),
     ]
+    if facts.atomic_create is not None:
+        detail = "ok" if facts.atomic_create else "not supported by the store"
+        advice = "use another store to run on more than one machine"
+        checks.append(_check(name, "atomic create", facts.atomic_create, detail, advice))
+    return checks
 
 
-def _seen(facts: Facts, asked: float, answered: float) -> Seen:
-    """Its clock is off by what cannot be explained by the time that the question took."""
-    offset = facts.time - answered if facts.time > answered else min(0.0, facts.time - asked)
-    return Seen(facts, offset)
+def _check(machine: str, step: str, ok: bool, detail: str, advice: str) -> Check:
+    return Check(machine, step, ok, detail, "" if ok else advice)
 
 
-def judged(name: str, seen: Seen, store: str) -> list[Check]:
-    """What a machine's answers mean for a run."""
-    facts, offset = seen.facts, seen.offset_seconds
-    same, enough = facts.identity == identity(), facts.free_bytes >= DISK_BYTES
-    right, sees = abs(offset) <= CLOCK_SECONDS, not facts.store
-    python = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
-    return [
-        Check(name, "python", same and facts.torch, python, "" if same and facts.torch else _install(facts)),
-        Check(name, "disk", enough, f"{show_bytes(facts.free_bytes)} free", "" if enough else "make room for packs"),
-        Check(
-            name,
-            "clock",
-            right,
-            f"off by {abs(offset):.0f} s" if abs(offset) >= 1 else "right",
-            "" if right else "start chrony or systemd-timesyncd there; buckets refuse wrong clocks",
-        ),
-        Check(
-            name, "store", sees, "is seen" if sees else facts.store, "" if sees else store_advice(store, facts.store)
-        ),
-        *_put_if_absent(name, facts),
-    ]
-
-
-def _install(facts: Facts) -> str:
-    return f"install 'packtrain[train]' {identity()} there, or leave `python` out to have it made ({facts.python})"
-
-
-def _put_if_absent(name: str, facts: Facts) -> list[Check]:
-    if facts.put_if_absent is None:
-        return []
-    advice = "" if facts.put_if_absent else "machines could not agree: use another store for more than one"
-    what = "holds" if facts.put_if_absent else "is ignored by the store"
-    return [Check(name, "put-if-absent", facts.put_if_absent, what, advice)]
-
-
-def _exchange(
-    kind: FleetKind,
-    reached: Sequence[tuple[Site, str, list[Seen]]],
-    store: str,
-    key: str,
-    secrets: dict[str, str],
-    public_address: bool = False,
-) -> Check:
-    """An all-reduce between all machines that can take part."""
-    facts = [one.facts for _, _, several in reached for one in several]
-    world = len(facts)
-    backend = "nccl" if all(one.gpus for one in facts) else "gloo"
-    options = ["--store", store, "--key", key, "--world", str(world), "--backend", backend]
-    options += ["--public-address"] if public_address else []
-    interface = getattr(kind, "interface", None)
+def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> Check:
+    """Measure an all-reduce between all machines that can take part."""
+    facts = [machine for one in usable for machine in one.machines]
+    backend = "nccl" if all(machine.gpus for machine in facts) else "gloo"
 
     def join(rank: int) -> str:
-        site, python, _ = reached[rank]
-        where = ["--interface", interface] if interface else []
-        if not interface and not isinstance(kind, Slurm):
-            where = ["--address", "127.0.0.1" if isinstance(kind, Local) else facts[rank].address]
-        own = [] if isinstance(kind, Slurm) else ["--rank", str(rank)]
-        command = agents_command(python, "exchange", ["--", *options, *own, *where])
-        return site.run(command, secrets, _EXCHANGE_SECONDS)
+        one = usable[rank]
+        own = one.target.link_options(rank, one.machines[0])
+        command = verb_command(one.python, "link-probe", ["--", *options, "--backend", backend, *own])
+        return one.target.run(command, secrets, _LINK_PROBE_SECONDS)
 
-    names = f"{world} machines"
+    names = f"{len(facts)} machines"
     try:
-        with ThreadPoolExecutor(world) as pool:
-            answers = list(pool.map(join, range(len(reached))))
-        measured = Measured(**_documents(answers[0])[0])
-    except (PacktrainError, OSError, subprocess.SubprocessError, IndexError) as error:
+        with ThreadPoolExecutor(len(usable)) as pool:
+            answers = list(pool.map(join, range(len(usable))))
+        speed = LinkSpeed(**_documents(answers[0])[0])
+    except (PacktrainError, OSError, subprocess.SubprocessError) as error:
+        advice = "open the firewall between the machines for all ports of that interface, or set `interface`"
         if "is a public address" in str(error):
-            return Check(names, "exchange", False, str(error), "name `interface` in the fleet, such as wg0 of a VPN")
-        text = "they must reach each other on any port of that interface: open the firewall, or name `interface`"
-        return Check(names, "exchange", False, str(error), text)
-    rate, delay = measured.bytes_per_second, measured.latency_seconds
-    what = f"{backend}: {show_bytes(rate)}/s ({rate * 8 / 1e9:.2f} Gbit/s), {delay * 1e3:.2f} ms"
-    return Check(names, "exchange", True, what)
+            advice = "set `interface` in the fleet, such as wg0 of a VPN"
+        return Check(names, "link probe", False, str(error), advice)
+    rate, delay = speed.bytes_per_second, speed.latency_seconds
+    detail = f"{backend}: {show_bytes(rate)}/s ({rate * 8 / 1e9:.2f} Gbit/s), {delay * 1e3:.2f} ms"
+    return Check(names, "link probe", True, detail)
 
 
 def _documents(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects among the lines; a greeting may stand around them."""
     found = []
     for line in text.splitlines():
         with suppress(ValueError):
@@ -308,5 +193,5 @@ def _documents(text: str) -> list[dict[str, Any]]:
             if isinstance(document, dict):
                 found.append(document)
     if not found:
-        raise Mistake(f"an answer that cannot be read: {text[-200:]!r}")
+        raise Mistake(f"unexpected answer: {text[-200:]!r}")
     return found

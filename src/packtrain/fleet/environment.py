@@ -1,7 +1,7 @@
-"""The Python environment on a host: found where it is, or made there from the package index or from a bundle of wheels.
+"""The Python environment on a host: find it, or create it from the package index or a bundle of wheels.
 
 Candidates are the job's `python`; else the `packtrain` on the host's PATH, this machine's own path (one home directory
-on all machines), and the host's cache. What is found must be the same Packtrain as here, to the last line.
+on all machines), and the host's cache. The environment found must have exactly this source of Packtrain.
 """
 
 from __future__ import annotations
@@ -18,53 +18,56 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.fleet.facts import identity, source
 from packtrain.fleet.remote import Remote, Unreachable
+from packtrain.identity import identity, source
 
-MAKE_SECONDS = 1800.0
+CREATE_SECONDS = 1800.0
 _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environments"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip can hold: the same wheel every time
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 
-# Whether a Python is the one that is wanted, and can train.
+# True if a Python has the expected Packtrain and torch. torch is only looked up: importing it takes seconds.
 _FITS = """
 torch='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
-fits() { [ "$("$1" -m packtrain.fleet.facts 2>/dev/null)" = "$wanted" ] && "$1" -c "$torch"; }
+fits() { [ "$("$1" -m packtrain.identity 2>/dev/null)" = "$expected" ] && "$1" -c "$torch"; }
 """
 
-# $1: what it must be. $2...: where to look. Prints the path of the first that fits.
+# Adds the Python of the `packtrain` on the PATH, which is in the first line of that script.
+_ADD_FROM_PATH = """path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")" """
+
+# $1: the expected identity. $2...: candidates. Prints the path of the first that fits.
 _FIND = f"""
-wanted=$1; shift
+expected=$1; shift
 {_FITS}
-path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")"
-for python in "$@" "{_CACHE}/$wanted/bin/python"; do
+{_ADD_FROM_PATH}
+for python in "$@" "{_CACHE}/$expected/bin/python"; do
   fits "$python" && {{ echo "$python"; exit 0; }}
 done
 echo none
 """
 
-# $1: the Python. Prints its path, and which Packtrain it has.
-_NAME = """
+# $1: the Python. Prints its path and the identity of its Packtrain.
+_IDENTIFY = """
 python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
-echo "$python"; exec "$python" -m packtrain.fleet.facts
+echo "$python"; exec "$python" -m packtrain.identity
 """
 
-# $1...: where to look. Any version will do: agents of an older client are to be found and ended as well.
+# $1...: candidates. Any version will do: nodes of an older client must be found and ended as well.
 _FIND_ANY = f"""
-path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")"
+{_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
   "$python" -c 'import packtrain.fleet.local' 2>/dev/null && {{ echo "$python"; exit 0; }}
 done
-echo 'no packtrain there to ask: is its environment gone?' >&2; exit 1
+echo 'packtrain is not installed there; was its environment removed?' >&2; exit 1
 """
 
-# $1: what it will be. $2: -, or "offline". Standard input: a tar of wheels and constraints.txt.
-# Another run may make the same one meanwhile, here or on a machine with the same home: whoever is first has made it,
-# and what fits stays where it is.
-_MAKE = f"""
+# $1: the expected identity. $2: -, or "offline". Standard input: a tar of wheels and constraints.txt.
+# Another run may create the same environment at the same time, here or on a machine that shares the home directory:
+# each builds in a directory of its own and renames it; the first rename wins, and an environment that fits is kept.
+_CREATE = f"""
 set -eu
-wanted=$1
+expected=$1
 {_FITS}
 home="{_CACHE}"; mkdir -p "$home"
 part=$(mktemp -d "$home/part-XXXXXX"); trap 'rm -rf "$part"' EXIT
@@ -72,12 +75,12 @@ tar -x -C "$part"
 for python in python3.13 python3.12 python3.11 python3 none; do
   "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
 done
-[ "$python" != none ] || {{ echo 'no Python 3.11 with venv there: install one, or give fleet.ssh.python' >&2; exit 1; }}
+[ "$python" != none ] || {{ echo 'no Python >= 3.11 with venv; install one, or set fleet.ssh.python' >&2; exit 1; }}
 "$python" -m venv "$part/made"
 offline=; [ "$2" = offline ] && offline=--no-index
 "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
   --find-links "$part/wheels" --constraint "$part/constraints.txt" 'packtrain[train]' >&2
-made="$home/$wanted"
+made="$home/$expected"
 if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
   mv -T "$made" "$part/old" && mv -T "$part/made" "$made"
 fi
@@ -86,52 +89,49 @@ echo "$made/bin/python"
 
 
 def find(remote: Remote, python: str | None) -> str | None:
-    """The Python of the same Packtrain there; None where one has to be made."""
+    """Return the host's Python with this Packtrain; None if an environment has to be created."""
     if python is None:
         [found] = remote.script(_FIND, [identity(), sys.executable])
         return None if found == "none" else found
-    path, there = remote.script(_NAME, [python], lines=2)
-    if there != identity():
-        raise Unreachable(remote.name, f"{python} has packtrain {there}, and here it is {identity()}: install the same")
+    path, theirs = remote.script(_IDENTIFY, [python], lines=2)
+    if theirs != identity():
+        fault = f"{python} has packtrain {theirs}, this machine has {identity()}; install the same version there"
+        raise Unreachable(remote.name, fault)
     return path
 
 
 def find_any(remote: Remote, python: str | None) -> str:
-    """A Python there that knows about agents, of whatever version."""
+    """Return a Python of the host with any version of Packtrain, to list and end nodes."""
     return remote.script(_FIND_ANY, [python or sys.executable])[0]
 
 
-def make(remote: Remote, bundle: Path | None) -> str:
-    """Installs this very Packtrain there, and all else in the versions of the bundle, or of this machine."""
+def create(remote: Remote, bundle: Path | None) -> str:
+    """Install this Packtrain there, and its dependencies in the versions of the bundle or of this machine."""
     mode = "-" if bundle is None else "offline"
-    return remote.script(_MAKE, [identity(), mode], _tar(bundle), MAKE_SECONDS)[0]
+    return remote.script(_CREATE, [identity(), mode], _archive(bundle), CREATE_SECONDS)[0]
 
 
 def check_bundle(bundle: Path) -> None:
     if not bundle.is_dir() or not any(bundle.glob("*.whl")):
         raise Mistake(
-            f"fleet.ssh.bundle: {bundle} has no wheels; `pip download -d {bundle} 'packtrain[train]'` gets them"
+            f"fleet.ssh.bundle: {bundle} has no wheels; get them with `pip download -d {bundle} 'packtrain[train]'`"
         )
 
 
-def _tar(bundle: Path | None) -> bytes:
-    """Our own wheel, the constraints, and what the bundle has."""
+def _archive(bundle: Path | None) -> bytes:
+    """A tar of our own wheel, the constraints and the wheels of the bundle."""
+    name, wheel = own_wheel()
+    pinned = [] if bundle else constraints()  # a bundle has one version of each already
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        name, wheel = own_wheel()
-        _add(archive, f"wheels/{name}", wheel)
-        pinned = [] if bundle else constraints()  # a bundle has one version of each already
-        _add(archive, "constraints.txt", "\n".join(pinned).encode() + b"\n")
-        for path in sorted(bundle.glob("*.whl")) if bundle else []:
-            if not path.name.startswith("packtrain-"):
-                archive.add(path, f"wheels/{path.name}", recursive=False)
+        for path, data in {f"wheels/{name}": wheel, "constraints.txt": "\n".join([*pinned, ""]).encode()}.items():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+        for file in sorted(bundle.glob("*.whl")) if bundle else []:
+            if not file.name.startswith("packtrain-"):
+                archive.add(file, f"wheels/{file.name}", recursive=False)
     return buffer.getvalue()
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    archive.addfile(entry, io.BytesIO(data))
 
 
 def own_wheel() -> tuple[str, bytes]:
@@ -142,7 +142,8 @@ def own_wheel() -> tuple[str, bytes]:
     files[f"{folder}/METADATA"] = (installed.read_text("METADATA") or "").encode()
     files[f"{folder}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: packtrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{folder}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
-    files[f"{folder}/RECORD"] = _record(files, f"{folder}/RECORD")
+    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in files.items()]
+    files[f"{folder}/RECORD"] = "\n".join([*record, f"{folder}/RECORD,,", ""]).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
@@ -150,31 +151,27 @@ def own_wheel() -> tuple[str, bytes]:
     return f"packtrain-{installed.version}-py3-none-any.whl", buffer.getvalue()
 
 
-def _record(files: dict[str, bytes], own: str) -> bytes:
-    lines = []
-    for name, data in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        lines.append(f"{name},sha256={digest},{len(data)}")
-    return "\n".join([*lines, f"{own},,", ""]).encode()
+def _record_digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 def constraints() -> list[str]:
-    """`name==version` of all that `packtrain[train]` brings here. Of a build such as 2.8.0+cpu, the release."""
+    """`name==version` of everything that `packtrain[train]` installed here; for a build such as 2.8.0+cpu, 2.8.0."""
     found: dict[str, str] = {}
-    waiting = list(_needs(distribution("packtrain"), {"train"}))
+    waiting = list(_requirements(distribution("packtrain"), {"train"}))
     while waiting:
         name = waiting.pop()
         try:
             installed = distribution(name)
         except PackageNotFoundError:
-            continue  # of another system, or not wanted here
+            continue  # needed on another platform only
         if name not in found:
             found[name] = installed.version.partition("+")[0]
-            waiting += _needs(installed, set())
+            waiting += _requirements(installed, set())
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
-def _needs(installed: Distribution, extras: set[str]) -> Iterable[str]:
+def _requirements(installed: Distribution, extras: set[str]) -> Iterable[str]:
     for requirement in installed.requires or ():
         match = _REQUIREMENT.fullmatch(requirement.strip())
         marker = (match[2] or "") if match else ""

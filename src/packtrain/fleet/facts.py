@@ -1,30 +1,30 @@
-"""What a machine says about itself, so that whoever starts a run knows before."""
+"""What a machine reports about itself before a run starts there: Python, torch, GPUs, disk, clock, store."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import packtrain
 from packtrain.errors import PacktrainError
-from packtrain.store import open_store
+from packtrain.identity import identity
+from packtrain.store import Store, open_store
 from packtrain.system import cache_directory
 
-PROBE = b"visible"
+_PROBE = b"visible"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """`store` is empty where the store was seen, and otherwise says what is wrong."""
+    """`store_error` is empty if the machine can read and write the store; `atomic_create` is None if untested."""
 
     hostname: str
     address: str
@@ -35,47 +35,56 @@ class Facts:
     gpus: int
     free_bytes: int
     time: float
-    store: str = ""
-    put_if_absent: bool | None = None
-    notes: list[str] = field(default_factory=list)
+    store_error: str = ""
+    atomic_create: bool | None = None
+
+
+@contextmanager
+def visible_object(store: Store) -> Iterator[str]:
+    """Put an object for machines to see, and delete it and their answers, whose keys begin with its key."""
+    key = f"scratch/visible-{uuid.uuid4().hex}"
+    store.put(key, _PROBE)
+    try:
+        yield key
+    finally:
+        for entry in store.list("scratch/"):
+            if entry.key.startswith(key):
+                store.delete(entry.key)
 
 
 def gather(store: str, key: str) -> Facts:
-    """Asks the store for what the caller has put at `key`, and answers beside it; without a key nothing is asked."""
-    seen, holds = ("", None) if not key else _look(store, key)
+    """Collect the facts. The store is tested with the object that the caller has put at `key`, if there is one."""
+    store_error, atomic_create = _test_store(store, key) if key else ("", None)
+    cache = cache_directory()
     return Facts(
-        socket.gethostname(),
-        _address(),
-        sys.executable,
-        ".".join(map(str, sys.version_info[:3])),
-        identity(),
-        find_spec("torch") is not None,
-        _gpus(),
-        shutil.disk_usage(_existing(cache_directory())).free,
-        time.time(),
-        seen,
-        holds,
+        hostname=socket.gethostname(),
+        address=_address(),
+        python=sys.executable,
+        version=".".join(map(str, sys.version_info[:3])),
+        identity=identity(),
+        torch=find_spec("torch") is not None,
+        # The driver's directory, not NVML: this must answer even where the driver and its library disagree.
+        gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        free_bytes=shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free,
+        time=time.time(),
+        store_error=store_error,
+        atomic_create=atomic_create,
     )
 
 
-def _look(location: str, key: str) -> tuple[str, bool | None]:
+def _test_store(location: str, key: str) -> tuple[str, bool | None]:
     try:
         store = open_store(location, outage_seconds=10.0, answer_seconds=5.0)
-        if store.find(key) != PROBE:
-            return "what was written here is not there", None
-        answer = answer_key(key)
-        store.put(answer, PROBE)
+        if store.find(key) != _PROBE:
+            return "an object written by the client is not there", None
+        store.put(f"{key}-{socket.gethostname()}-{os.getpid()}", _PROBE)  # the client deletes it with its own
         return "", store.supports_put_if_absent()
     except PacktrainError as error:
         return str(error), None
 
 
-def answer_key(key: str) -> str:
-    return f"{key}-{socket.gethostname()}-{os.getpid()}"
-
-
 def _address() -> str:
-    """As ssh reached it, if that is private, or as the agent would choose it."""
+    """The address that ssh reached if it is private, else the one that a node would choose."""
     from packtrain.node.address import choose_address, is_private
 
     parts = os.environ.get("SSH_CONNECTION", "").split()
@@ -85,44 +94,3 @@ def _address() -> str:
         return choose_address(None, None, False, None)
     except PacktrainError:
         return "127.0.0.1"
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def _gpus() -> int:
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-# Which Packtrain this is: its version and a digest of its source, so that two machines know whether they run the same.
-#
-# Also prints it: `python -m packtrain.fleet.facts`.
-
-
-_DIGITS = 12
-
-
-@cache
-def source() -> dict[str, bytes]:
-    """Every file of the installed package, in one order everywhere. Read once, so that all who ask agree."""
-    root = Path(packtrain.__file__).parent
-    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return dict(sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path in files))
-
-
-@cache
-def identity() -> str:
-    digest = hashlib.sha256()
-    for name, data in source().items():
-        digest.update(f"{name}\0".encode())
-        digest.update(hashlib.sha256(data).digest())
-    try:
-        number = version("packtrain")
-    except PackageNotFoundError:
-        number = "0"
-    return f"{number}-{digest.hexdigest()[:_DIGITS]}"
-
-
-if __name__ == "__main__":
-    print(identity())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from packtrain.errors import Mistake
+from packtrain.fleet.facts import Facts
 from packtrain.job.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import matching
@@ -18,7 +20,8 @@ from packtrain.node.preemption import Notices
 from packtrain.run.run import Run
 from packtrain.store import Store
 
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
+"""Shows a line to the person who starts a run."""
 
 # Settings that several fleets have.
 Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]
@@ -26,97 +29,120 @@ Python = Annotated[str, matching(r"[A-Za-z0-9_./~+-]+", "the path of a Python, a
 
 
 def silent(_: str) -> None:
-    """For those who do not want to hear what happens beside a start."""
+    """Discard a line: the default of `Say`."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """What would be started on one machine: a value that can be printed and compared. Never holds a secret.
+class LaunchPlan:
+    """A command that starts nodes, as a value that can be printed and compared. Never holds a secret.
 
-    `variables` are the names of those whose values go along; `store` is what the machine must be able to see;
-    `script` is the text that the arguments are given on standard input.
+    `variables` are the names of the environment variables to pass along; `script` is the command's standard input.
     """
 
     machine: str
     arguments: tuple[str, ...]
     variables: tuple[str, ...] = ()
-    store: str = ""
     script: str | None = None
 
 
 @dataclass(frozen=True)
+class StartedNode:
+    """A node that this client can watch: the process itself, or the connection that holds it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+
+@dataclass(frozen=True)
 class Machine:
-    """What a fleet sees of a run on one of its machines: `state` is a word, `detail` a person's explanation."""
+    """The state of a run on one machine, as its fleet sees it."""
 
     name: str
     state: str
     detail: str = ""
 
 
-class Started(ABC):
-    """A node that was started, as far as this client can see it."""
+class Target(ABC):
+    """A machine, or several that start commands together, for `doctor` to run its checks on."""
 
-    log: Path | None
+    name: str
+    interface: str | None = None
 
     @abstractmethod
-    def exit_code(self) -> int | None:
-        """None while it goes on."""
+    def python(self) -> str | None:
+        """Return the Python with this Packtrain; None if the first run would create it."""
+
+    @abstractmethod
+    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
+        """Run a command there and return its standard output."""
+
+    def link_options(self, rank: int, facts: Facts) -> list[str]:
+        """Return the options of the link probe that differ between targets."""
+        where = ["--interface", self.interface] if self.interface else ["--address", facts.address]
+        return ["--rank", str(rank), *where]
 
 
 class Fleet(ABC):
-    trains_here = False  # whether this machine is one of them, and so needs torch
-    not_tied: str | None = None  # why its nodes cannot be tied to a command, if they cannot
+    trains_here = False  # True if this machine is one of the fleet's, and so needs torch
+    no_foreground: str | None = None  # why its nodes cannot be tied to a command, if they cannot
 
-    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:  # noqa: B027
-        """Refuses what could not be started. Comes before all that takes long; `start` looks again."""
-
-    @abstractmethod
-    def plan(self, run: Run) -> builtins.list[Start]:
-        """What `start` would do for this run. Nobody is asked anything."""
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:  # noqa: B027
+        """Refuse what could not be started. Called before anything slow; `start` checks again."""
 
     @abstractmethod
-    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
-        """Starts the nodes. Tied ones end with this process; others go on without it.
+    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+        """Return what `start` would do for this run, without asking any machine."""
 
-        Returned are those that this client can watch; the store tells about all of them.
+    @abstractmethod
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+        """Start the nodes as planned. Tied nodes end with this process; others keep running without it.
+
+        Returns the nodes that this client can watch; the state of all of them is in the store.
         """
 
     @abstractmethod
     def list(self, run: Run) -> builtins.list[Machine]:
-        """What of the run is on the machines now."""
+        """Return the state of the run on its machines now."""
 
     @abstractmethod
     def end(self, run: Run) -> None:
-        """Ends what is left of the run on all machines; workers may commit before. Harmless when nothing is left."""
+        """End the run's nodes on all machines; workers may commit first. Does nothing if none is left."""
 
-    def withdraw(self, run: Run) -> None:  # noqa: B027
-        """Takes back what waits in a queue for a run that has been stopped, for fleets that have one."""
+    def cancel_queued(self, run: Run) -> None:  # noqa: B027
+        """Cancel what waits in a queue for a stopped run, for fleets that have a queue."""
 
     def queue(self, run: Run) -> str | None:  # noqa: ARG002
-        """Where the run stands in a queue, for fleets that have one and can be asked from here."""
+        """Return the run's state in the queue, for fleets that have one that can be asked from here."""
         return None
 
     def notices(self) -> Sequence[Notices]:
-        """What a node on one of its machines asks whether that machine is to go."""
+        """Return sources of preemption notices for a node on one of its machines."""
         return ()
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        """The command that opens a terminal on a machine of the run."""
-        raise Mistake(f"{run.name}: its machines have no shell to open from here ({machine or 'any'})")
+        """Return the command that opens a terminal on a machine of the run."""
+        raise Mistake(f"{run.name}: cannot open a shell on its machines from here ({machine or 'any'})")
+
+    @abstractmethod
+    def targets(self) -> builtins.list[Target]:
+        """Return the machines for `doctor` to check."""
 
 
 def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None = None) -> tuple[str, ...]:
-    """The one command that every fleet starts."""
+    """Return the one command that every fleet starts."""
     where = () if interface is None else ("--interface", interface)
-    # The job says it, too; but a machine that the store does not answer cannot read it there.
+    # The job says so too, but a machine that cannot reach the store cannot read the job, and must still shut down.
     off = ("--power-off",) if kind.power_off else ()
     return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where, *off)
 
 
-def passed_on(job: Job) -> tuple[str, ...]:
-    """The names of the variables that nodes elsewhere need: the job's, and those that open the store."""
-    store = [name for name in os.environ if name.startswith("AWS_")]
-    return tuple(sorted({*store, *(name for name in job.environment if name in os.environ)}))
+def passed_variables(environment: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the variables that remote nodes need: the job's, and the credentials of the store."""
+    return tuple(sorted(name for name in os.environ if name.startswith("AWS_") or name in environment))
 
 
 def values_of(variables: Sequence[str]) -> dict[str, str]:

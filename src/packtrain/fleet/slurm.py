@@ -1,9 +1,9 @@
 """Nodes of a Slurm cluster: a script for sbatch that a person can read, keep and submit again.
 
-A fixed number of machines is one job of so many nodes: they begin together, reach the time limit together and are
-queued again together, and none waits for another on an idle node. A range is an array of jobs of one node each: the run
-begins with the least number, takes in the others as the queue lets them, and each that is preempted is queued again
-alone. A node that fails ends its job, and Slurm queues the job again: the others of a fixed number could only wait.
+A fixed number of machines is one job of so many nodes: they start together, reach the time limit together and are
+requeued together, and none waits for another on an idle node. A range is an array of jobs of one node each: the run
+starts with the smallest number, takes in the others as the queue lets them, and each one that is preempted is requeued
+alone. A node that fails ends its job, and Slurm requeues the job: the others of a fixed number could only wait.
 """
 
 from __future__ import annotations
@@ -21,44 +21,61 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Mistake
-from packtrain.fleet.fleet import Fleet, Machine, Python, Start, Started, Tell, Word, node_arguments, passed_on, silent
+from packtrain.fleet.facts import Facts
+from packtrain.fleet.fleet import (
+    Fleet,
+    LaunchPlan,
+    Machine,
+    Python,
+    Say,
+    StartedNode,
+    Target,
+    Word,
+    node_arguments,
+    passed_variables,
+    silent,
+)
 from packtrain.job.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Argument, Location, Ordinal, Seconds
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
-from packtrain.store import Store, open_store
+from packtrain.store import Store
 
 NOTICE_SECONDS = 120
 _LEAST_SECONDS = 300
 _ASK_SECONDS = 30.0
+_IMMEDIATE_SECONDS = 60
 _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
-_FOR_NOW = "node configuration is not available"  # also where nodes are only drained or down
+_UNAVAILABLE = "node configuration is not available"  # also if the nodes are only drained or down
+# What every program needs; the rest of this machine's environment stays here.
+_PLAIN_VARIABLES = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
 
 _SCRIPT = """#!/bin/bash
-# {run}: one agent on each machine; they settle the rest through the store.
-# Submit it by hand with:  sbatch {keep}
+# {run}: one node on each machine; they coordinate through the store.
+# Submit it by hand with:  sbatch slurm.sh
 {header}
 
-# {notice} s before the time limit Slurm sends SIGUSR1: agents commit and leave, and the job is queued again.
+# {notice} s before the time limit Slurm sends SIGUSR1: nodes commit and leave, and the job is requeued.
 export {variable}={notice}
 noticed=no
-trap 'noticed=yes; kill -USR1 "$agents" 2>/dev/null' USR1
-trap 'kill -TERM "$agents" 2>/dev/null' TERM
+trap 'noticed=yes; kill -USR1 "$nodes" 2>/dev/null' USR1
+trap 'kill -TERM "$nodes" 2>/dev/null' TERM
 
 srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
   {command} &
-agents=$!
-while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done # a signal ends the waiting, and not the agents
-wait "$agents"
+nodes=$!
+while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done # a signal ends the wait, but not the nodes
+wait "$nodes"
 code=$?
 
-# srun has the highest code of all agents, so one that was killed may hide that the others only left.
+# srun exits with the highest code of all nodes, so one that was killed may hide that the others only left.
 case "$noticed $code" in
   {over}) ;; # the run is over
   "yes "*)
-    # By its place in the array: one of the jobs has the number of the whole array, which would be queued again with it.
+    # By its place in the array: the first job of an array has the array's own number, and requeuing that number
+    # would requeue all of them.
     scontrol requeue "${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}" ;;
 esac
 exit "$code"
@@ -66,7 +83,7 @@ exit "$code"
 
 
 class SlurmSettings(FleetKind):
-    """Nodes of a Slurm cluster. `time` is the limit of one job, which is queued again; `gpus` are per machine."""
+    """Nodes of a Slurm cluster. `time` is the limit of one job, which is requeued; `gpus` are per machine."""
 
     partition: Word | None = None
     account: Word | None = None
@@ -81,87 +98,92 @@ class SlurmSettings(FleetKind):
             if not option.startswith("--") or "\n" in option:
                 yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
         if self.time is not None and self.time.value < _LEAST_SECONDS:
-            yield (
-                ("time",),
-                f"must be at least {_LEAST_SECONDS // 60} min: two of them are kept for the last checkpoint",
-            )
+            yield ("time",), f"must be at least {_LEAST_SECONDS // 60} min; 2 min of it are for the last checkpoint"
 
     def build(self) -> Fleet:
         return SlurmFleet(self)
 
+    def resources(self) -> list[str]:
+        """The options that sbatch and srun share."""
+        return [
+            *([f"--partition={self.partition}"] if self.partition else []),
+            *([f"--account={self.account}"] if self.account else []),
+            *([f"--gres=gpu:{self.gpus}"] if self.gpus else []),
+        ]
+
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A job as squeue shows it."""
 
     job: str
     state: str
     reason: str
     nodes: str
-    name: str = ""
-    comment: str = ""
+    name: str
+    comment: str
 
     @property
-    def waits(self) -> bool:
+    def is_pending(self) -> bool:
         return "PENDING" in self.state.split()
 
     @property
-    def runs(self) -> bool:
-        """Also one that is completing and says no more: it may be about to be queued again."""
+    def is_running(self) -> bool:
+        """Includes a job that is only completing: it may be about to be requeued."""
         states = set(self.state.split())
         return bool(states & _BUSY) or states == {"COMPLETING"}
 
 
 class SlurmFleet(Fleet):
-    not_tied = "a Slurm job cannot be tied to this command: leave --foreground out, `packtrain stop` ends it"
+    no_foreground = "a Slurm job cannot be tied to this command; omit --foreground, and end it with `packtrain stop`"
 
     def __init__(self, settings: SlurmSettings) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> builtins.list[Start]:
-        names = passed_on(run.job)
-        arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN, *names])}")
-        return [Start("slurm", arguments, names, run.store.url, script(run, self._settings))]
+    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+        names = passed_variables(run.job.environment)
+        arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN_VARIABLES, *names])}")
+        return [LaunchPlan("slurm", arguments, names, script(run, run.job, self._settings))]
 
-    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:
-        """Lets Slurm try the script without submitting it. What the nodes see is known only when they run."""
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:
+        """Let Slurm validate the script without submitting it. What its nodes can reach shows only when they run."""
+        first = Run(store, f"{job.name[:56]}-1")  # there is no run yet; its name does not matter to Slurm
         try:
-            ask(("sbatch", "--test-only"), script_of(Run(store, _FIRST_RUN.format(job.name[:56])), job, self._settings))
+            ask(("sbatch", "--test-only"), script(first, job, self._settings))
         except Mistake as mistake:
-            if _FOR_NOW not in str(mistake):
+            if _UNAVAILABLE not in str(mistake):
                 raise
-            tell(f"{mistake}; it may have to wait for nodes that are away")
+            say(f"{mistake}; the job may have to wait for nodes that are down")
 
-    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
-        """What waits in the queue already is not submitted again."""
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+        """Submit the script, unless a job is already queued for the run."""
         if tied:
-            raise Mistake(self.not_tied)
-        for start in starts:
-            assert start.script is not None
-            run = _run_of(start)
-            queue = _queued_for(run)
-            if waiting := [queued.job for queued in queue if queued.waits]:
-                tell(f"Slurm job {waiting[0]} waits in the queue for it already; nothing is submitted")
-                continue
-            if running := [queued.job for queued in queue if queued.runs]:
-                raise Mistake(f"Slurm job {running[0]} still runs for it: wait for its end, or `scancel {running[0]}`")
-            run.store.put(run.key("slurm.sh"), start.script.encode())
-            job = ask(start.arguments, start.script).strip().partition(";")[0]
-            run.store.put(run.key("slurm.json"), json.dumps([*_jobs(run), job]).encode())
-            tell(f"submitted as Slurm job {job}; squeue --job {job} shows it")
+            raise Mistake(self.no_foreground)
+        jobs = _jobs_of(run)
+        if pending := [queued.job for queued in jobs if queued.is_pending]:
+            say(f"Slurm job {pending[0]} is already queued for this run; nothing was submitted")
+            return []
+        if running := [queued.job for queued in jobs if queued.is_running]:
+            raise Mistake(f"Slurm job {running[0]} of this run is still running; wait, or `scancel {running[0]}`")
+        for plan in plans:
+            assert plan.script is not None
+            run.store.put(run.key("slurm.sh"), plan.script.encode())
+            job = ask(plan.arguments, plan.script).strip().partition(";")[0]
+            run.store.put(run.key("slurm.json"), json.dumps([*_submitted(run), job]).encode())
+            say(f"submitted Slurm job {job}; see `squeue --job {job}`")
         return []  # they may wait for days
 
     def list(self, run: Run) -> builtins.list[Machine]:
-        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in _queued_for(run)]
+        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in _jobs_of(run)]
 
     def end(self, run: Run) -> None:
-        """Slurm sends SIGTERM, and agents commit; KillWait of the cluster says how long they may take."""
-        jobs = {queued.job: None for queued in _queued_for(run) if queued.waits or queued.runs}
+        """Slurm sends SIGTERM, and nodes commit; the cluster's KillWait limits how long they may take."""
+        jobs = {queued.job: None for queued in _jobs_of(run) if queued.is_pending or queued.is_running}
         if jobs:
             ask(("scancel", "--quiet", *jobs))
 
-    def withdraw(self, run: Run) -> None:
-        jobs = {queued.job: None for queued in _queued_for(run) if queued.waits}
+    def cancel_queued(self, run: Run) -> None:
+        jobs = {queued.job: None for queued in _jobs_of(run) if queued.is_pending}
         if jobs:
             ask(("scancel", "--quiet", "--state=PENDING", *jobs))
 
@@ -174,30 +196,42 @@ class SlurmFleet(Fleet):
             return None  # the cluster does not answer; the store still does
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        jobs = [queued for queued in _queued_for(run) if queued.runs]
+        jobs = [queued for queued in _jobs_of(run) if queued.is_running]
         if not jobs:
-            raise Mistake(f"{run.name} has no running Slurm job to open a shell in")
+            raise Mistake(f"{run.name}: no running Slurm job to open a shell in")
         where = () if machine is None else ("--nodelist", machine)
         return ("srun", "--jobid", jobs[0].job, "--overlap", "--nodes=1", "--ntasks=1", *where, "--pty", "bash", "-l")
 
-
-# What every program needs; the rest of this machine's environment stays here.
-_PLAIN = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
-_FIRST_RUN = "{}-1"
+    def targets(self) -> builtins.list[Target]:
+        return [SlurmTarget(self._settings)]
 
 
-def script(run: Run, settings: SlurmSettings) -> str:
-    """What sbatch gets. It has names of variables in it, never their values."""
-    return script_of(run, run.job, settings)
+class SlurmTarget(Target):
+    """All nodes of the job together: srun starts a command on every one of them."""
+
+    def __init__(self, settings: SlurmSettings) -> None:
+        self.name, self._settings, self.interface = "slurm", settings, settings.interface
+
+    def python(self) -> str | None:
+        return self._settings.python or sys.executable
+
+    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:  # noqa: ARG002
+        settings = self._settings
+        size = (f"--nodes={settings.machines.least}", "--ntasks-per-node=1")
+        limits = (f"--immediate={_IMMEDIATE_SECONDS}", f"--time={max(1, round(seconds / 60))}")
+        return ask(("srun", *size, *limits, *settings.resources(), *settings.options, *command), "", seconds)
+
+    def link_options(self, rank: int, facts: Facts) -> list[str]:  # noqa: ARG002
+        """Ranks are Slurm's own, for one command runs on all nodes; each chooses its address itself."""
+        return ["--interface", self.interface] if self.interface else []
 
 
-def script_of(run: Run, job: Job, settings: SlurmSettings) -> str:
-    """The same for a run that is yet to be made."""
+def script(run: Run, job: Job, settings: SlurmSettings) -> str:
+    """The script for sbatch. It has names of variables in it, never their values."""
     command = node_arguments(run, settings.python or sys.executable, settings, settings.interface)
     return _SCRIPT.format(
         run=run.name,
-        keep="slurm.sh",
-        header=header(run, job, settings),
+        header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),
         command=shlex.join(command),
         notice=NOTICE_SECONDS,
         variable=SECONDS_VARIABLE,
@@ -205,39 +239,36 @@ def script_of(run: Run, job: Job, settings: SlurmSettings) -> str:
     )
 
 
-def header(run: Run, job: Job, settings: SlurmSettings) -> str:
-    """The lines that sbatch reads."""
+def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
     hours = job.budget.hours
     seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
     machines = settings.machines
     size = [f"--nodes={machines.least}"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
-    options = [
+    # A machine is a whole node unless the job asks for a part of one: Slurm would give the one task one core.
+    shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
+    whole = settings.gpus is None and not any(option.startswith(shares) for option in settings.options)
+    # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the node's own disk.
+    output = f"/tmp/packtrain-{run.name}-%j.out"  # noqa: S108
+    if run.store.is_directory:
+        output = str(Path(run.store.url) / run.folder).replace("%", "%%") + "/slurm-%j.out"
+    return [
         f"--job-name={_job_name(run)}",
-        shlex.quote(f"--comment={run.store.url}"),  # with the name it says which run this is
+        shlex.quote(f"--comment={run.store.url}"),  # together with the name it identifies the run
         *size,
         "--ntasks-per-node=1",
         "--requeue",
-        "--open-mode=append",
-        shlex.quote(f"--output={_output(run)}"),
-        f"--signal=B:USR1@{NOTICE_SECONDS}",
+        "--open-mode=append",  # or a requeued job would overwrite its output
+        shlex.quote(f"--output={output}"),
+        f"--signal=B:USR1@{NOTICE_SECONDS}",  # B: to the script alone, which passes it on
         *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
-        *([f"--partition={settings.partition}"] if settings.partition else []),
-        *([f"--account={settings.account}"] if settings.account else []),
-        *([f"--gres=gpu:{settings.gpus}"] if settings.gpus else []),
-        *(["--exclusive"] if _whole(settings) else []),
+        *settings.resources(),
+        *(["--exclusive"] if whole else []),
         *settings.options,
     ]
-    return "\n".join(f"#SBATCH {option}" for option in options)
-
-
-def _whole(settings: SlurmSettings) -> bool:
-    """A machine is a whole node, unless the job asks for a part of one: Slurm would give one task one core."""
-    shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
-    return settings.gpus is None and not any(option.startswith(shares) for option in settings.options)
 
 
 def slurm_time(seconds: float) -> str:
-    """Whole minutes, as Slurm counts them: D-HH:MM:00."""
+    """Round up to whole minutes, as Slurm counts them: D-HH:MM:00."""
     minutes = max(1, math.ceil(seconds / 60))
     return f"{minutes // 1440}-{minutes % 1440 // 60:02d}:{minutes % 60:02d}:00"
 
@@ -251,71 +282,51 @@ def summed_up(machines: Sequence[Machine]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def squeue() -> builtins.list[Queued]:
-    document = json.loads(ask(("squeue", "--json")))
-    return [_queued(job) for job in document["jobs"]]
-
-
-def _queued(job: Mapping[str, Any]) -> Queued:
-    """Slurm's JSON differs between versions: a state is a text or a list of them, a number may be in a mapping."""
-    array = _number(job.get("array_job_id"))
-    state = job.get("job_state", "")
-    return Queued(
-        str(array or _number(job.get("job_id"))),
-        " ".join(state) if isinstance(state, list) else str(state),
-        str(job.get("state_reason") or ""),
-        str(job.get("nodes") or ""),
-        str(job.get("name") or ""),
-        str(job.get("comment") or ""),
-    )
-
-
-def _number(value: Any) -> int:
-    return int((value.get("number") if isinstance(value, Mapping) else value) or 0)
-
-
 def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS) -> str:
+    """Run a program of Slurm and return its standard output."""
+    program = arguments[0]
     try:
         done = subprocess.run(arguments, input=text, capture_output=True, check=False, text=True, timeout=seconds)
     except FileNotFoundError:
-        raise Mistake(f"{arguments[0]} is not there: start the run from a machine of the Slurm cluster") from None
+        raise Mistake(f"{program} is missing; start the run from a machine of the Slurm cluster") from None
     except subprocess.TimeoutExpired:
-        raise Mistake(f"{arguments[0]} did not answer within {seconds:g} s: is slurmctld up?") from None
+        raise Mistake(f"{program} timed out after {seconds:g} s; check that slurmctld is up") from None
     if done.returncode != 0:
-        said = [line.removeprefix(f"{arguments[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
-        raise Mistake(f"{arguments[0]}: {'; '.join(line.strip() for line in said if line.strip())}")
+        lines = [line.removeprefix(f"{program}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+        raise Mistake(f"{program}: {'; '.join(line.strip() for line in lines if line.strip())}")
     return done.stdout
 
 
-def _jobs(run: Run) -> builtins.list[str]:
-    """The numbers of the jobs that were submitted for a run, each time that it was started."""
+def _jobs_of(run: Run) -> list[QueuedJob]:
+    """Return the queued jobs of a run: those that its folder lists, and those that name it, if the list is missing."""
+    submitted, named = _submitted(run), (_job_name(run), run.store.url)
+    queue = [_queued(job) for job in json.loads(ask(("squeue", "--json")))["jobs"]]
+    return [queued for queued in queue if queued.job in submitted or (queued.name, queued.comment) == named]
+
+
+def _submitted(run: Run) -> list[str]:
+    """Return the numbers of all jobs that were submitted for a run."""
     data = run.store.find(run.key("slurm.json"))
     return [] if data is None else [str(job) for job in json.loads(data)]
 
 
-def _queued_for(run: Run) -> builtins.list[Queued]:
-    """The jobs of a run: those that its folder names, and those that name it, if nobody could write them down."""
-    known = _jobs(run)
+def _queued(job: Mapping[str, Any]) -> QueuedJob:
+    """Read one job of squeue. Versions differ: a state is a string or a list, a number may be inside a mapping."""
 
-    def is_of_run(queued: Queued) -> bool:
-        return queued.job in known or (queued.name, queued.comment) == (_job_name(run), run.store.url)
+    def number(name: str) -> int:
+        value = job.get(name)
+        return int((value.get("number") if isinstance(value, Mapping) else value) or 0)
 
-    return [queued for queued in squeue() if is_of_run(queued)]
+    state = job.get("job_state", "")
+    return QueuedJob(
+        job=str(number("array_job_id") or number("job_id")),
+        state=" ".join(state) if isinstance(state, list) else str(state),
+        reason=str(job.get("state_reason") or ""),
+        nodes=str(job.get("nodes") or ""),
+        name=str(job.get("name") or ""),
+        comment=str(job.get("comment") or ""),
+    )
 
 
 def _job_name(run: Run) -> str:
     return f"packtrain-{run.name}"
-
-
-def _run_of(start: Start) -> Run:
-    assert start.script is not None
-    name = next(line for line in start.script.splitlines() if "--job-name=" in line).partition("packtrain-")[2]
-    return Run(open_store(start.store), name)
-
-
-def _output(run: Run) -> str:
-    """Beside the run where every machine can write; on the machine's own disk where the store is a bucket."""
-    if run.store.is_directory:
-        folder = str(Path(run.store.url) / run.folder).replace("%", "%%")
-        return f"{folder}/slurm-%j.out"
-    return f"/tmp/packtrain-{run.name}-%j.out"  # noqa: S108 - Slurm ends a job whose output has no directory

@@ -1,21 +1,18 @@
-"""Hosts over ssh. Each agent goes on without the connection that started it.
+"""Hosts over ssh. Nodes keep running without the connection that started them.
 
-reach every host at once, find its Python, let it look at the store
-make the environment where there is none
-too few hosts: refuse, before the data is packed and anything runs
-look again, for packing may take hours
-start the agents; if that leaves too few, end those that run
+connect to all hosts in parallel; on each, find the Python and test the store
+create the environment where there is none
+refuse if too few hosts are usable, before the data is packed and anything runs
+check again, for packing may take hours
+start the nodes; if too few start, end those that did
 """
 
 from __future__ import annotations
 
 import builtins
 import shlex
-import subprocess
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -24,28 +21,23 @@ from pydantic_core import InitErrorDetails
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
-from packtrain.fleet.facts import PROBE, Facts
+from packtrain.fleet.facts import Facts, visible_object
 from packtrain.fleet.fleet import (
     Fleet,
+    LaunchPlan,
     Machine,
     Python,
-    Start,
-    Started,
-    Tell,
+    Say,
+    StartedNode,
+    Target,
     Word,
     node_arguments,
-    passed_on,
+    passed_variables,
     silent,
     values_of,
 )
 from packtrain.fleet.local import END_SECONDS, new_log, session_name
-from packtrain.fleet.remote import (
-    Remote,
-    Unreachable,
-    agents_command,
-    secrets_line,
-    split_destination,
-)
+from packtrain.fleet.remote import Remote, Unreachable, secrets_line, split_destination, verb_command
 from packtrain.job.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location, StorePath, matching
@@ -53,14 +45,12 @@ from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
 _CONNECTIONS = 32
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-
-
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:]+\])"
 _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?"
 _DESTINATION = rf"{_USER}{_HOST}(?::[0-9]{{1,5}})?"
 Destination = Annotated[str, matching(_DESTINATION, "a host, as in gpu-a, user@gpu-b or gpu-c:2222")]
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 class ListedHosts(FleetKind):
@@ -95,142 +85,164 @@ class SshSettings(ListedHosts):
         return SshFleet(self)
 
 
-class SshNode(Started):
-    """One that a connection holds. A free one is followed through the store."""
-
-    def __init__(self, connection: subprocess.Popen[bytes], log: Path) -> None:
-        self._connection, self.log = connection, log
-
-    def exit_code(self) -> int | None:
-        return self._connection.poll()
-
-
 @dataclass(frozen=True)
-class Ready:
-    """A host that can take part."""
-
-    start: Start
+class UsableHost:
+    name: str
     python: str
-    facts: Facts
 
 
 class SshFleet(Fleet):
     def __init__(self, settings: SshSettings) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> builtins.list[Start]:
+    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         settings = self._settings
         command = node_arguments(run, settings.python or "python", settings, settings.interface)
-        names = passed_on(run.job)
-        return [
-            Start(host, (*Remote(host).arguments(), shlex.join(command)), names, run.store.url)
-            for host in self._settings.hosts
-        ]
+        names = passed_variables(run.job.environment)
+        return [LaunchPlan(host, (*Remote(host).arguments(), shlex.join(command)), names) for host in settings.hosts]
 
-    def check(self, job: Job, store: Store, tell: Tell = silent) -> None:
-        names = passed_on(job)
-        _, faults = self.prepare([Start(host, (), names, store.url) for host in self._settings.hosts], tell)
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:
+        _, faults = self.usable_hosts(store.url, passed_variables(job.environment), say)
         for fault in faults:
-            tell(f"could do without {fault}")
+            say(f"{unavailable(fault)}; the run can start without it")
 
-    def start(self, starts: Sequence[Start], tied: bool, tell: Tell = silent) -> builtins.list[Started]:
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
         machines = self._settings.machines
-        able, missing = self.prepare(starts, tell)
+        usable, missing = self.usable_hosts(run.store.url, plans[0].variables, say)
         for fault in missing:
-            tell(f"goes on without {fault}")
-        ready = able[: machines.most]
-        # A tied connection ends with the thread that made it, so that has to be this one.
-        started, faults = _sorted(_at_once(lambda host: self._start(host, tied), ready, 1 if tied else _CONNECTIONS))
+            say(f"{unavailable(fault)}; continuing without it")
+        chosen = usable[: machines.most]
+        commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}  # after `python -m packtrain`
+        secrets = values_of(plans[0].variables)
+        # The kernel ends a tied connection with the thread that started it, so it must be started by this one.
+        started, faults = _sorted(
+            _in_parallel(
+                lambda host: start_node(host, run, commands[host.name], secrets, tied),
+                chosen,
+                1 if tied else _CONNECTIONS,
+            )
+        )
         if len(started) < machines.least:
-            _at_once(lambda host: _end(Remote(host.start.machine), host.python, host.start), ready)
+            _in_parallel(lambda host: _end(Remote(host.name), host.python, run), chosen)
             raise faults[0]
         for fault in faults:
-            tell(f"goes on without {fault}")
+            say(f"{unavailable(fault)}; continuing without it")
         return [node for node in started if node is not None]
 
-    def prepare(
-        self, starts: Sequence[Start], tell: Tell = silent
-    ) -> tuple[builtins.list[Ready], builtins.list[PacktrainError]]:
-        """The hosts that can take part, in the job's order, and what is wrong with the others. Too few: refused."""
-        if self._settings.bundle is not None:
-            environment.check_bundle(Path(self._settings.bundle))
-        store = open_store(starts[0].store)
-        with _probe(store) as key:
-            ready, faults = _sorted(_at_once(lambda start: self._ready(start, key, tell), starts))
-        least = self._settings.machines.least
-        if len(ready) < least:
-            count = f"{len(ready)} of the {least} hosts that the run needs can take part"
-            raise faults[0] if len(starts) == 1 else Mistake(f"{count}: {together(faults)}")
-        return ready, faults
+    def usable_hosts(
+        self, store: str, variables: Sequence[str], say: Say = silent
+    ) -> tuple[builtins.list[UsableHost], builtins.list[PacktrainError]]:
+        """Return the hosts that can take part, in the job's order, and what is wrong with the others.
 
-    def _ready(self, start: Start, key: str, tell: Tell) -> Ready:
-        remote = Remote(start.machine)
-        python = environment.find(remote, self._settings.python)
-        if python is None:
-            tell(f"{start.machine}: makes a Python environment for packtrain")
-            python = environment.make(remote, Path(self._settings.bundle) if self._settings.bundle else None)
-        facts = look(remote, python, start.store, key, start.variables)
-        if facts.store:
-            raise Unreachable(start.machine, store_advice(start.store, facts.store))
-        if not facts.torch:
-            raise Unreachable(start.machine, f"{python} has no torch: install 'packtrain[train]' there")
-        return Ready(start, python, facts)
+        Refuses if too few can.
+        """
+        hosts, least = self._settings.hosts, self._settings.machines.least
+        bundle = Path(self._settings.bundle) if self._settings.bundle is not None else None
+        if bundle is not None:
+            environment.check_bundle(bundle)
 
-    def _start(self, host: Ready, tied: bool) -> Started | None:
-        remote, start = Remote(host.start.machine), host.start
-        node = shlex.split(start.arguments[-1])[3:]  # what follows `python -m packtrain`
-        options = ["--run", node[1], *(["--tied"] if tied else []), "--", *node]
-        secrets = values_of(start.variables)
-        if tied:
-            command = agents_command(host.python, "start", options)
-            log = new_log(node[1])
-            return SshNode(remote.hold(command, secrets_line(secrets), log), log)
-        remote.ask(host.python, "start", options, secrets)
-        return None
+        def prepare(host: str) -> UsableHost:
+            remote = Remote(host)
+            python = environment.find(remote, self._settings.python)
+            if python is None:
+                say(f"{host}: creating a Python environment for packtrain")
+                python = environment.create(remote, bundle)
+            facts = facts_of(remote, python, store, key, variables)
+            if facts.store_error:
+                raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
+            if not facts.torch:
+                raise Unreachable(host, f"{python} has no torch; install 'packtrain[train]' there")
+            return UsableHost(host, python)
+
+        with visible_object(open_store(store)) as key:
+            usable, faults = _sorted(_in_parallel(prepare, hosts))
+        if len(usable) < least:
+            if len(hosts) == 1:
+                raise faults[0]
+            raise Mistake(f"only {len(usable)} of the {least} hosts that the run needs are usable: {together(faults)}")
+        return usable, faults
 
     def list(self, run: Run) -> builtins.list[Machine]:
-        def state(start: Start) -> Machine:
+        def state(host: str) -> Machine:
             try:
-                remote = Remote(start.machine)
+                remote = Remote(host)
                 python = environment.find_any(remote, self._settings.python)
-                found = remote.ask(python, "list", _of(run), {})
+                found = remote.ask(python, "list", _options(run), {})
             except PacktrainError as error:
-                return Machine(start.machine, "unreachable", str(error))
-            return Machine(start.machine, "running" if found else "ended")
+                return Machine(host, "unreachable", str(error))
+            return Machine(host, "running" if found else "ended")
 
-        return [state for state in _at_once(state, self.plan(run)) if isinstance(state, Machine)]
+        return _sorted(_in_parallel(state, self._settings.hosts))[0]
 
     def end(self, run: Run) -> None:
-        def end(start: Start) -> None:
-            remote = Remote(start.machine)
-            python = environment.find_any(remote, self._settings.python)
-            remote.ask(python, "end", _of(run), {}, seconds=END_SECONDS + 30)
+        def end(host: str) -> None:
+            remote = Remote(host)
+            _end(remote, environment.find_any(remote, self._settings.python), run)
 
-        _, faults = _sorted(_at_once(end, self.plan(run)))
+        _, faults = _sorted(_in_parallel(end, self._settings.hosts))
         if faults:
             raise faults[0]
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        host = _chosen(self._settings.hosts, machine)
-        destination, port = split_destination(host)
+        destination, port = split_destination(_chosen(self._settings.hosts, machine))
         session = shlex.quote(session_name(run.name))
-        there = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
-        return ("ssh", "-t", *(("-p", port) if port else ()), destination, there)
+        command = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
+        return ("ssh", "-t", *(("-p", port) if port else ()), destination, command)
+
+    def targets(self) -> builtins.list[Target]:
+        settings = self._settings
+        return [SshTarget(host, settings.python, settings.interface) for host in settings.hosts]
 
 
-def look(remote: Remote, python: str, store: str, key: str, variables: Sequence[str]) -> Facts:
+class SshTarget(Target):
+    def __init__(self, host: str, python: str | None, interface: str | None) -> None:
+        self.name, self._remote, self._python, self.interface = host, Remote(host), python, interface
+
+    def python(self) -> str | None:
+        return environment.find(self._remote, self._python)
+
+    def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
+        return self._remote.run(command, secrets_line(secrets), seconds)
+
+
+def start_node(
+    host: UsableHost, run: Run, arguments: Sequence[str], secrets: dict[str, str], tied: bool
+) -> StartedNode | None:
+    """Start a node on a host. A tied one is held by its connection; any other is followed through the store."""
+    remote = Remote(host.name)
+    options = ["--run", run.name, *(["--tied"] if tied else []), "--", *arguments]
+    if tied:
+        log = new_log(run.name)
+        command = verb_command(host.python, "start", options)
+        return StartedNode(remote.hold(command, secrets_line(secrets), log), log)
+    remote.ask(host.python, "start", options, secrets)
+    return None
+
+
+def _end(remote: Remote, python: str, run: Run) -> None:
+    remote.ask(python, "end", _options(run), {}, seconds=END_SECONDS + 30)
+
+
+def _options(run: Run) -> list[str]:
+    return ["--run", run.name, "--store", run.store.url]
+
+
+def facts_of(remote: Remote, python: str, store: str, key: str, variables: Sequence[str]) -> Facts:
     return Facts(**remote.ask(python, "check", ["--store", store, "--key", key], values_of(variables)))
 
 
-def store_advice(store: str, fault: str) -> str:
-    """Why a machine cannot take part, and what would let it."""
+def store_advice(store: str) -> str:
     if "://" in store:
-        return f"it does not see the store {store} ({fault}): is the endpoint's address one that it reaches?"
-    return f"it does not see the store {store} ({fault}): mount the same directory there, or use s3://bucket/prefix"
+        return "check that the endpoint's address is reachable from there"
+    return "mount the same directory there, or use s3://bucket/prefix"
+
+
+def unavailable(fault: PacktrainError) -> str:
+    return f"host {fault.host} is unavailable ({fault.fault})" if isinstance(fault, Unreachable) else str(fault)
 
 
 def together(faults: Sequence[PacktrainError]) -> str:
-    """What is wrong with each host; what is wrong with several is said once."""
+    """Join the faults of several hosts; a fault that they share is said once."""
     hosts: dict[str, builtins.list[str]] = {}
     for fault in faults:
         text = fault.fault if isinstance(fault, Unreachable) else str(fault)
@@ -238,18 +250,8 @@ def together(faults: Sequence[PacktrainError]) -> str:
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in hosts.items())
 
 
-def _of(run: Run) -> builtins.list[str]:
-    return ["--run", run.name, "--store", run.store.url]
-
-
-def _end(remote: Remote, python: str, start: Start) -> None:
-    node = shlex.split(start.arguments[-1])[3:]
-    with suppress(PacktrainError):
-        remote.ask(python, "end", ["--run", node[1], "--store", start.store], {}, seconds=END_SECONDS + 30)
-
-
 def _chosen(hosts: Sequence[str], machine: str | None) -> str:
-    """By the host's name in the job, or the node's name in the store, which begins with the hostname."""
+    """Find a host by its name in the job, or by the node's name in the store, which begins with the hostname."""
     if machine is None:
         return hosts[0]
     for host in hosts:
@@ -259,34 +261,21 @@ def _chosen(hosts: Sequence[str], machine: str | None) -> str:
     raise Mistake(f"no host {machine!r} in the job; it has {', '.join(hosts)}")
 
 
-@contextmanager
-def _probe(store: Store) -> Iterator[str]:
-    """Something to see in the store while the block lasts."""
-    key = f"scratch/visible-{uuid.uuid4().hex}"
-    store.put(key, PROBE)
-    try:
-        yield key
-    finally:
-        for entry in store.list("scratch/"):
-            if entry.key.startswith(key):
-                store.delete(entry.key)
-
-
-def _at_once(
+def _in_parallel(
     work: Callable[[Item], Answer], items: Sequence[Item], connections: int = _CONNECTIONS
 ) -> builtins.list[Answer | PacktrainError]:
-    """The answers in order; an error of ours is an answer too."""
+    """Return the answers in order; our own errors are answers too."""
 
-    def one(item: Item) -> Answer | PacktrainError:
+    def attempt(item: Item) -> Answer | PacktrainError:
         try:
             return work(item)
         except PacktrainError as error:
             return error
 
     if connections == 1 or len(items) < 2:
-        return [one(item) for item in items]
+        return [attempt(item) for item in items]
     with ThreadPoolExecutor(min(connections, len(items))) as pool:
-        return list(pool.map(one, items))
+        return list(pool.map(attempt, items))
 
 
 def _sorted(

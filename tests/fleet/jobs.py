@@ -1,4 +1,4 @@
-"""Small jobs for machines that are hosts, and a client that stands on this computer or on one of them."""
+"""Small jobs for the hosts of tests, and clients that start them from this computer or from one of the hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import psutil
 from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
 from parts.hosts import Host, Network
+from parts.sandbox import EXAMPLES, wait_until
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 TRAINING = f"""
@@ -34,7 +34,7 @@ checkpoint: {{every: 5 steps}}
 fleet: FLEET
 """
 
-# Counts with the time, keeps its count where programs keep checkpoints, and ends when it goes on from one.
+# Counts, keeps its count where programs keep checkpoints, and ends after it has resumed from one.
 COUNTING = """
 import os, time
 from pathlib import Path
@@ -71,14 +71,14 @@ def write_program(directory: Path, store: Path | str, fleet: str, script: str, m
 def packtrain(
     *arguments: str | Path, directory: Path, environment: dict[str, str], seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """A command of a client on this computer."""
+    """Run a command of a client on this computer."""
     command = [sys.executable, "-m", "packtrain", *map(str, arguments)]
     whole = {**os.environ, **ENVIRONMENT, **environment}
     return subprocess.run(command, cwd=directory, env=whole, capture_output=True, text=True, timeout=seconds)
 
 
 def packtrain_on(host: Host, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command of a client on a host."""
+    """Run a command of a client on a host."""
     command = [sys.executable, "-m", "packtrain", *map(str, arguments)]
     return host.run(command, {**ENVIRONMENT, **environment}, timeout=240)
 
@@ -88,23 +88,16 @@ def newest(store: Path | str) -> Run:
 
 
 def wait_until_all_left(run: Run) -> None:
-    """The result comes first, and then the last lines of the logs."""
-    wait_until(lambda: run.result() and all(node.left for node in run.leases()), "the last machine's leave")
+    """The last lines of the logs come after the result."""
+    wait_until(lambda: run.result() and all(lease.left for lease in run.leases()), "the last machine to leave")
 
 
 def losses(run: Run) -> list[tuple[int, float]]:
     return [(point.step, point.values["loss"]) for point in run.metrics() if point.kind == "train"]
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.1)
-
-
 def left_on(network: Network | Sequence[Host]) -> list[str]:
-    """What still runs, a moment after the end."""
+    """Return the command lines that still run on hosts some time after the end of a run."""
     deadline = time.monotonic() + 60
     while (found := _commands(network)) and time.monotonic() < deadline:
         time.sleep(0.2)
