@@ -1,4 +1,4 @@
-"""Zips are read where they lie; what could lead elsewhere or is not there is refused."""
+"""Zips are read in place; members that point outside or are incomplete are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_members_are_read_as_they_are(tmp_path: Path, method: int) -> None:
     assert [(one.name, one.where.read()) for one in zip_members(path)] == PICTURES
 
 
-def test_a_zip_behind_other_bytes_and_one_of_the_large_kind_are_read(tmp_path: Path) -> None:
+def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "self-extracting", b"#!/bin/sh\n" + zipped(PICTURES))
     assert [one.where.read() for one in zip_members(path)] == [data for _, data in PICTURES]
     file = io.BytesIO()
@@ -56,10 +56,10 @@ def renamed(name: str) -> Callable[[zipfile.ZipInfo], None]:
         (linked, "member 'a.jpg' is a symbolic link"),
         (renamed("../a.jpg"), "member '../a.jpg' has '..' in its name"),
         (renamed("/etc/a.jpg"), "has an absolute name"),
-        (renamed("b.jpg"), "member 'b.jpg' is there twice"),
+        (renamed("b.jpg"), "member 'b.jpg' occurs twice"),
     ],
 )
-def test_members_that_could_lead_elsewhere_are_refused(
+def test_members_that_point_outside_are_refused(
     tmp_path: Path, change: Callable[[zipfile.ZipInfo], None], fault: str
 ) -> None:
     file = io.BytesIO()
@@ -85,14 +85,14 @@ def changed(data: bytes, mark: bytes, place: int, new: bytes) -> bytes:
     ("place", "new", "fault"),
     [
         (8, b"\x01\x00", "is encrypted; unpack it first"),
-        (10, b"\x0c\x00", "is compressed in a way that is not read here"),
-        (24, b"\xff\xff\xff\x7f", "comes to 2,147,483,647 bytes, more than any picture"),
-        (20, b"\xff\xff\xff\x0f", "is not where the zip says; fetch the file again"),
-        (42, b"\xff\xff\xff\x0f", "lies beyond the end of the file; fetch it again"),
-        (42, b"\x02\x00\x00\x00", "is not where the zip says; fetch the file again"),
+        (10, b"\x0c\x00", "uses an unsupported compression"),
+        (24, b"\xff\xff\xff\x7f", "unpacks to 2,147,483,647 bytes, more than any image"),
+        (20, b"\xff\xff\xff\x0f", "is not where the zip's directory says; download the file again"),
+        (42, b"\xff\xff\xff\x0f", "is beyond the end of the file; download it again"),
+        (42, b"\x02\x00\x00\x00", "is not where the zip's directory says; download the file again"),
     ],
 )
-def test_members_that_cannot_be_read_are_refused(tmp_path: Path, place: int, new: bytes, fault: str) -> None:
+def test_unreadable_members_are_refused(tmp_path: Path, place: int, new: bytes, fault: str) -> None:
     data = changed(zipped([("a.jpg", picture())]), b"PK\x01\x02", place, new)
     path = write(tmp_path / "some.zip", data)
     assert fault in refusal(lambda: list(zip_members(path)))
@@ -104,13 +104,13 @@ def test_a_member_with_two_sizes_is_refused(tmp_path: Path) -> None:
     assert "has two sizes" in refusal(lambda: list(zip_members(path)))
 
 
-def test_what_is_cut_off_or_not_there_is_refused(tmp_path: Path) -> None:
+def test_truncated_and_missing_zips_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "cut.zip", zipped(PICTURES)[:-30])
-    assert "not a whole zip" in refusal(lambda: list(zip_members(path)))
+    assert "damaged or incomplete zip" in refusal(lambda: list(zip_members(path)))
     assert refusal(lambda: is_zip(str(tmp_path / "none"))) == f"{tmp_path / 'none'}: No such file or directory"
 
 
-def test_more_than_a_member_claims_is_never_made(tmp_path: Path) -> None:
+def test_a_member_never_unpacks_to_more_than_it_claims(tmp_path: Path) -> None:
     bomb = changed(zipped([("a.jpg", bytes(10_000_000))]), b"PK\x01\x02", 24, b"\x64\0\0\0")
     [member] = zip_members(write(tmp_path / "bomb.zip", bomb))
     with pytest.raises(OSError, match="damaged in its archive"):

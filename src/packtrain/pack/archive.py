@@ -1,45 +1,42 @@
-"""The members of a tar, found by its headers alone: nothing is unpacked, and data is never read, only sought over.
+"""The members of tars and zips, located by their headers: nothing is unpacked, and the data is never read.
 
-A member that is itself a tar is read in place, so the tar of tars that ImageNet comes as needs no space on disk.
-Only plain files (and directories, which are passed over) may be in it. Everything that could lead elsewhere or claim
-more than is there is refused: a header is data from strangers.
+A member that is itself a tar is listed in place, so ImageNet's tar of tars needs no extra disk space. An archive comes
+from strangers: it may contain only files and directories, and anything that points outside or claims more bytes than
+the file has is refused.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
 import struct
+import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.pack.raw import Locator
 
-_BLOCK = 512
+MOST_MEMBERS = 2_000_000  # all names of an archive are held in memory
 _NAME_BYTES = 4096
-# Bounds for what has to be held in memory: the names of one tar, and a header that extends the next.
-_MEMBERS = 2_000_000
-_EXTENSION_BYTES = 1 << 20
-# Writers fill up their last record with zeros; no record is larger than this.
-_FILL_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
 
-_FILES = (b"0", b"\0", b"7")
-_DIRECTORY = b"5"
-_LONG_NAME, _LONG_LINK = b"L", b"K"
-_EXTENDED, _GLOBAL = (b"x", b"X"), b"g"
-_REFUSED = {
-    b"1": "is a hard link",
-    b"2": "is a symbolic link",
-    b"3": "is a device",
-    b"4": "is a device",
-    b"6": "is a pipe",
-    b"S": "is sparse, and may claim any size",
-    b"M": "goes on from another volume",
+_BLOCK = tarfile.BLOCKSIZE
+_HEADER_BYTES = 1 << 16  # of one member, with its long name and extended header
+_PADDING_BYTES = 64 << 20  # writers fill the last record with zeros; no record is larger
+_READ_BYTES = 1 << 20
+_EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
+_EXTENSIONS = (*_EXTENDED, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_MANY_DIGITS = re.compile(rb"[0-9]{300}")
+_REFUSED_TYPES = {
+    tarfile.LNKTYPE: "is a hard link",
+    tarfile.SYMTYPE: "is a symbolic link",
+    tarfile.CHRTYPE: "is a device",
+    tarfile.BLKTYPE: "is a device",
+    tarfile.FIFOTYPE: "is a pipe",
 }
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip",
@@ -48,7 +45,13 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "unzstd",
     b"PK\x03\x04": "unzip",
 }
-_OCTAL = re.compile(rb" *([0-7]*) *")
+# What tarfile raises for headers that somebody made up.
+_BAD_HEADER = (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError)
+
+_ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
+_ZIP_HEADER = struct.Struct("<4s22xHH")  # in front of a member's data: mark, lengths of name and extra field
+_ZIP_ENCRYPTED = 0x1
+_INFLATED_BYTES = 1 << 30
 
 
 class ArchiveMember(NamedTuple):
@@ -56,186 +59,151 @@ class ArchiveMember(NamedTuple):
     where: Locator
 
 
-class _Header(NamedTuple):
-    name: bytes
-    kind: bytes
-    size: int
-
-
 class MemberError(Exception):
-    """What is wrong with a member; the reader adds where."""
+    """The reason to refuse a member; the caller adds its name and place."""
 
 
-def tar_members(where: Locator, called: str | None = None) -> Iterator[ArchiveMember]:
-    """The plain files of a tar in its order. `where` is the tar itself, or the part of a file that is one."""
+def tar_members(where: Locator, called: str | None = None, most_members: int = MOST_MEMBERS) -> Iterator[ArchiveMember]:
+    """Yield the files of a tar in its order. `where` is the tar itself, or the part of a file that is a tar."""
     shown = printable(called or where.path)
     try:
         if not stat.S_ISREG(Path(where.path).stat().st_mode):
-            raise Mistake(f"{shown}: not a file, so not a tar")
+            raise Mistake(f"{shown}: not a file; expected a tar")
         with Path(where.path).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             end = size if where.length is None else where.offset + where.length
             if end > size:
-                raise Mistake(f"{shown}: goes beyond the end of {where.path}; fetch it again")
-            yield from _Tar(file.fileno(), where.path, shown, where.offset, end).members()
+                raise Mistake(f"{shown}: extends beyond the end of {where.path}; download it again")
+            tar = _Tar(file.fileno(), where.offset, end - where.offset, shown)
+            for name, offset, length in tar.members(most_members):
+                yield ArchiveMember(name, Locator(where.path, where.offset + offset, length))
     except OSError as error:
         raise Mistake(f"{shown}: {error.strerror or error}") from error
 
 
-class _Tar:
-    def __init__(self, descriptor: int, path: str, shown: str, start: int, end: int) -> None:
-        self._descriptor, self._path, self._shown, self._start, self._end = descriptor, path, shown, start, end
+class _Tar(io.RawIOBase):
+    """The part of a file that is a tar, which tarfile reads headers from.
 
-    def members(self) -> Iterator[ArchiveMember]:
-        self._refuse_other_formats()
-        seen: set[bytes] = set()
-        position = self._start
-        while True:
-            block = self._read(position, _BLOCK)
-            if not any(block):
-                return self._refuse_more_after(position + _BLOCK)
-            name = block[:100].split(b"\0", 1)[0]
-            try:
-                header, offset = self._header(block, position)
-                name = header.name
-                name = safe_name(name)
-                if header.kind == _DIRECTORY:
-                    position = offset
-                    continue
-                if header.kind not in _FILES:
-                    raise MemberError(_REFUSED.get(header.kind, f"is of the unknown kind {header.kind!r}"))
-                if name in seen:
-                    raise MemberError("is there twice")
-                if offset + header.size > self._end:
-                    raise MemberError(f"has {header.size:,} bytes, more than are left; fetch the file again")
-            except MemberError as fault:
-                raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {fault}") from None
-            seen.add(name)
-            if len(seen) > _MEMBERS:
-                raise self._mistake(f"more than {_MEMBERS:,} members; make several tars of it")
-            yield ArchiveMember(_text(name), Locator(self._path, offset, header.size))
-            position = offset + _padded(header.size)
+    tarfile would read as much as a header claims, and takes a damaged header for the end of the archive. So it gets
+    only `_allowed` bytes for each member, and each header is asked for one by one.
+    """
 
-    def _header(self, block: bytes, position: int) -> tuple[_Header, int]:
-        """The member's header, with what headers before it say about it, and where its data starts."""
-        long_name: bytes | None = None
-        extended: dict[bytes, bytes] = {}
-        header = _parse(block)
-        while True:
-            position += _BLOCK
-            if header.kind in (_LONG_NAME, _LONG_LINK):
-                data = self._extension(header, position).split(b"\0", 1)[0]
-                if header.kind == _LONG_NAME:
-                    long_name = data
-            elif header.kind in _EXTENDED:
-                extended |= _records(self._extension(header, position))
-            elif header.kind == _GLOBAL:
-                said = _records(self._extension(header, position))
-                if not said.keys().isdisjoint((b"path", b"size")) or _is_sparse(said):
-                    raise MemberError("is a header that gives all members one name or size")
-            else:
-                break
-            position += _padded(header.size)
-            block = self._read(position, _BLOCK)
-            if not any(block):
-                raise MemberError("is a header without the member it is about")
-            header = _parse(block)
-        if _is_sparse(extended):
-            raise MemberError(_REFUSED[b"S"])
-        name = extended.get(b"path", header.name if long_name is None else long_name)
-        size = _decimal(extended[b"size"]) if b"size" in extended else header.size
-        is_directory = header.kind == b"\0" and name.endswith(b"/")  # as the oldest writers had it
-        return _Header(name, _DIRECTORY if is_directory else header.kind, size), position
+    def __init__(self, descriptor: int, start: int, length: int, shown: str) -> None:
+        self._descriptor, self._start, self._length, self._shown = descriptor, start, length, shown
+        self._go_to(0)
 
-    def _extension(self, header: _Header, position: int) -> bytes:
-        if header.size > _EXTENSION_BYTES:
-            raise MemberError(f"is a header of {header.size:,} bytes, which no name needs")
-        return self._read(position, header.size)
+    def _go_to(self, position: int) -> None:
+        self._position, self._allowed = position, _HEADER_BYTES
 
-    def _read(self, position: int, size: int) -> bytes:
-        data = os.pread(self._descriptor, size, position) if position + size <= self._end else b""
-        if len(data) != size:
-            raise self._mistake(f"cut off at byte {self._end - self._start:,}; fetch it again")
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= self._allowed:
+            raise tarfile.ReadError(f"claims {size:,} bytes")
+        data = os.pread(self._descriptor, size, self._start + self._position)
+        if len(data) != size or self._position + size > self._length:
+            raise self._mistake(f"truncated at byte {self._length:,}; download it again")
+        self._position += size
+        self._allowed -= size
         return data
 
+    def tell(self) -> int:
+        return self._position
+
+    def members(self, most_members: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, offset and length of each file."""
+        self._refuse_other_formats()
+        archive: tarfile.TarFile | None = None
+        seen: set[bytes] = set()
+        position = 0
+        while True:
+            self._go_to(position)
+            block = self.read(_BLOCK)
+            if not any(block):
+                return self._refuse_trailing_data(position + _BLOCK)
+            try:
+                self._check_extensions(block)
+                self._go_to(position)
+                if archive is None:  # it reads the first header by itself
+                    archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")
+                    self._go_to(position)
+                info = tarfile.TarInfo.fromtarfile(archive)
+            except _BAD_HEADER as error:
+                what = f"bad header at byte {position:,}" if position else "not a tar: bad first header"
+                raise self._mistake(f"{what} ({printable(str(error))})") from None
+            try:
+                name = _checked_member(info, archive.pax_headers, self._length)
+                if name in seen:
+                    raise MemberError("occurs twice")
+            except MemberError as error:
+                raise self._mistake(f"member {quoted(info.name)} at byte {position:,} {error}") from None
+            position = info.offset_data
+            if info.isdir():
+                continue
+            seen.add(name)
+            if len(seen) > most_members:
+                raise self._mistake(f"more than {most_members:,} members; split it into several tars")
+            yield name.decode("utf-8", "surrogateescape"), position, info.size
+            position += -(-info.size // _BLOCK) * _BLOCK
+
+    def _check_extensions(self, block: bytes) -> None:
+        """Check the headers that give the next one a long name or records `length key=value`.
+
+        tarfile ignores records from the first damaged one on, and takes minutes to search long rows of digits.
+        """
+        while block[156:157] in _EXTENSIONS:
+            size = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size
+            data = self.read(-(-size // _BLOCK) * _BLOCK)[:size]
+            while block[156:157] in _EXTENDED and data and data[0]:
+                digits = data.partition(b" ")[0]
+                length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
+                record, data = data[:length], data[length:]
+                whole = len(record) == length and b"=" in record and record.endswith(b"\n")
+                if not whole or _MANY_DIGITS.search(record):
+                    raise ValueError("damaged extended header")
+            block = self.read(_BLOCK)
+
     def _refuse_other_formats(self) -> None:
-        if self._start == self._end:
-            raise self._mistake("an empty file, not a tar; fetch it again")
-        start = os.pread(self._descriptor, min(_BLOCK, self._end - self._start), self._start)
+        if not self._length:
+            raise self._mistake("empty file, not a tar; download it again")
+        start = os.pread(self._descriptor, 8, self._start)
         for magic, program in _COMPRESSED.items():
             if start.startswith(magic):
-                raise self._mistake(f"compressed, so its parts cannot be found; decompress it first ({program})")
-        if len(start) == _BLOCK and any(start):
-            try:
-                _parse(start)
-            except MemberError as fault:
-                raise self._mistake(f"not a tar: its first header {fault}") from None
+                raise self._mistake(f"compressed, so its members cannot be located; decompress it first ({program})")
 
-    def _refuse_more_after(self, position: int) -> None:
-        """Tars that were written one after the other would otherwise lose all but the first."""
-        if self._end - position > _FILL_BYTES:
-            raise self._mistake(f"{self._end - position:,} bytes follow its end mark; make one tar of it")
-        while position < self._end:
-            data = os.pread(self._descriptor, min(_READ_BYTES, self._end - position), position)
+    def _refuse_trailing_data(self, position: int) -> None:
+        """Refuse tars that were appended to each other: all but the first would be lost."""
+        if self._length - position > _PADDING_BYTES:
+            raise self._mistake(f"{self._length - position:,} bytes follow the end mark; make one tar of it")
+        while position < self._length:
+            data = os.pread(self._descriptor, min(_READ_BYTES, self._length - position), self._start + position)
             if any(data) or not data:
-                raise self._mistake(f"more data follows its end mark at byte {position:,}; make one tar of it")
+                raise self._mistake(f"more data follows the end mark at byte {position:,}; make one tar of it")
             position += len(data)
 
-    def _mistake(self, fault: str) -> Mistake:
-        return Mistake(f"{self._shown}: {fault}")
+    def _mistake(self, text: str) -> Mistake:
+        return Mistake(f"{self._shown}: {text}")
 
 
-def _parse(block: bytes) -> _Header:
-    """A header of the ustar, GNU or oldest kind."""
-    rest = block[:148] + b" " * 8 + block[156:]
-    excess = _number(block[148:156]) - sum(rest)
-    if excess and excess != -256 * sum(byte > 127 for byte in rest):  # some old writers added up signed bytes
-        raise MemberError("has a wrong checksum")
-    size = _number(block[124:136])
-    if size < 0:
-        raise MemberError("has a negative size")
-    name = block[:100].split(b"\0", 1)[0]
-    # GNU's own kind of header has dates where the standard has the start of a long name.
-    prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
-    return _Header(prefix + b"/" + name if prefix else name, block[156:157], size)
-
-
-def _number(field: bytes) -> int:
-    """Octal digits, or for what they cannot say GNU's big-endian number behind a mark."""
-    if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
-    match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
-    if match is None:
-        raise MemberError("has a number that is none")
-    return int(match[1] or b"0", 8)
-
-
-def _decimal(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) > 20:
-        raise MemberError("has a size that is no number")
-    return int(digits)
-
-
-def _records(data: bytes) -> dict[bytes, bytes]:
-    """The records `length key=value` of an extended header."""
-    records: dict[bytes, bytes] = {}
-    while data and data[0]:
-        digits, space, _ = data.partition(b" ")
-        length = int(digits) if digits.isdigit() and len(digits) <= 7 else 0
-        key, equals, value = data[len(digits) + 1 : length].partition(b"=")
-        if not space or not equals or length > len(data) or not value.endswith(b"\n"):
-            raise MemberError("has an extended header that is damaged")
-        records[key] = value[:-1]
-        data = data[length:]
-    return records
-
-
-def _is_sparse(records: dict[bytes, bytes]) -> bool:
-    return any(key.startswith((b"GNU.sparse", b"SCHILY.realsize")) for key in records)
+def _checked_member(info: tarfile.TarInfo, of_all: Mapping[str, str], length: int) -> bytes:
+    """Return the member's name. `of_all` are the records that a global header gives all members."""
+    if not of_all.keys().isdisjoint(("path", "size")):
+        raise MemberError("follows a header that gives all members one name or size")
+    name = safe_name(info.name.encode("utf-8", "surrogateescape"))
+    if info.isdir():
+        return name
+    if info.issparse() or any(key.startswith(("GNU.sparse", "SCHILY.realsize")) for key in info.pax_headers):
+        raise MemberError("is sparse and may claim any size")
+    if not info.isreg():
+        raise MemberError(_REFUSED_TYPES.get(info.type, f"has the unknown type {info.type!r}"))
+    size = info.pax_headers.get("size", "0")  # tarfile reads what is not a number as 0
+    if info.size < 0 or not (size.isascii() and size.isdigit()):
+        raise MemberError("has an invalid size")
+    if info.offset_data + info.size > length:
+        raise MemberError(f"has {info.size:,} bytes, more than the file has left; download the file again")
+    return name
 
 
 def safe_name(name: bytes) -> bytes:
-    """The name without what says nothing; what could lead elsewhere is refused."""
+    """Return the name without empty and `.` parts; refuse one that points outside."""
     parts = name.split(b"/")
     if name.startswith(b"/"):
         raise MemberError("has an absolute name")
@@ -248,86 +216,59 @@ def safe_name(name: bytes) -> bytes:
     return b"/".join(part for part in parts if part not in (b"", b".")) or b"."
 
 
-def _padded(size: int) -> int:
-    return (size + _BLOCK - 1) // _BLOCK * _BLOCK
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
-
-
-# The members of a zip, found by its directory: nothing is unpacked.
-#
-# As with tars, whatever could lead elsewhere or claims more than is there is refused.
-
-
-_START = b"PK\x03\x04"
-_EMPTY = b"PK\x05\x06"
-_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # a member's own header, in front of its data: mark, lengths of name and extra field
-_ENCRYPTED = 0x1
-_INFLATED_BYTES = 1 << 30
-
-
 def is_zip(path: str) -> bool:
-    """Whether a file starts as a zip does."""
+    """True if the file starts like a zip."""
     try:
         with Path(path).open("rb") as file:
-            return file.read(4) in (_START, _EMPTY)
+            return file.read(4) in (_ZIP_START, _ZIP_EMPTY)
     except OSError as error:
         raise Mistake(f"{printable(path)}: {error.strerror or error}") from error
 
 
 def zip_members(path: str) -> Iterator[ArchiveMember]:
-    """The plain files of a zip, in the order of its directory."""
+    """Yield the files of a zip, in the order of its directory."""
     shown = printable(path)
     try:
         with zipfile.ZipFile(path) as archive, Path(path).open("rb", buffering=0) as file:
             infos = archive.infolist()
-            if len(infos) > _MEMBERS:
-                raise Mistake(f"{shown}: more than {_MEMBERS:,} members; make several zips of it")
-            yield from _members(infos, file.fileno(), path)
+            if len(infos) > MOST_MEMBERS:
+                raise Mistake(f"{shown}: more than {MOST_MEMBERS:,} members; split it into several zips")
+            seen: set[bytes] = set()
+            for info in (one for one in infos if not one.is_dir()):
+                try:
+                    name = safe_name(info.filename.encode("utf-8", "surrogateescape"))
+                    if name in seen:
+                        raise MemberError("occurs twice")
+                    seen.add(name)
+                    where = _located(info, file.fileno(), path)
+                except MemberError as error:
+                    raise Mistake(f"{shown}: member {quoted(info.filename)} {error}") from None
+                yield ArchiveMember(name.decode("utf-8", "surrogateescape"), where)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
-        raise Mistake(f"{shown}: not a whole zip ({printable(str(error))}); fetch it again") from error
+        raise Mistake(f"{shown}: damaged or incomplete zip ({printable(str(error))}); download it again") from error
     except OSError as error:
         raise Mistake(f"{shown}: {error.strerror or printable(str(error))}") from error
 
 
-def _members(infos: list[zipfile.ZipInfo], descriptor: int, path: str) -> Iterator[ArchiveMember]:
+def _located(info: zipfile.ZipInfo, descriptor: int, path: str) -> Locator:
+    """Return where a member's data is, which only the header in front of the data says."""
     end = os.fstat(descriptor).st_size
-    seen: set[bytes] = set()
-    for info in infos:
-        if info.is_dir():
-            continue
-        try:
-            name = safe_name(info.filename.encode("utf-8", "surrogateescape"))
-            if name in seen:
-                raise MemberError("is there twice")
-            seen.add(name)
-            where = _where(info, descriptor, path, end)
-        except MemberError as fault:
-            raise Mistake(f"{printable(path)}: member {quoted(info.filename)} {fault}") from None
-        yield ArchiveMember(name.decode("utf-8", "surrogateescape"), where)
-
-
-def _where(info: zipfile.ZipInfo, descriptor: int, path: str, end: int) -> Locator:
-    if info.flag_bits & _ENCRYPTED:
+    if info.flag_bits & _ZIP_ENCRYPTED:
         raise MemberError("is encrypted; unpack it first")
     if stat.S_ISLNK(info.external_attr >> 16):
         raise MemberError("is a symbolic link")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise MemberError("is compressed in a way that is not read here; unpack it first")
+        raise MemberError("uses an unsupported compression; unpack it first")
     if info.file_size > _INFLATED_BYTES:
-        raise MemberError(f"comes to {info.file_size:,} bytes, more than any picture")
-    header = os.pread(descriptor, _HEADER.size, info.header_offset) if 0 <= info.header_offset < end else b""
-    if len(header) < _HEADER.size:
-        raise MemberError("lies beyond the end of the file; fetch it again")
-    mark, name_length, extra_length = _HEADER.unpack(header)
-    offset = info.header_offset + _HEADER.size + name_length + extra_length
-    if mark != _START or offset + info.compress_size > end:
-        raise MemberError("is not where the zip says; fetch the file again")
+        raise MemberError(f"unpacks to {info.file_size:,} bytes, more than any image")
+    header = os.pread(descriptor, _ZIP_HEADER.size, info.header_offset) if 0 <= info.header_offset < end else b""
+    if len(header) < _ZIP_HEADER.size:
+        raise MemberError("is beyond the end of the file; download it again")
+    mark, name_length, extra_length = _ZIP_HEADER.unpack(header)
+    offset = info.header_offset + _ZIP_HEADER.size + name_length + extra_length
+    if mark != _ZIP_START or offset + info.compress_size > end:
+        raise MemberError("is not where the zip's directory says; download the file again")
     is_stored = info.compress_type == zipfile.ZIP_STORED
     if is_stored and info.file_size != info.compress_size:
-        raise MemberError("has two sizes; fetch the file again")
+        raise MemberError("has two sizes; download the file again")
     return Locator(path, offset, info.compress_size, None if is_stored else info.file_size)
