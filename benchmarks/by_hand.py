@@ -22,7 +22,6 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import rate_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 
@@ -40,7 +39,7 @@ def main() -> None:
     model = recipe.build_model()
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
-    rate = rate_of(job.train, recipe.width)
+    rate = job.train.schedule.build(recipe.width, job.train.duration)
     file, step = directory / "checkpoint.pt", 0
     if file.exists():
         state = torch.load(file, weights_only=True)

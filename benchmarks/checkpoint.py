@@ -34,7 +34,7 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
-from packtrain.train.gradient_sync import Alone
+from packtrain.train.gradient_sync import NoSync
 from packtrain.train.optimizer import optimizer_tensors
 from packtrain.train.recorder import Clock
 from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
@@ -72,7 +72,7 @@ def compute(model: nn.Module) -> None:
 
 def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
     model, optimizer = model_of(megabytes)
-    exchange, copier = Alone(model, World(), Clock()), SnapshotCopier()
+    sync, copier = NoSync(model, World(), Clock()), SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
     run = create_run(open_store(str(directory / "store")), job, archive({}), None)
@@ -87,8 +87,8 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
         compute(model)
         tick()
         files = {
-            "model.safetensors": exchange.whole(model.state_dict()),
-            "optimizer.safetensors": exchange.whole(optimizer_tensors(optimizer, model)),
+            "model.safetensors": sync.whole(model.state_dict()),
+            "optimizer.safetensors": sync.whole(optimizer_tensors(optimizer, model)),
         }
         copies = copier.begin(files)
         tick()

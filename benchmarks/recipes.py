@@ -40,7 +40,6 @@ from packtrain.train.control import Control
 from packtrain.train.engine import Ema
 from packtrain.train.evaluator import spread
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import Timer, TimingClock
@@ -101,7 +100,7 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
     average = None if settings.ema is None else Ema(model, settings.ema)
-    optimizer, rate = settings.optimizer.build(model), rate_of(settings, recipe.width)
+    optimizer, rate = settings.optimizer.build(model), settings.schedule.build(recipe.width, settings.duration)
     timer = Timer()
     timer.tick()
     step = 0

@@ -40,7 +40,6 @@ from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock
-from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
@@ -98,7 +97,7 @@ def loop(job: Job, recipe: Recipe, steps: int, words: Words) -> tuple[float, flo
     torch.manual_seed(1)
     model, optimizer = words.set_up(*_model_and_optimizer(recipe))
     average = [parameter.detach().clone() for parameter in model.parameters()]
-    rate = rate_of(job.train, recipe.width)
+    rate = job.train.schedule.build(recipe.width, job.train.duration)
     batches = epoch_batches(recipe.costs, recipe.likeness, job.train.batch.value, job.train.seed, 0)
     timer = Timer()
     for step, ids in enumerate(itertools.islice(batches, steps)):

@@ -44,7 +44,6 @@ from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import rate_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import Timer, TimingClock
@@ -76,7 +75,7 @@ def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
     model = recipe.build_model()
     average = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
-    rate = rate_of(settings, recipe.width)
+    rate = settings.schedule.build(recipe.width, settings.duration)
     started, steps, tokens = time.process_time(), 0, 0
     for ids in endless(recipe, int(settings.batch.value)):
         if time.process_time() - started >= seconds:

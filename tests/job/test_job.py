@@ -11,13 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from packtrain.fleet.local import LocalSettings
 from packtrain.job import job as jobs
-from packtrain.job import train as learning
 from packtrain.job.job import Job
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import faults, is_name
-from packtrain.job.train import Constant, Noam
 from packtrain.pack.bitext import BitextSource
 from packtrain.train.optimizer import AdamSettings
+from packtrain.train.schedule import ConstantSettings, NoamSettings, Phase
 from packtrain.units import Duration
 
 RECIPE: Mapping[str, Any] = {
@@ -58,7 +57,7 @@ def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
     assert job.data.valid == (BitextSource(paths=("valid.tsv",)),)
     assert (job.data.train[0].kind, job.data.vocabulary, job.data.max_words) == ("bitext", 8000, 80)
     assert (job.model.size, job.model.options) == ("base", {"dropout": 0.3, "shared": True})
-    assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)
+    assert job.train.schedule == NoamSettings(warmup=Duration(8000, "steps"), scale=2.0)
     assert job.train.optimizer == AdamSettings(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
     assert (job.train.precision, job.train.clip, job.train.seed) == ("auto", None, 1)
     assert (job.checkpoint.every, job.checkpoint.keep_last) == (Duration(300, "seconds"), 2)
@@ -277,12 +276,12 @@ def test_names_of_jobs_and_runs() -> None:
 
 def test_schedules_are_told_apart_by_their_class() -> None:
     job = Job.model_validate(with_field(RECIPE, "train.schedule", {"constant": {"rate": 1}}))
-    assert job.train.schedule == Constant(rate=1.0)
+    assert job.train.schedule == ConstantSettings(rate=1.0)
 
 
 def models() -> Iterator[type[BaseModel]]:
     yield from (jobs.Job, jobs.Data, jobs.Model, jobs.Train, jobs.Evaluate, jobs.Checkpoint, jobs.Budget)
-    yield from (learning.Phase,)
+    yield from (Phase,)
     for kinds in (SCHEDULES, OPTIMIZERS, EXCHANGES, FLEETS):
         yield from (kind_class(kinds, word) for word in kinds)
 

@@ -18,7 +18,7 @@ from packtrain.job.job import Job
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
 from packtrain.job.secrets import has_secret, names_secret
-from packtrain.job.train import Constant, Noam
+from packtrain.train.schedule import ConstantSettings, NoamSettings
 from packtrain.units import Duration
 
 VALID = """\
@@ -298,7 +298,7 @@ def test_any_field_can_be_set(directory: Path) -> None:
     assert job.data.train[0].weight == 3
     assert [source.paths for source in job.data.valid] == [("/other.tsv",), (f"{directory}/more.tsv",)]
     assert job.data.test[0].paths == (f"{directory}/a", f"{directory}/b")
-    assert job.train.schedule == Noam(warmup=Duration(7, "steps"), scale=2.0)
+    assert job.train.schedule == NoamSettings(warmup=Duration(7, "steps"), scale=2.0)
     assert (job.fleet.kind.model_dump(), job.train.clip, job.budget.hours) == (
         {"machines": 2, "power_off": False},
         None,
@@ -355,13 +355,13 @@ SHORT = "name: a\nrecipe: translate\ndata: {train: {bitext: a.tsv}}\n"
 
 def test_a_recipe_s_defaults_fill_what_the_file_leaves_out(directory: Path) -> None:
     job = load(SHORT, defaults=DEFAULTS).job
-    assert job.train.schedule == Constant(rate=1e-3)
+    assert job.train.schedule == ConstantSettings(rate=1e-3)
     assert (job.model.size, job.train.clip) == ("tiny", 5.0)
 
 
 def test_the_file_wins_field_by_field_and_kinds_never_mix(directory: Path) -> None:
     job = load(VALID.replace("clip: 1.0", "clip: null"), defaults=DEFAULTS).job
-    assert job.train.schedule == Noam(warmup=Duration(8000, "steps"), scale=2.0)
+    assert job.train.schedule == NoamSettings(warmup=Duration(8000, "steps"), scale=2.0)
     assert job.train.clip is None
     assert (job.model.size, job.model.options) == ("base", {"dropout": 0.1})
     assert job.evaluate.every == Duration(100, "steps")
@@ -369,7 +369,7 @@ def test_the_file_wins_field_by_field_and_kinds_never_mix(directory: Path) -> No
 
 def test_an_override_goes_on_top_of_the_defaults(directory: Path) -> None:
     job = load(SHORT, "train.schedule.constant.rate=0.5", "model=big", defaults=DEFAULTS).job
-    assert job.train.schedule == Constant(rate=0.5)
+    assert job.train.schedule == ConstantSettings(rate=0.5)
     assert (job.model.size, job.model.options) == ("big", {})
 
 

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from packtrain.job.part import faults
-from packtrain.job.train import Ddp, EpochSettings, LocalSteps, Train
+from packtrain.job.train import EpochSettings, Train
+from packtrain.train.gradient_sync import DdpSettings, LocalSyncSettings
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import rate_of
 from packtrain.units import Amount, Duration
 
 TRAIN: Mapping[str, Any] = {
@@ -67,14 +67,14 @@ def test_the_phases_of_a_record_give_its_rate_size_and_batch_at_each_epoch(
     epoch: int, rate: float, size: int, batch: int, rectangular: bool
 ) -> None:
     train = settings(schedule={"phases": DAWNBENCH})
-    assert rate_of(train, width=1)(Progress(10**6, epoch)) == pytest.approx(rate)
+    assert train.schedule.build(1, train.duration)(Progress(10**6, epoch)) == pytest.approx(rate)
     scale = 0.08 if epoch < 16 else 0.087
     assert train.in_epoch(epoch) == EpochSettings(Amount(batch, "samples"), size, scale, rectangular)
 
 
 def test_the_rate_goes_with_every_batch_of_an_epoch_and_the_data_with_whole_ones() -> None:
     train = settings(schedule={"phases": DAWNBENCH})
-    rate = rate_of(train, width=1)
+    rate = train.schedule.build(1, train.duration)
     assert rate(Progress(0, 5.5)) == pytest.approx(1.88 + (3.76 - 1.88) * 5.5 / 6)
     assert rate(Progress(0, 5.999999)) == pytest.approx(3.76, rel=1e-5)
     assert [rate(Progress(0, 37.999)), rate(Progress(0, 38.0))] == [0.0376, 0.00376]
@@ -82,14 +82,14 @@ def test_the_rate_goes_with_every_batch_of_an_epoch_and_the_data_with_whole_ones
 
 def test_after_the_last_phase_all_stays_as_it_was() -> None:
     train = settings(duration="60 epochs", schedule={"phases": DAWNBENCH})
-    assert rate_of(train, width=1)(Progress(0, 55.0)) == 0.00376
+    assert train.schedule.build(1, train.duration)(Progress(0, 55.0)) == 0.00376
     assert train.in_epoch(55) == train.in_epoch(49)
 
 
 def test_phases_can_be_counted_in_steps_where_they_leave_the_data_alone() -> None:
     phases = [{"until": "10 steps", "rate": [0.0001, 1.0], "batch": "64 samples"}, {"until": "30 steps", "rate": 0.5}]
     train = settings(schedule={"phases": phases})
-    rate = rate_of(train, width=1)
+    rate = train.schedule.build(1, train.duration)
     assert [rate(Progress(step, 0.0)) for step in (5, 10, 29, 99)] == pytest.approx([0.50005, 0.5, 0.5, 0.5])
     assert train.in_epoch(40).batch == Amount(64, "samples")
 
@@ -111,9 +111,9 @@ def test_a_section_reads_back_what_it_writes() -> None:
 
 def test_what_is_not_said_has_a_default() -> None:
     train = settings()
-    assert train.exchange == Ddp(compress="no")
+    assert train.exchange == DdpSettings(compress="no")
     assert (train.micro_batch, train.ema, train.compile, train.patience) == (None, None, False, Duration(60, "seconds"))
-    assert LocalSteps.model_validate({"every": "50 steps"}).rate == 0.7
+    assert LocalSyncSettings.model_validate({"every": "50 steps"}).rate == 0.7
 
 
 # Refusals.

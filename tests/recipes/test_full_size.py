@@ -17,7 +17,6 @@ from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job.job import Job
-from packtrain.job.train import Ddp
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
@@ -26,6 +25,7 @@ from packtrain.recipes.resnet import ResNet
 from packtrain.recipes.resnet_shape import RESNETS
 from packtrain.start import load
 from packtrain.store import open_store
+from packtrain.train.gradient_sync import DdpSettings
 from recipes.captioned import THINGS, write_set
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -73,7 +73,7 @@ def test_captions_are_tuned_as_the_recipe_does_by_itself() -> None:
 
 
 def test_gradients_of_wmt14_go_over_the_network_in_16_bits() -> None:
-    assert load(EXAMPLES / "translate-wmt14.yaml").job.train.exchange == Ddp(compress="fp16")
+    assert load(EXAMPLES / "translate-wmt14.yaml").job.train.exchange == DdpSettings(compress="fp16")
 
 
 def layers_of(width: int, inner: int) -> int:

@@ -411,24 +411,24 @@ def weights_by_step(every: int, steps: int) -> list[list[float]]:
 def meetings() -> list[tuple[float, float, float, float, float]]:
     """One weight at three meetings: before the steps, the ranks' mean before the meeting, after it; momentum too."""
     engine, world, recipe = _local_engine(2)
-    exchange = engine.exchange
+    sync = engine.gradient_sync
     inner: list[float] = []
-    meet = exchange._meet  # type: ignore[attr-defined]
+    after_update = sync.after_update
 
-    def watched() -> None:
+    def watched(steps: int, last: bool) -> None:
         mean = engine.model.out.weight.detach().clone()  # type: ignore[union-attr]
         world.average_all([mean])
         inner.append(float(mean[0, 0]))
-        meet()
+        after_update(steps, last)
 
-    exchange._meet = watched  # type: ignore[attr-defined]
+    sync.after_update = watched  # type: ignore[method-assign]
     seen = []
     for meeting in range(3):
         before = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
-        momentum = float(exchange.state()["out.weight"][0, 0])
+        momentum = float(sync.state()["out.weight"][0, 0])
         for number in (2 * meeting, 2 * meeting + 1):
             _make_step(engine, world, recipe, number)
         after = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
-        seen.append((before, inner[-1], after, momentum, float(exchange.state()["out.weight"][0, 0])))
+        seen.append((before, inner[-1], after, momentum, float(sync.state()["out.weight"][0, 0])))
     world.leave()
     return seen

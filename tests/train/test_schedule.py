@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.train import Train
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import Rate, rate_of
+from packtrain.train.schedule import Rate
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "noam": {"warmup": "4 steps", "peak": 0.1},
@@ -24,7 +24,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 def rate(kind: str, width: int = 512, duration: str = "100 steps", **fields: Any) -> Rate:
     train = {"duration": duration, "batch": "4 samples", "schedule": {kind: fields}}
-    return rate_of(Train.model_validate(train), width)
+    settings = Train.model_validate(train)
+    rate: Rate = settings.schedule.build(width, settings.duration)
+    return rate
 
 
 def at(step: int, epoch: float = 0.0) -> Progress:

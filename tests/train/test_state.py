@@ -182,7 +182,7 @@ def test_a_state_of_local_steps_is_not_loaded_where_gradients_are_averaged(tmp_p
     local = tiny_engine(tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
     step(local, range(2))
     taken(local).write(tmp_path)
-    with pytest.raises(CorruptCheckpoint, match="of a run that exchanged gradients in another way"):
+    with pytest.raises(CorruptCheckpoint, match="belongs to a run with another kind of exchange"):
         restore(tiny_engine(), tmp_path, DESCRIPTION, 0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
@@ -26,7 +26,10 @@ from packtrain.job.part import (
     what_is,
     wrongs_of,
 )
-from packtrain.units import Machines
+from packtrain.units import Duration, Machines
+
+if TYPE_CHECKING:
+    from packtrain.job.train import EpochSettings, Train
 
 Drop = Callable[[str, str], None]
 
@@ -45,12 +48,12 @@ FORMATS: dict[str, str] = {
     "folder": "packtrain.pack.folder:FolderSource",
 }
 SCHEDULES: dict[str, str] = {
-    "noam": "packtrain.job.train:Noam",
-    "constant": "packtrain.job.train:Constant",
-    "one_cycle": "packtrain.job.train:OneCycle",
-    "cosine": "packtrain.job.train:Cosine",
-    "step": "packtrain.job.train:StepDown",
-    "phases": "packtrain.job.train:Phases",
+    "noam": "packtrain.train.schedule:NoamSettings",
+    "constant": "packtrain.train.schedule:ConstantSettings",
+    "one_cycle": "packtrain.train.schedule:OneCycleSettings",
+    "cosine": "packtrain.train.schedule:CosineSettings",
+    "step": "packtrain.train.schedule:StepDownSettings",
+    "phases": "packtrain.train.schedule:PhasesSettings",
 }
 OPTIMIZERS: dict[str, str] = {
     "sgd": "packtrain.train.optimizer:SgdSettings",
@@ -58,9 +61,9 @@ OPTIMIZERS: dict[str, str] = {
     "adamw": "packtrain.train.optimizer:AdamWSettings",
 }
 EXCHANGES: dict[str, str] = {
-    "ddp": "packtrain.job.train:Ddp",
-    "local": "packtrain.job.train:LocalSteps",
-    "fsdp": "packtrain.job.train:Fsdp",
+    "ddp": "packtrain.train.gradient_sync:DdpSettings",
+    "local": "packtrain.train.gradient_sync:LocalSyncSettings",
+    "fsdp": "packtrain.train.gradient_sync:FsdpSettings",
 }
 
 
@@ -175,6 +178,22 @@ class Source(Part):
         raise NotImplementedError
 
 
+class ScheduleKind(Part):
+    """How the learning rate changes over a run."""
+
+    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
+        """Yield what is wrong between these settings and the rest of the `train` section."""
+        yield from ()
+
+    def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:  # noqa: ARG002
+        """Return what holds in an epoch, for schedules that change more than the rate."""
+        return settings
+
+    @abstractmethod
+    def build(self, width: int, duration: Duration) -> Callable[[Any], float]:
+        """Return the rate as a function of the `Progress` before a step; `width` is the model's."""
+
+
 class OptimizerKind(Part):
     """How gradients change the weights. Norms and biases do not decay."""
 
@@ -183,3 +202,22 @@ class OptimizerKind(Part):
     @abstractmethod
     def build(self, model: Any) -> Any:
         """Return the torch optimizer of a model."""
+
+
+class ExchangeKind(Part):
+    """How the workers keep their weights equal.
+
+    `syncs_every_step`: all ranks have the same weights after every step, and reach a bad loss together.
+    `shards_model`: a rank holds a part of the weights, so that every forward pass is a collective.
+    """
+
+    syncs_every_step: ClassVar[bool] = True
+    shards_model: ClassVar[bool] = False
+
+    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
+        """Yield what is wrong between these settings and the rest of the `train` section."""
+        yield from ()
+
+    @abstractmethod
+    def build(self, model: Any, followers: Any, world: Any, clock: Any) -> Any:
+        """Return the `GradientSync` of a model in a `World`; the weights of `followers` follow those of the model."""

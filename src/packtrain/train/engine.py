@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from packtrain.data.loader import Arrays, Loaded
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
-from packtrain.job.train import Exchange, Fsdp, LocalSteps, Train
+from packtrain.job.kinds import ExchangeKind
+from packtrain.job.train import Train
 from packtrain.recipes import Batch, Recipe
-from packtrain.train.gradient_sync import exchange_of
+from packtrain.train.gradient_sync import GradientSync
 from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
-from packtrain.train.schedule import rate_of
 from packtrain.train.world import World
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_: a gradient of zero is not divided by
@@ -49,14 +49,14 @@ class Engine:
         self.clock = clock or clock_of(world.device)
         torch.manual_seed(settings.seed)  # the same initial weights on every rank
         self.model = recipe.build_model()
-        if not (isinstance(settings.exchange, Fsdp) and world.num_ranks > 1):  # fsdp moves it shard by shard
+        if not (settings.exchange.shards_model and world.num_ranks > 1):  # fsdp moves it shard by shard
             self.model.to(world.device)
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device)
         followers = [] if self.ema is None else [self.ema.model]
-        self.exchange = exchange_of(settings.exchange, self.model, followers, world, self.clock)
+        self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
         self.optimizer = settings.optimizer.build(self.model)
-        self._rate = rate_of(settings, recipe.width)
+        self._rate = settings.schedule.build(recipe.width, settings.duration)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
         """Called when the gradients are computed and nothing has been updated yet."""
@@ -71,13 +71,13 @@ class Engine:
             own = model.state_dict()
             for name, tensor in first.items():
                 own[name].copy_(placed(tensor, own[name]))
-        self.exchange.restore(self.exchange.state())  # ranks that update locally start from these weights too
+        self.gradient_sync.restore(self.gradient_sync.state())  # ranks that update locally start from these weights too
 
     def evaluation_model(self) -> nn.Module:
         """Return the model that is evaluated and exported: the EMA if there is one. Collective."""
         chosen = self.model if self.ema is None else self.ema.model
-        self.exchange.share_buffers(chosen)
-        return self.exchange.plain(chosen, self._recipe.build_model).eval()
+        self.gradient_sync.share_buffers(chosen)
+        return self.gradient_sync.plain(chosen, self._recipe.build_model).eval()
 
     def step(
         self, now: Progress, micro_batches: Sequence[Batch], cost: int, own_cost: int, last: bool = False
@@ -92,23 +92,23 @@ class Engine:
             group["lr"] = rate
         if not self.model.training:
             self.model.train()
-        self.exchange.before_step()
-        share = self.exchange.share(cost, own_cost) * self.precision.scale.value
+        self.gradient_sync.before_step()
+        share = self.gradient_sync.share(cost, own_cost) * self.precision.scale.value
         total = torch.zeros((), device=self._world.device)
         for number, micro_batch in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
-            with self.exchange.micro_batch(last=is_last):
+            with self.gradient_sync.micro_batch(last=is_last):
                 with self.precision.compute():
-                    loss = self._recipe.loss(self.exchange.module, micro_batch)
+                    loss = self._recipe.loss(self.gradient_sync.module, micro_batch)
                 self.clock.mark("forward")
                 # 0 * NaN is NaN: a loss that is not finite on one rank reaches every rank through the gradient sync,
                 # so all of them notice in the same step.
                 (loss * (share + 0.0 * loss.detach())).backward()  # type: ignore[no-untyped-call]
-                self.clock.mark(self.exchange.span_after_backward if is_last else "backward")
+                self.clock.mark(self.gradient_sync.span_after_backward if is_last else "backward")
             total += loss.detach()
         self.before_update()  # a checkpoint of the weights may still be copied: it ends before they change
         norm, skipped = self._update(now, total)
-        self.exchange.after_update(now.step + 1, last)
+        self.gradient_sync.after_update(now.step + 1, last)
         self._update_ema(now.step, last)
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
@@ -137,20 +137,15 @@ class Engine:
         scale.overflowed()
         # Ranks that sync every step come here together; one that updates locally decides alone.
         wrong = not bool(torch.isfinite(loss))
-        if not isinstance(self._settings.exchange, LocalSteps):
+        if self._settings.exchange.syncs_every_step:
             wrong = self._world.any(wrong)
         if wrong or scale.exhausted:
             raise NonFinite(f"the {'loss' if wrong else 'gradient'} of step {now.step + 1} is not finite")
 
     def _update_ema(self, step: int, last: bool) -> None:
         """Update the EMA where all ranks have the same weights."""
-        if self.ema is None:
-            return
-        if not isinstance(self._settings.exchange, LocalSteps):
-            self.ema.update(step)
-        elif self.exchange.is_common(step + 1) or last:
-            every = int(self._settings.exchange.every.value)
-            self.ema.update(step, (step % every) + 1)
+        if self.ema is not None and (self.gradient_sync.is_common(step + 1) or last):
+            self.ema.update(step, self.gradient_sync.steps_since_common(step))
 
     def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """Return the loss of a batch, to find out what is wrong with it. Nothing is communicated or changed."""
@@ -206,13 +201,13 @@ def on_device(arrays: Arrays, device: torch.device) -> Batch:
 _TRIED_SAMPLES, _NAMED_SAMPLES = 256, 5
 
 
-def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exchange, loaded: Loaded) -> str:
+def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: ExchangeKind, loaded: Loaded) -> str:
     """Describe which samples of a batch have a loss that is not finite, by trying each alone on unchanged weights.
 
     Collective where the ranks sync every step; then the samples of every rank are named.
     """
-    alone = isinstance(exchange, LocalSteps)
-    model = engine.model if alone else engine.exchange.plain(engine.model, recipe.build_model)
+    alone = not exchange.syncs_every_step
+    model = engine.model if alone else engine.gradient_sync.plain(engine.model, recipe.build_model)
     found: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.turns[at : at + 1])

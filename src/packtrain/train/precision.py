@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packtrain.job.train import LocalSteps, Train
+from packtrain.job.train import Train
 
 FIRST_LOSS_SCALE = 2.0**14
 LEAST_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too large for fp16, they are wrong
@@ -22,7 +22,7 @@ def resolve(settings: Train, device: torch.device) -> str:
         return "fp32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
-    return "fp32" if isinstance(settings.exchange, LocalSteps) else "fp16"
+    return "fp16" if settings.exchange.syncs_every_step else "fp32"
 
 
 @dataclass(frozen=True)

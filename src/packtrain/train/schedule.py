@@ -1,102 +1,233 @@
-"""The learning rate at a moment: pure functions of the schedule's settings."""
+"""Learning rate schedules: the settings of each kind, and the rate of a step as a pure function of them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Annotated
 
-from packtrain.job.train import Constant, Cosine, Noam, OneCycle, Phases, Schedule, StepDown, Train
+from pydantic import PlainSerializer, PlainValidator
+
+from packtrain.job.kinds import ScheduleKind
+from packtrain.job.part import (
+    Batch,
+    Fraction,
+    Length,
+    Location,
+    NotNegative,
+    Part,
+    Pixels,
+    Positive,
+    Scale,
+    Steps,
+    Truth,
+)
+from packtrain.job.train import EpochSettings, Train
 from packtrain.train.progress import Progress, multiples, up_to_rounding
 from packtrain.units import Duration
 
 Rate = Callable[[Progress], float]
 
 
-def noam(settings: Noam, width: int, _: Duration) -> Rate:
-    """Linear warm-up, then the inverse root of the step."""
-    warmup = settings.warmup.value
-    if settings.peak is not None:
-        factor = settings.peak * warmup**0.5
-    else:
-        assert settings.scale is not None
-        factor = settings.scale * width**-0.5
-    return lambda now: factor * min((now.step + 1) * warmup**-1.5, (now.step + 1) ** -0.5)
+class NoamSettings(ScheduleKind):
+    """Linear warm-up, then the inverse square root of the step.
+
+    `scale` is the factor of the formula that includes the model's width; `peak` is the rate at the end of the warm-up.
+    """
+
+    warmup: Steps
+    scale: Positive | None = None
+    peak: Positive | None = None
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if (self.scale is None) == (self.peak is None):
+            yield (), "exactly one of scale and peak is needed"
+
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        warmup = self.warmup.value
+        if self.peak is not None:
+            factor = self.peak * warmup**0.5
+        else:
+            assert self.scale is not None
+            factor = self.scale * width**-0.5
+        return lambda now: factor * min((now.step + 1) * warmup**-1.5, (now.step + 1) ** -0.5)
 
 
-def constant(settings: Constant, _: int, __: Duration) -> Rate:
-    return lambda _: settings.rate
+class ConstantSettings(ScheduleKind):
+    rate: Positive
+
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        return lambda _: self.rate
 
 
-def one_cycle(settings: OneCycle, _: int, duration: Duration) -> Rate:
-    def rate(now: Progress) -> float:
-        done = min(1.0, now.in_unit(duration.unit) / duration.value)
-        if done < settings.warmup:
-            return settings.peak * _cosine(settings.start, 1.0, done / settings.warmup)
-        return settings.peak * _cosine(1.0, settings.end, (done - settings.warmup) / (1 - settings.warmup))
+class _OverTheRun(ScheduleKind):
+    """A schedule that depends on where the run ends."""
 
-    return rate
+    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+        if train.duration.unit == "seconds":
+            yield ("duration",), "must be in steps or epochs: the schedule goes by how much of the run is left"
 
 
-def cosine(settings: Cosine, _: int, duration: Duration) -> Rate:
-    warmup = settings.warmup.value if settings.warmup else 0.0
+class OneCycleSettings(_OverTheRun):
+    """Up to the peak over a share of the run, then down to almost zero, both along a cosine."""
 
-    def rate(now: Progress) -> float:
-        at = now.in_unit(duration.unit)
-        if at < warmup:
-            return settings.peak * _warmth(settings.warmup, now)
-        return _cosine(settings.peak, settings.floor, min(1.0, (at - warmup) / (duration.value - warmup)))
+    peak: Positive
+    warmup: Fraction = 0.3
+    start: Scale = 0.04
+    end: Scale = 0.0001
 
-    return rate
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        def rate(now: Progress) -> float:
+            done = min(1.0, now.in_unit(duration.unit) / duration.value)
+            if done < self.warmup:
+                return self.peak * _cosine(self.start, 1.0, done / self.warmup)
+            return self.peak * _cosine(1.0, self.end, (done - self.warmup) / (1 - self.warmup))
 
-
-def step_down(settings: StepDown, _: int, __: Duration) -> Rate:
-    def rate(now: Progress) -> float:
-        downs = multiples(now.in_unit(settings.every.unit), settings.every.value)
-        return settings.rate * _warmth(settings.warmup, now) * float(settings.factor**downs)
-
-    return rate
+        return rate
 
 
-def phases(settings: Phases, _: int, __: Duration) -> Rate:
-    """Linear within each phase; after the last one, as it ended."""
-    edges = [0.0, *(phase.until.value for phase in settings.phases)]
-    unit = settings.phases[0].until.unit
+class CosineSettings(_OverTheRun):
+    """Linear up to the peak, then along a cosine to the floor at the end of the run."""
 
-    def rate(now: Progress) -> float:
-        at = now.in_unit(unit)
-        number = min(len(settings.phases), bisect_right(edges, up_to_rounding(at))) - 1
-        start, end = list(pairwise(edges))[number]
-        first, last = settings.phases[number].rate
-        return first + (last - first) * min(1.0, max(0.0, (at - start) / (end - start)))
+    peak: Positive
+    warmup: Length | None = None
+    floor: NotNegative = 0.0
 
-    return rate
+    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+        yield from super().faults_in(train)
+        where = ("schedule", "cosine", "warmup")
+        if self.warmup is None:
+            return
+        if self.warmup.unit != train.duration.unit:
+            yield where, f"must be counted in {train.duration.unit}, as the duration is"
+        elif self.warmup.value >= train.duration.value:
+            yield where, "must be shorter than the run"
+
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        warmup = self.warmup.value if self.warmup else 0.0
+
+        def rate(now: Progress) -> float:
+            at = now.in_unit(duration.unit)
+            if at < warmup:
+                return self.peak * _warmup_share(self.warmup, now)
+            return _cosine(self.peak, self.floor, min(1.0, (at - warmup) / (duration.value - warmup)))
+
+        return rate
+
+
+class StepDownSettings(ScheduleKind):
+    """A rate that is multiplied by a factor at regular intervals, after a linear warm-up."""
+
+    rate: Positive
+    every: Length
+    factor: Scale = 0.1
+    warmup: Length | None = None
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        for field, length in (("every", self.every), ("warmup", self.warmup)):
+            if length is not None and length.unit == "seconds":
+                yield (field,), "must be in steps or epochs"
+
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        def rate(now: Progress) -> float:
+            downs = multiples(now.in_unit(self.every.unit), self.every.value)
+            return self.rate * _warmup_share(self.warmup, now) * float(self.factor**downs)
+
+        return rate
+
+
+def _rates(value: object) -> tuple[float, float]:
+    pair = value if isinstance(value, (list, tuple)) else (value, value)
+    if len(pair) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair):
+        raise ValueError("must be a rate, or a pair of rates such as [0.5, 2.0]")
+    if not all(0 < one < math.inf for one in pair):
+        raise ValueError("must be more than 0")
+    return float(pair[0]), float(pair[1])
+
+
+class Phase(Part):
+    """A stretch of the run; a pair of rates is a linear change. Fields that are not given keep their value."""
+
+    until: Length
+    rate: Annotated[tuple[float, float], PlainValidator(_rates), PlainSerializer(list)]
+    batch: Batch | None = None
+    size: Pixels | None = None
+    min_scale: Scale | None = None
+    rectangular: Truth | None = None
+
+    @property
+    def changes_data(self) -> bool:
+        return any(one is not None for one in (self.batch, self.size, self.min_scale, self.rectangular))
+
+    def applied(self, before: EpochSettings) -> EpochSettings:
+        return EpochSettings(
+            self.batch or before.batch,
+            self.size or before.size,
+            self.min_scale or before.min_scale,
+            before.rectangular if self.rectangular is None else self.rectangular,
+        )
+
+
+class PhasesSettings(ScheduleKind):
+    """Stretches of the run, one after the other."""
+
+    phases: tuple[Phase, ...]
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if not self.phases:
+            yield ("phases",), "must have at least one phase"
+            return
+        unit = self.phases[0].until.unit
+        start = 0.0
+        for number, phase in enumerate(self.phases):
+            if phase.until.unit == "seconds" or phase.until.unit != unit:
+                yield ("phases", number, "until"), "must be in steps or in epochs, the same in all phases"
+                return
+            if phase.until.value <= start:
+                yield ("phases", number, "until"), "must be later than that of the phase before"
+            if phase.changes_data and number and (unit != "epochs" or start != int(start)):
+                where = ("phases", number - 1, "until")
+                yield where, "must be a whole number of epochs: the next phase changes the batch or the pictures"
+            start = phase.until.value
+
+    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+        for number, phase in enumerate(self.phases):
+            if phase.batch is not None and phase.batch.unit != train.batch.unit:
+                yield ("schedule", "phases", number, "batch"), f"must be counted in {train.batch.unit}, as the batch is"
+
+    def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:
+        # Phases in steps change the rate alone, so only the first one may say anything about the data.
+        in_epochs = self.phases[0].until.unit == "epochs"
+        starts = [0.0, *(phase.until.value for phase in self.phases)] if in_epochs else [0.0]
+        for phase, start in zip(self.phases, starts, strict=False):
+            if start <= epoch:
+                settings = phase.applied(settings)
+        return settings
+
+    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        """Linear within each phase; after the last one, as it ended."""
+        edges = [0.0, *(phase.until.value for phase in self.phases)]
+        unit = self.phases[0].until.unit
+
+        def rate(now: Progress) -> float:
+            at = now.in_unit(unit)
+            number = min(len(self.phases), bisect_right(edges, up_to_rounding(at))) - 1
+            start, end = list(pairwise(edges))[number]
+            first, last = self.phases[number].rate
+            return first + (last - first) * min(1.0, max(0.0, (at - start) / (end - start)))
+
+        return rate
 
 
 def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _warmth(warmup: Duration | None, now: Progress) -> float:
+def _warmup_share(warmup: Duration | None, now: Progress) -> float:
     """The share of the full rate in a linear warm-up, which reaches it with its last step."""
     if warmup is None:
         return 1.0
     ahead = 1.0 if warmup.unit == "steps" else 0.0
     return min(1.0, (now.in_unit(warmup.unit) + ahead) / warmup.value)
-
-
-SCHEDULES: Mapping[type[Schedule], Callable[[Any, int, Duration], Rate]] = {
-    Noam: noam,
-    Constant: constant,
-    OneCycle: one_cycle,
-    Cosine: cosine,
-    StepDown: step_down,
-    Phases: phases,
-}
-
-
-def rate_of(settings: Train, width: int) -> Rate:
-    """The rate at every moment of a run; `width` is the model's, which some formulas have in them."""
-    return SCHEDULES[type(settings.schedule)](settings.schedule, width, settings.duration)

@@ -155,13 +155,13 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     The copy runs while the next step computes its gradients, which changes nothing but the statistics of norm layers:
     those are copied at once, and the engine's `before_update` waits for the rest.
     """
-    exchange, model = engine.exchange, engine.model
-    files = {MODEL_FILE: exchange.whole(model.state_dict())}
+    sync, model = engine.gradient_sync, engine.model
+    files = {MODEL_FILE: sync.whole(model.state_dict())}
     if engine.ema is not None:
-        files[EMA_FILE] = exchange.whole(engine.ema.model.state_dict())
-    own = exchange.own_states(optimizer_tensors(engine.optimizer, model))
+        files[EMA_FILE] = sync.whole(engine.ema.model.state_dict())
+    own = sync.own_states(optimizer_tensors(engine.optimizer, model))
     files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
-    if state := exchange.state():
+    if state := sync.state():
         files[GRADIENT_SYNC_FILE] = state
     learned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     statistics = {(MODEL_FILE, name) for name in files[MODEL_FILE].keys() - learned}
@@ -176,7 +176,8 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
         load_weights(engine.ema.model, directory / EMA_FILE)
     states = len(list(directory.glob("optimizer*.safetensors")))
     load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
-    engine.exchange.restore(_load(directory / GRADIENT_SYNC_FILE) if (directory / GRADIENT_SYNC_FILE).exists() else {})
+    sync_file = directory / GRADIENT_SYNC_FILE
+    engine.gradient_sync.restore(_load(sync_file) if sync_file.exists() else {})
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 

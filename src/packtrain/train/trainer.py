@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, Loaded, Loader, Order, parts
 from packtrain.errors import PacktrainError
-from packtrain.job.train import Fsdp
 from packtrain.recipes import Recipe, Scores
 from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
@@ -145,7 +144,7 @@ class Trainer:
                 voted = totals is not None and totals.save
                 save = voted or self._saves.due(before, agreed) or save or stop or end
                 # With local steps the weights differ between syncs: what is due waits for the next one.
-                if not (evaluate or save) or not (pending.last or self._engine.exchange.is_common(agreed.step)):
+                if not (evaluate or save) or not (pending.last or self._engine.gradient_sync.is_common(agreed.step)):
                     continue
 
                 self._settle(pending)
@@ -194,7 +193,7 @@ class Trainer:
                 self._world.num_ranks,
                 None if settings.micro_batch is None else settings.micro_batch.value,
                 recipe.fetching,
-                alike=isinstance(settings.exchange, Fsdp),  # there every forward pass is a collective
+                alike=settings.exchange.shards_model,  # there every forward pass is a collective
             )
         )
 
@@ -206,7 +205,7 @@ class Trainer:
         name = f"data of step {self._progress.step + 1}"
         self._watchdog.begin(DATA, name, STORE_SECONDS)
         # Between two syncs of local steps there is no common state that all ranks could leave with.
-        together = self._short_of_data and self._engine.exchange.is_common(self._progress.step)
+        together = self._short_of_data and self._engine.gradient_sync.is_common(self._progress.step)
         batch = loader.next(lambda: together and self._data_barrier.all_ready(False))
         self._clock.mark("data")
         if together and self._world.num_ranks > 1:
