@@ -115,7 +115,7 @@ def test_two_good_hosts_pass_every_check_and_their_link_is_measured(network: Net
     try:
         done = packtrain(
             "doctor", "--fleet", "ssh:host1,host2", "--store", network.shared / "store", "--json",
-            directory=tmp_path, environment={"PATH": f"{network.ssh_program()}:/usr/bin:/bin"},
+            directory=tmp_path, environment={"PATH": network.search_path()},
         )  # fmt: skip
     finally:
         network[1].rate(None)
@@ -133,7 +133,7 @@ def test_two_good_hosts_pass_every_check_and_their_link_is_measured(network: Net
 
 def test_an_unreachable_host_and_one_without_the_store_fail_with_advice(network: Network, tmp_path: Path) -> None:
     job = write_program(tmp_path / "job", tmp_path / "store", "{ssh: {hosts: [host1, host9]}}", "")
-    environment = {"PATH": f"{network.ssh_program()}:/usr/bin:/bin"}
+    environment = {"PATH": network.search_path()}
     done = packtrain("doctor", "--fleet", job, directory=tmp_path, environment=environment)
     assert done.returncode == 2
     for word in ("host9", "unknown", "host", "mount", "directory"):

@@ -35,7 +35,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture
 def remote(network: Network, monkeypatch: pytest.MonkeyPatch) -> Remote:
-    monkeypatch.setenv("PATH", f"{network.ssh_program()}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", network.search_path())
     return Remote("host1")
 
 

@@ -38,7 +38,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 @pytest.fixture
 def environment(network: Network, tmp_path: Path) -> dict[str, str]:
     """For a client whose ssh knows the hosts."""
-    return {"PATH": f"{network.ssh_program()}:/usr/bin:/bin", "PACKTRAIN_CACHE": str(tmp_path / "cache")}
+    return {"PATH": network.search_path(), "PACKTRAIN_CACHE": str(tmp_path / "cache")}
 
 
 def test_a_plan_has_the_ssh_command_for_each_host(directory_store: Store) -> None:
@@ -198,7 +198,7 @@ def test_a_changed_host_key_is_refused(tmp_path: Path, environment: dict[str, st
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.place / "etc" / "host_key")]
         subprocess.run(key, check=True)
         host.start()
-        path = f"{network.ssh_program()}:/usr/bin:/bin"
+        path = network.search_path()
         job = write_program(tmp_path / "key", network.shared / "store", "{ssh: {hosts: [host1]}}", "")
         done = packtrain("run", job, directory=tmp_path, environment={**environment, "PATH": path})
         assert_refused(done, "host1: its host key has changed")

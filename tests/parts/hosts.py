@@ -1,8 +1,8 @@
-"""Machines on one computer: each has an address on a private network, a name, a disk, processes and sshd of its own.
+"""Several machines on one computer, each with its own address, name, disk, processes and sshd.
 
 A host is a set of namespaces around an overlay of this computer's root, joined to a bridge by a veth pair. Links are
-cut and slowed with `ip` and `tc`; a host that is killed sends nothing more, as one without power. All of it ends with
-the block, or with the process that holds it, however that ends. Needs root. Imports nothing of the tests.
+cut and slowed with `ip` and `tc`; a host that is killed sends nothing more, as after a power cut. Everything ends with
+the block, or with this process, even if it is killed. Needs root. Imports nothing of the tests.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import psutil
 PATIENCE_SECONDS = 90.0
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "pivot_root", "sshd", "ssh", "ssh-keygen", "mount")
 _SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_LOCK = Path("/tmp/packtrain-hosts.lock")  # subnets are this computer's, whoever runs the tests
+_LOCK = Path("/tmp/packtrain-hosts.lock")  # all users share this computer's subnets
 _ALIAS = "packtrain-hosts"
 
-# The first process of a host. It waits twice for its starter: for the network cable, and then for the end.
+# The first process of a host. It waits twice for its starter: for the network link, and then for the end.
 _BOOT = r"""
 set -eu
 place=$1 name=$2 disk=$3; shift 3
@@ -52,7 +52,7 @@ for path in "$@"; do
 done
 mkdir -p "$root/etc/packtrain-host"; cp "$place"/etc/* "$root/etc/packtrain-host/"
 chmod 600 "$root/etc/packtrain-host/host_key"
-rm -f "$root/etc/resolv.conf"; : > "$root/etc/resolv.conf"  # no server of names would answer, and asking takes long
+rm -f "$root/etc/resolv.conf"; : > "$root/etc/resolv.conf"  # no name server would answer, and a query would take long
 cp "$place/etc/hosts" "$root/etc/hosts"; echo "$name" > "$root/etc/hostname"; hostname "$name"
 ip link set lo up
 cd "$root"; pivot_root . .; umount -l .; cd /
@@ -89,7 +89,7 @@ Host {name}
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Return why there can be no hosts here, or None."""
     if os.geteuid() != 0:
         return "hosts need root"
     absent = [program for program in _PROGRAMS if shutil.which(program, path=_SEARCH) is None]
@@ -103,8 +103,8 @@ def _command(*arguments: str) -> str:
     return done.stdout
 
 
-class _Inside(subprocess.Popen[Any]):
-    """A command in a host. The process that this one knows stands outside, and signals go past it."""
+class _HostProcess(subprocess.Popen[Any]):
+    """A command on a host. This is the nsenter process outside of it; signals go to its child inside."""
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -115,29 +115,29 @@ class _Inside(subprocess.Popen[Any]):
 
 @dataclass
 class Host:
-    """One machine. Its home directory outlives `kill`; the rest of its disk does not."""
+    """A machine. Its home directory survives `kill`; the rest of its disk does not."""
 
     name: str
     address: str
     place: Path
     _network: Network
-    _cable: str
+    _link: str
     _process: subprocess.Popen[bytes] | None = None
     _init: psutil.Process | None = None
-    _away: list[str] = field(default_factory=list)
+    _blocked: list[str] = field(default_factory=list)
 
     @property
     def home(self) -> Path:
-        """Its /root, seen from outside."""
+        """Its /root, as seen from outside."""
         return self.place / "home"
 
     def start(self) -> None:
-        """Power on, and return when its sshd answers."""
-        arguments = [str(self.place), self.name, str(self._network.disk_bytes), *map(str, self._network.seen)]
-        alone = ["unshare", "-m", "-u", "-p", "-i", "-n", "-f", "--kill-child", "--propagation", "private"]
+        """Switch it on, and return when its sshd answers."""
+        arguments = [str(self.place), self.name, str(self._network.disk_bytes), *map(str, self._network.mounted)]
+        namespaces = ["unshare", "-m", "-u", "-p", "-i", "-n", "-f", "--kill-child", "--propagation", "private"]
         with (self.place / "boot.log").open("ab") as log:
             process = subprocess.Popen(
-                [*alone, "bash", "-c", _BOOT, "boot", *arguments],
+                [*namespaces, "bash", "-c", _BOOT, "boot", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -151,10 +151,10 @@ class Host:
             if process.stdout.readline() != b"ready\n":
                 raise RuntimeError(f"{self.name} did not boot: {(self.place / 'boot.log').read_text()}")
             [self._init] = psutil.Process(process.pid).children()
-            # The same hardware address after every start: the others would ask for it only when theirs is too old.
-            card = ["address", self._card(), "netns", str(process.pid)]
-            _command("ip", "link", "add", self._cable, "type", "veth", "peer", "name", "eth0", *card)
-            _command("ip", "link", "set", self._cable, "master", self._network.bridge, "up")
+            # The same hardware address after every start, or the other hosts would use the old one for a while.
+            card = ["address", self._hardware_address(), "netns", str(process.pid)]
+            _command("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", *card)
+            _command("ip", "link", "set", self._link, "master", self._network.bridge, "up")
             self._inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
             self._inside("ip", "link", "set", "eth0", "up")
             self._inside("ip", "route", "add", "default", "via", self._network.gateway)
@@ -165,7 +165,7 @@ class Host:
             self.kill()
             raise
 
-    def _card(self) -> str:
+    def _hardware_address(self) -> str:
         return "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
 
     def _wait_for_sshd(self) -> None:
@@ -174,46 +174,46 @@ class Host:
             with suppress(OSError), socket.create_connection((self.address, 22), timeout=1):
                 return
             time.sleep(0.02)
-        raise RuntimeError(f"nothing answers at {self.name}")
+        raise RuntimeError(f"{self.name}: sshd does not answer")
 
     def kill(self) -> None:
-        """A power cut: no last word reaches the others. Harmless when it is off."""
+        """Cut its power: nothing it sends afterwards reaches the others. Does nothing if it is off."""
         if self._process is None:
             return
         process, init = self._process, self._init
-        self._process, self._init, self._away = None, None, []
-        subprocess.run(["ip", "link", "set", self._cable, "down"], stderr=subprocess.DEVNULL)
+        self._process, self._init, self._blocked = None, None, []
+        subprocess.run(["ip", "link", "set", self._link, "down"], stderr=subprocess.DEVNULL)
         with suppress(psutil.NoSuchProcess):
-            (init or process).kill()  # the first process takes all others of its namespace along
+            (init or process).kill()  # the first process of a namespace ends all others in it
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        # It goes with the namespace too, but later than the next `start` might want its name.
-        subprocess.run(["ip", "link", "del", self._cable], stderr=subprocess.DEVNULL)
+        # It also goes with the namespace, but maybe after the next `start` needs its name.
+        subprocess.run(["ip", "link", "del", self._link], stderr=subprocess.DEVNULL)
 
     def cut(self, *others: Host) -> None:
-        """Pulls the cable; with `others`, only what goes between this host and them is lost."""
+        """Take its link down; with `others`, block only the traffic between this host and them."""
         if not others:
-            _command("ip", "link", "set", self._cable, "down")
+            _command("ip", "link", "set", self._link, "down")
         for other in others:
             for one, far in ((self, other), (other, self)):
                 one._inside("ip", "route", "replace", "blackhole", f"{far.address}/32")
-                one._away.append(far.address)
+                one._blocked.append(far.address)
 
     def restore(self) -> None:
-        """Takes back every `cut` that this host had a part in."""
-        _command("ip", "link", "set", self._cable, "up")
+        """Undo every `cut` that concerns this host."""
+        _command("ip", "link", "set", self._link, "up")
         for other in (self, *self._network):
-            for far in [far for far in other._away if other is self or far == self.address]:
+            for far in [far for far in other._blocked if other is self or far == self.address]:
                 other._inside("ip", "route", "del", "blackhole", f"{far}/32")
-                other._away.remove(far)
+                other._blocked.remove(far)
 
     def rate(self, bits_per_second: float | None) -> None:
-        """Limits the cable in both directions; None lifts the limit."""
+        """Limit the link in both directions; None removes the limit."""
         inside = ["nsenter", "-t", str(self._pid()), "-n"]
-        for prefix, device in (([], self._cable), (inside, "eth0")):
+        for prefix, device in (([], self._link), (inside, "eth0")):
             if bits_per_second is None:
                 subprocess.run([*prefix, "tc", "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
             else:
@@ -227,7 +227,7 @@ class Host:
         text: str | None = None,
         timeout: float | None = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on it to its end, and collects its output."""
+        """Run a command on it to its end and return its output."""
         given = {"stdin": subprocess.DEVNULL if text is None else subprocess.PIPE}
         process = self.popen(arguments, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **given)
         try:
@@ -241,11 +241,11 @@ class Host:
     def popen(
         self, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Starts a command on it. `options` are those of `subprocess.Popen`."""
-        return _Inside(self._entered(arguments), env=self._environment(env), **options)
+        """Start a command on it. `options` are those of `subprocess.Popen`."""
+        return _HostProcess(self._in_namespaces(arguments), env=self._environment(env), **options)
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs on it but what its first process started: sshd, and a watch over its starter."""
+        """Return what runs on it, except for what its first process started: sshd, and the wait for its starter."""
         if self._init is None:
             return []
         own, found = _namespace(self._init.pid), []
@@ -268,8 +268,8 @@ class Host:
     def _inside(self, *arguments: str) -> str:
         return _command("nsenter", "-t", str(self._pid()), "-n", *arguments)
 
-    def _entered(self, arguments: Sequence[str | Path]) -> list[str]:
-        # A name of one of the namespaces less, and a path would be this computer's.
+    def _in_namespaces(self, arguments: Sequence[str | Path]) -> list[str]:
+        # Without one of these namespaces, a path or an address would be this computer's.
         into = ["nsenter", "-t", str(self._pid()), "-m", "-u", "-i", "-n", "-p"]
         return [*into, "env", "-C", "/root", "setpriv", "--pdeathsig", "KILL", *map(str, arguments)]
 
@@ -278,7 +278,7 @@ class Host:
 
 
 class Network(Sequence[Host]):
-    """The hosts, and how this computer reaches them: by `ssh -F ssh_config NAME`, or by their addresses."""
+    """The hosts; this computer reaches them by `ssh -F ssh_config NAME` or by their addresses."""
 
     def __init__(self, scratch: Path, count: int, shared: Iterable[Path], disk_bytes: int) -> None:
         token = uuid.uuid4().hex[:8]
@@ -286,7 +286,7 @@ class Network(Sequence[Host]):
         self.shared = scratch / "shared"
         self.ssh_config, self.known_hosts = scratch / "ssh_config", scratch / "known_hosts"
         self.shared.mkdir(parents=True, exist_ok=True)
-        self.seen = _seen([self.shared, *shared])
+        self.mounted = _mounted([self.shared, *shared])
         self.prefix = self._take_subnet()
         self.gateway = f"{self.prefix}.254"
         self._hosts = [
@@ -300,21 +300,21 @@ class Network(Sequence[Host]):
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def ssh_program(self) -> Path:
-        """A directory for the front of PATH, whose `ssh` and `scp` read our configuration and not the person's."""
+    def search_path(self) -> str:
+        """Return a PATH whose `ssh` and `scp` read the configuration of the hosts and not the user's."""
         directory = self.scratch / "bin"
         directory.mkdir(exist_ok=True)
         for name in ("ssh", "scp"):
             script = directory / name
             script.write_text(f'#!/bin/sh\nexec {shutil.which(name)} -F {self.ssh_config} "$@"\n')
             script.chmod(0o755)
-        return directory
+        return f"{directory}:/usr/bin:/bin"
 
     def _take_subnet(self) -> str:
-        """A bridge with a subnet that no other process has; takes away what killed processes left."""
+        """Create a bridge with a subnet of its own, and delete bridges that killed processes left."""
         with _LOCK.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _sweep()
+            _delete_orphans()
             used = {entry["local"] for link in _links("addr") for entry in link["addr_info"] if "local" in entry}
             taken = {address.rpartition(".")[0] for address in used}
             prefix = next(one for one in (f"10.77.{number}" for number in range(256)) if one not in taken)
@@ -325,7 +325,7 @@ class Network(Sequence[Host]):
         return prefix
 
     def prepare(self) -> None:
-        """Keys and configuration of all, on this computer and on each of them."""
+        """Write keys and configuration, for this computer and for every host."""
         identity = self.scratch / "identity"
         _make_key(identity)
         for host in self._hosts:
@@ -363,7 +363,7 @@ class Network(Sequence[Host]):
 
 @contextmanager
 def hosts(scratch: Path, count: int, shared: Iterable[Path] = (), disk_bytes: int = 4_000_000_000) -> Iterator[Network]:
-    """So many hosts. `shared` directories, and one of their own, are the same on all of them and here."""
+    """Start so many hosts. `shared` directories, and `network.shared`, are the same on all of them and here."""
     network = Network(scratch.resolve(), count, shared, disk_bytes)
     with ExitStack() as stack:
         stack.callback(network.end)
@@ -373,13 +373,13 @@ def hosts(scratch: Path, count: int, shared: Iterable[Path] = (), disk_bytes: in
         yield network
 
 
-def _seen(shared: Iterable[Path]) -> list[Path]:
-    """What hosts share with this computer: its Python, the environment that we run in, the repository."""
+def _mounted(shared: Iterable[Path]) -> list[Path]:
+    """Return what hosts share with this computer: its Python, the environment of the tests, the repository."""
     repository = Path(__file__).resolve().parents[2]
     paths = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), repository, *shared]
     distinct = list(dict.fromkeys(path.resolve() for path in paths))
     hidden = [Path("/root"), Path("/tmp"), Path("/run"), Path("/dev/shm")]  # hosts have their own
-    # The overlay shows the rest as it is; a bind mount keeps what changes here in step with what is seen there.
+    # The overlay shows everything else; but only in a bind mount are later changes visible on both sides.
     return [path for path in distinct if path != Path("/usr") and (path in distinct[2:] or _within(path, hidden))]
 
 
@@ -404,15 +404,15 @@ def _birth(pid: int) -> float:
     return psutil.Process(pid).create_time()
 
 
-def _sweep() -> None:
-    """Bridges whose owners were killed. Their hosts ended with them."""
+def _delete_orphans() -> None:
+    """Delete bridges whose owners were killed; their hosts ended with them."""
     for link in _links("link"):
         mark, _, owner = link.get("ifalias", "").partition(" ")
         if mark != _ALIAS:
             continue
         pid, birth = owner.split()
         try:
-            alive = abs(_birth(int(pid)) - float(birth)) < 1
+            alive = abs(_birth(int(pid)) - float(birth)) < 1  # or another process has got its number
         except psutil.NoSuchProcess:
             alive = False
         if not alive:

@@ -1,4 +1,4 @@
-"""A Slurm cluster on hosts: the first one has the controller too. It ends with them."""
+"""A Slurm cluster on hosts; the first one runs the controller too. It ends with them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`login` is where people submit from."""
+    """`login` is where users submit jobs."""
 
     login: Host
     nodes: tuple[Host, ...]
@@ -71,14 +71,14 @@ class Cluster:
         return done.stdout
 
     def logs(self) -> str:
-        """For a test that wants to say why it failed."""
+        """The last lines of all daemons, for the message of a failed test."""
         found = [self.login.run(["tail", "-n", "40", "/var/log/slurmctld.log"]).stdout]
         return "\n".join(found + [host.run(["tail", "-n", "40", "/var/log/slurmd.log"]).stdout for host in self.nodes])
 
 
 @contextmanager
 def slurm(network: Network) -> Iterator[Cluster]:
-    """Its nodes are all of the hosts."""
+    """Start a cluster whose nodes are all of the hosts."""
     place = network.shared / "slurm"
     place.mkdir(exist_ok=True)
     hosts = tuple(network)
@@ -89,16 +89,16 @@ def slurm(network: Network) -> Iterator[Cluster]:
     (place / "munge.key").write_bytes(os.urandom(1024))
     cluster = Cluster(hosts[0], hosts)
     for host in hosts:
-        _do(host, "bash", "-c", _PREPARE, "prepare", str(place))
-    _do(hosts[0], "slurmctld", "-c")
+        _start(host, "bash", "-c", _PREPARE, "prepare", str(place))
+    _start(hosts[0], "slurmctld", "-c")
     for host in hosts:
-        _do(host, "slurmd", "-N", host.name)
+        _start(host, "slurmd", "-N", host.name)
     _wait_until_idle(cluster)
     yield cluster
 
 
-def _do(host: Host, *arguments: str) -> None:
-    # Daemons keep what they inherit: a pipe would never end.
+def _start(host: Host, *arguments: str) -> None:
+    # Into a file: daemons inherit their output, and a pipe would stay open as long as they run.
     log = host.place / "daemons.log"
     with Path(log).open("ab") as output:
         process = host.popen(arguments, stdin=-3, stdout=output, stderr=output)
@@ -113,4 +113,4 @@ def _wait_until_idle(cluster: Cluster) -> None:
         if states == ["idle"] * len(cluster.nodes):
             return
         time.sleep(0.1)
-    raise RuntimeError(f"the cluster does not come up: {cluster.logs()}")
+    raise RuntimeError(f"the cluster did not start: {cluster.logs()}")

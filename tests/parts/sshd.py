@@ -1,4 +1,4 @@
-"""A private SSH server on loopback: own host key, one key that it lets in, nothing of the machine's settings."""
+"""A private SSH server on loopback: its own host key, one authorized key, none of the machine's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parts.loopback import free_port, wait_for_port
 
 _MARK = "PACKTRAIN_TESTS_SSHD"
 
-# Every session carries the mark, so that what was started in one is found even after its parents have ended.
+# Every session has the mark in its environment, so its processes are found even after their parents have ended.
 _CONFIGURATION = """
 ListenAddress 127.0.0.1
 Port {port}
@@ -39,7 +39,7 @@ SetEnv {name}={mark}
 
 
 def program() -> str | None:
-    """The server's path; it is not on the PATH of those who are not root."""
+    """The server's path; it is on the PATH of root only."""
     return shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
 
 
@@ -52,7 +52,7 @@ class SshServer:
     mark: str
 
     def connect_options(self) -> dict[str, Any]:
-        """What `asyncssh.connect` needs; the host key is checked, and the person's own settings are not read."""
+        """Options for `asyncssh.connect`: the host key is checked, and the user's own settings are not read."""
         return {
             "port": self.port,
             "username": self.user,
@@ -63,7 +63,7 @@ class SshServer:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs because somebody logged in: the sessions, and whatever was started in them."""
+        """Return the sessions, and all processes that were started in them."""
         found = set(psutil.Process(self.pid).children(recursive=True))
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -74,7 +74,7 @@ class SshServer:
 
 @contextmanager
 def ssh_server(scratch: Path) -> Iterator[SshServer]:
-    """It runs as long as the block, and whatever was started through it ends with it."""
+    """Run a server during the block; all processes that were started through it end with it."""
     user, port, mark = pwd.getpwuid(os.geteuid()).pw_name, free_port(), uuid.uuid4().hex
     for key in ("host_key", "client_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", scratch / key], check=True, timeout=60)
@@ -83,7 +83,7 @@ def ssh_server(scratch: Path) -> Iterator[SshServer]:
     configuration = scratch / "sshd_config"
     configuration.write_text(_CONFIGURATION.format(scratch=scratch, port=port, user=user, name=_MARK, mark=mark))
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it drops its rights in there; systemd would make it
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # for its privilege separation; systemd would create it
     command = [str(program()), "-D", "-E", str(scratch / "sshd.log"), "-f", str(configuration)]
     daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     server = SshServer(daemon.pid, port, user, scratch, mark)
