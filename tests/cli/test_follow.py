@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, is_over, shortage
+from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, shortage
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet
@@ -18,19 +18,20 @@ from packtrain.units import Machines
 from parts.runs import a_lease, new_run, program_job
 
 TWO = Machines(2, 2)
+ENDED = Machine("b", "ended", is_over=True)
 
 
 @pytest.mark.parametrize(
     ("alive", "machines", "said"),
     [
         (2, None, None),
-        (1, [Machine("a", "running"), Machine("b", "ended")], "waiting for 1 of 2 machines: 1 running, 1 ended"),
+        (1, [Machine("a", "running"), ENDED], "waiting for 1 of 2 machines: 1 running, 1 ended"),
         (
             0,
-            [Machine("a", "unreachable"), Machine("b", "ended")],
+            [Machine("a", "unreachable"), ENDED],
             "waiting for 2 of 2 machines: 1 unreachable, 1 ended",
         ),
-        (0, [Machine("7", "PENDING", "Resources")], "waiting for 2 of 2 machines: 1 PENDING (Resources)"),
+        (0, [Machine("7", "PENDING (Resources)")], "waiting for 2 of 2 machines: 1 PENDING (Resources)"),
         (0, None, "waiting for 2 of 2 machines"),
         (1, [], "waiting for 1 of 2 machines"),
     ],
@@ -43,22 +44,12 @@ def test_a_run_with_too_few_machines_says_what_it_waits_for(
     assert found is None or not found.none_left
 
 
-@pytest.mark.parametrize(
-    "machines", [[], [Machine("a", "ended")], [Machine("a", "COMPLETED"), Machine("b", "TIMEOUT")]]
-)
+@pytest.mark.parametrize("machines", [[], [ENDED], [ENDED, Machine("a", "TIMEOUT", is_over=True)]])
 def test_a_run_without_machines_says_how_to_continue(machines: list[Machine]) -> None:
     found = shortage(0, TWO, machines, "job-1")
     assert found is not None
     assert found.none_left
     assert "`packtrain resume job-1`" in found.text
-
-
-@pytest.mark.parametrize(
-    ("state", "over"),
-    [("RUNNING", False), ("COMPLETING", False), ("COMPLETED COMPLETING", True), ("unreachable", False)],
-)
-def test_a_job_that_is_requeued_is_not_over(state: str, over: bool) -> None:
-    assert is_over(state) == over
 
 
 class Clock:

@@ -22,9 +22,9 @@ from fleet.jobs import (
     write_program,
 )
 from packtrain.errors import Mistake
-from packtrain.fleet.fleet import Machine
+from packtrain.fleet import states_of
 from packtrain.fleet.local import is_node
-from packtrain.fleet.slurm import NOTICE_SECONDS, SlurmFleet, SlurmSettings, script, slurm_time, summed_up
+from packtrain.fleet.slurm import NOTICE_SECONDS, QueuedJob, SlurmFleet, SlurmSettings, script, slurm_time
 from packtrain.run.run import Run
 from packtrain.start import start
 from packtrain.store import Store, open_store
@@ -94,10 +94,25 @@ def test_time_limits_are_whole_minutes(seconds: float, shown: str) -> None:
     assert slurm_time(seconds) == shown
 
 
-def test_the_state_of_a_queue_is_summed_up() -> None:
-    machines = [Machine("a", "RUNNING"), Machine("b", "RUNNING"), Machine("c", "PENDING", "Resources")]
-    assert summed_up(machines) == "2 RUNNING, 1 PENDING (Resources)"
-    assert summed_up([]) == ""
+def queued(state: str, reason: str = "") -> QueuedJob:
+    return QueuedJob("7", state, reason, "", "", "")
+
+
+def test_the_states_of_a_queue_are_counted() -> None:
+    jobs = [queued("RUNNING"), queued("RUNNING"), queued("PENDING", "Resources")]
+    assert states_of([job.machine for job in jobs]) == "2 RUNNING, 1 PENDING (Resources)"
+    assert states_of([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "over"),
+    [
+        ("RUNNING", False), ("COMPLETING", False), ("PENDING NODE_FAIL", False), ("COMPLETED COMPLETING", True),
+        ("TIMEOUT", True),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_requeued_is_not_over(state: str, over: bool) -> None:
+    assert queued(state).machine.is_over == over
 
 
 # Runs until it gets SIGUSR1, and then exits with $CODE.

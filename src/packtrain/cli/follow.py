@@ -14,8 +14,7 @@ from rich.text import Text
 
 from packtrain.cli.common import console, hints
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
-from packtrain.fleet import Machine, StartedNode, fleet_of
-from packtrain.fleet.slurm import summed_up
+from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
 from packtrain.job.job import Job
 from packtrain.node.attempt import Task
 from packtrain.report import report_url, write_report
@@ -32,7 +31,6 @@ _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal to update one in
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _SURE = 2  # answers in a row that no machine is left: a job that is requeued may be in no list for a moment
-_ENDED = ("ended", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _BAR_WIDTH = 16
 
 
@@ -83,17 +81,11 @@ def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, r
     """Return None if enough machines are alive. `machines` is what the fleet sees; None if it could not say."""
     if alive >= wanted.least:
         return None
-    if alive or machines is None or not all(is_over(machine.state) for machine in machines):
-        states = summed_up(machines or ())
+    if alive or machines is None or not all(machine.is_over for machine in machines):
+        states = states_of(machines or ())
         text = f"waiting for {wanted.least - alive} of {wanted.least} machines"
         return Shortage(f"{text}: {states}" if states else text)
     return Shortage(f"no machine is left; run `packtrain resume {run}` to continue", none_left=True)
-
-
-def is_over(state: str) -> bool:
-    """True if a machine's state, as its fleet names it, is final. Slurm has several words for a requeued job."""
-    words = state.split()
-    return "PENDING" not in words and any(word in _ENDED for word in words)
 
 
 class MachineWatch:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, StartedNode
+from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, StartedNode, states_of
 from packtrain.job.kinds import FleetKind
 
-__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of"]
+__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of", "states_of"]
 
 
 def fleet_of(kind: FleetKind) -> Fleet:

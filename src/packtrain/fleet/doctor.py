@@ -17,10 +17,7 @@ from packtrain.fleet import fleet_of
 from packtrain.fleet.facts import Facts, visible_object
 from packtrain.fleet.fleet import Target, passed_variables, values_of
 from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
-from packtrain.fleet.mpi import MpiSettings as Mpi
 from packtrain.fleet.remote import Unreachable, verb_command
-from packtrain.fleet.slurm import SlurmSettings as Slurm
-from packtrain.fleet.ssh import SshSettings as Ssh
 from packtrain.fleet.ssh import store_advice
 from packtrain.identity import identity
 from packtrain.job.kinds import FleetKind
@@ -58,9 +55,12 @@ def examine(
     kind: FleetKind, location: str, environment_names: Sequence[str] = (), public_address: bool = False
 ) -> Iterator[Check]:
     """Yield every check as soon as it is known; steps that depend on a failed one are left out."""
-    programs = list(_programs(kind))
-    yield from programs
-    if not all(check.ok for check in programs):
+    fleet = fleet_of(kind)
+    found = {program: shutil.which(program) for program in fleet.programs}
+    for program, path in found.items():
+        advice = f"install it, or start from a machine that has {program}"
+        yield _check("this machine", program, path is not None, path or "not found", advice)
+    if not all(found.values()):
         yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
     store, secrets = open_store(location), values_of(passed_variables(environment_names))
@@ -72,11 +72,9 @@ def examine(
             return
         usable: list[Usable] = []
         pool = stack.enter_context(ThreadPoolExecutor(32))
-        for checks, found in pool.map(
-            lambda target: check_target(target, store.url, key, secrets), fleet_of(kind).targets()
-        ):
+        for checks, one in pool.map(lambda target: check_target(target, store.url, key, secrets), fleet.targets()):
             yield from checks
-            usable += [found] if found else []
+            usable += [one] if one else []
         count = sum(len(one.machines) for one in usable)
         if count > 1:
             options = ["--store", store.url, "--key", f"{key}-link", "--world", str(count)]
@@ -85,15 +83,6 @@ def examine(
         elif kind.machines.most > 1:
             detail = f"only {count} of {kind.machines} machines can take part"
             yield Check("all machines", "link probe", False, detail, "fix the machines above", skipped=True)
-
-
-def _programs(kind: FleetKind) -> Iterator[Check]:
-    """What this machine needs to start such a fleet."""
-    wanted = {Ssh: ("ssh",), Mpi: ("mpirun", "ssh"), Slurm: ("sbatch", "squeue", "srun")}
-    for program in wanted.get(type(kind), ()):
-        found = shutil.which(program)
-        advice = "" if found else f"install it, or start from a machine that has {program}"
-        yield Check("this machine", program, found is not None, found or "not found", advice)
 
 
 def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) -> tuple[list[Check], Usable | None]:

@@ -6,6 +6,7 @@ import builtins
 import os
 import subprocess
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +60,16 @@ class StartedNode:
 
 @dataclass(frozen=True)
 class Machine:
-    """The state of a run on one machine, as its fleet sees it."""
+    """The state of a run on one machine, in the words of its fleet. `is_over`: no node will run there any more."""
 
     name: str
     state: str
-    detail: str = ""
+    is_over: bool = False
+
+
+def states_of(machines: Sequence[Machine]) -> str:
+    """`2 RUNNING, 1 PENDING (Resources)`."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(machine.state for machine in machines).items())
 
 
 class Target(ABC):
@@ -87,6 +93,7 @@ class Target(ABC):
 
 
 class Fleet(ABC):
+    programs: tuple[str, ...] = ()  # that this machine needs to start its nodes
     trains_here = False  # True if this machine is one of the fleet's, and so needs torch
     no_foreground: str | None = None  # why its nodes cannot be tied to a command, if they cannot
 

@@ -71,7 +71,7 @@ class LocalFleet(Fleet):
 
     def list(self, run: Run) -> builtins.list[Machine]:
         found = find_processes("python", run.name, run.store.url)
-        return [Machine(THIS_MACHINE, "running", f"process {process.pid}") for process in found]
+        return [Machine(THIS_MACHINE, "running") for _ in found]
 
     def end(self, run: Run) -> None:
         end_processes(find_processes("python", run.name, run.store.url))

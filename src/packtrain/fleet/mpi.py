@@ -79,6 +79,8 @@ class MpiSettings(ListedHosts):
 
 
 class MpiFleet(Fleet):
+    programs = ("mpirun", "ssh")
+
     def __init__(self, settings: MpiSettings) -> None:
         self._settings = settings
 
@@ -122,8 +124,10 @@ class MpiFleet(Fleet):
 
     def list(self, run: Run) -> builtins.list[Machine]:
         """All hosts have the state of mpirun; what each of them does is in the store."""
-        state = "running" if find_processes("mpirun", run.name, run.store.url) else "ended"
-        return [Machine(host, state) for host in self._settings.hosts[: self._settings.machines.most]]
+        hosts = self._settings.hosts[: self._settings.machines.most]
+        if find_processes("mpirun", run.name, run.store.url):
+            return [Machine(host, "running") for host in hosts]
+        return [Machine(host, "ended", is_over=True) for host in hosts]
 
     def end(self, run: Run) -> None:
         """mpirun forwards SIGUSR1 and ends when the nodes have left; after SIGTERM it would wait out its timeout."""

@@ -34,6 +34,7 @@ from packtrain.fleet.fleet import (
     node_arguments,
     passed_variables,
     silent,
+    states_of,
 )
 from packtrain.job.job import Job
 from packtrain.job.kinds import FleetKind
@@ -48,6 +49,7 @@ _ASK_SECONDS = 30.0
 _IMMEDIATE_SECONDS = 60
 _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
+_ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 _UNAVAILABLE = "node configuration is not available"  # also if the nodes are only drained or down
 # What every program needs; the rest of this machine's environment stays here.
 _PLAIN_VARIABLES = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
@@ -133,8 +135,19 @@ class QueuedJob:
         states = set(self.state.split())
         return bool(states & _BUSY) or states == {"COMPLETING"}
 
+    @property
+    def is_over(self) -> bool:
+        """False for a requeued job, whose state may have several words: `PENDING NODE_FAIL`."""
+        return not self.is_pending and bool(set(self.state.split()) & _ENDED)
+
+    @property
+    def machine(self) -> Machine:
+        reason = f" ({self.reason})" if self.state == "PENDING" and self.reason else ""
+        return Machine(self.nodes or self.job, f"{self.state}{reason}", self.is_over)
+
 
 class SlurmFleet(Fleet):
+    programs = ("sbatch", "squeue", "srun")
     no_foreground = "a Slurm job cannot be tied to this command; omit --foreground, and end it with `packtrain stop`"
 
     def __init__(self, settings: SlurmSettings) -> None:
@@ -174,7 +187,7 @@ class SlurmFleet(Fleet):
         return []  # they may wait for days
 
     def list(self, run: Run) -> builtins.list[Machine]:
-        return [Machine(queued.nodes or queued.job, queued.state, queued.reason) for queued in _jobs_of(run)]
+        return [queued.machine for queued in _jobs_of(run)]
 
     def end(self, run: Run) -> None:
         """Slurm sends SIGTERM, and nodes commit; the cluster's KillWait limits how long they may take."""
@@ -191,7 +204,7 @@ class SlurmFleet(Fleet):
         if shutil.which("squeue") is None:
             return None
         try:
-            return summed_up(self.list(run))
+            return states_of(self.list(run))
         except Mistake:
             return None  # the cluster does not answer; the store still does
 
@@ -271,15 +284,6 @@ def slurm_time(seconds: float) -> str:
     """Round up to whole minutes, as Slurm counts them: D-HH:MM:00."""
     minutes = max(1, math.ceil(seconds / 60))
     return f"{minutes // 1440}-{minutes % 1440 // 60:02d}:{minutes % 60:02d}:00"
-
-
-def summed_up(machines: Sequence[Machine]) -> str:
-    """`2 RUNNING, 1 PENDING (Resources)`."""
-    counts: dict[str, int] = {}
-    for machine in machines:
-        reason = f" ({machine.detail})" if machine.state == "PENDING" and machine.detail else ""
-        counts[f"{machine.state}{reason}"] = counts.get(f"{machine.state}{reason}", 0) + 1
-    return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
 def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS) -> str:

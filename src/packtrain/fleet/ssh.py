@@ -92,6 +92,8 @@ class UsableHost:
 
 
 class SshFleet(Fleet):
+    programs = ("ssh",)
+
     def __init__(self, settings: SshSettings) -> None:
         self._settings = settings
 
@@ -168,9 +170,9 @@ class SshFleet(Fleet):
                 remote = Remote(host)
                 python = environment.find_any(remote, self._settings.python)
                 found = remote.ask(python, "list", _options(run), {})
-            except PacktrainError as error:
-                return Machine(host, "unreachable", str(error))
-            return Machine(host, "running" if found else "ended")
+            except PacktrainError:
+                return Machine(host, "unreachable")
+            return Machine(host, "running") if found else Machine(host, "ended", is_over=True)
 
         return _sorted(_in_parallel(state, self._settings.hosts))[0]
 
