@@ -79,10 +79,7 @@ def leftovers(folder: Path) -> list[Path]:
     return list((folder / "fetching").rglob("*"))
 
 
-# Fetching.
-
-
-def test_a_file_is_fetched_once_and_found_by_its_content(remote: Remote, folder: Path) -> None:
+def test_a_file_is_downloaded_once_and_found_by_its_hash(remote: Remote, folder: Path) -> None:
     file, same = put_file(remote, "a", b"apple"), put_file(remote, "b", b"apple")
     for wanted in (file, file, same):
         path = path_of(FileCache(folder), remote, wanted)
@@ -97,7 +94,7 @@ def test_files_come_from_any_kind_of_store(any_store: Store, folder: Path) -> No
     assert path_of(FileCache(folder), any_store, file).read_bytes() == b"apple"
 
 
-def test_processes_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
+def test_simultaneous_processes_download_a_file_once(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     racers = [started(remote, folder, file, 0.3) for _ in range(6)]
     outputs = [racer.communicate(timeout=PATIENCE_SECONDS)[0].split() for racer in racers]
@@ -105,7 +102,7 @@ def test_processes_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path
     assert remote.fetched == ["a"]
 
 
-def test_threads_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) -> None:
+def test_simultaneous_threads_download_a_file_once(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     cache = FileCache(folder)
     threads = [threading.Thread(target=path_of, args=(cache, remote, file)) for _ in range(8)]
@@ -116,7 +113,7 @@ def test_threads_that_ask_at_once_cause_one_fetch(remote: Remote, folder: Path) 
     assert remote.fetched == ["a"]
 
 
-def test_a_fetch_that_was_killed_leaves_nothing_that_is_used_and_is_cleared_away(remote: Remote, folder: Path) -> None:
+def test_leftovers_of_a_killed_download_are_never_used_and_are_removed(remote: Remote, folder: Path) -> None:
     file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
     killed = started(remote, folder, file, PATIENCE_SECONDS)
     assert killed.stdout is not None
@@ -131,7 +128,7 @@ def test_a_fetch_that_was_killed_leaves_nothing_that_is_used_and_is_cleared_away
     assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
 
 
-def test_who_waits_for_a_fetch_that_is_killed_does_it_itself(remote: Remote, folder: Path) -> None:
+def test_a_process_that_waits_for_a_killed_download_downloads_the_file_itself(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     killed = started(remote, folder, file, PATIENCE_SECONDS)
     assert killed.stdout is not None
@@ -145,7 +142,7 @@ def test_who_waits_for_a_fetch_that_is_killed_does_it_itself(remote: Remote, fol
     assert leftovers(folder) == []
 
 
-def test_what_another_process_is_fetching_is_left_alone(remote: Remote, folder: Path) -> None:
+def test_the_running_download_of_another_process_is_not_removed(remote: Remote, folder: Path) -> None:
     file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
     slow = started(remote, folder, file, 1.0)
     assert slow.stdout is not None
@@ -155,11 +152,8 @@ def test_what_another_process_is_fetching_is_left_alone(remote: Remote, folder: 
     assert slow.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["apple"]
 
 
-# Damage.
-
-
 @pytest.mark.parametrize("data", [b"aqple", b"appl", b"apple pie", b""])
-def test_a_file_that_is_damaged_in_the_store_is_fetched_three_times_and_then_named(
+def test_a_file_that_is_damaged_in_the_store_is_named_after_three_downloads(
     remote: Remote, folder: Path, data: bytes
 ) -> None:
     file = put_file(remote, "a", b"apple")
@@ -167,7 +161,7 @@ def test_a_file_that_is_damaged_in_the_store_is_fetched_three_times_and_then_nam
     with pytest.raises(PacktrainError) as refused:
         path_of(FileCache(folder), remote, file)
     assert str(refused.value) == (
-        f"a of pack {NAME} in {remote.url} does not have the hash it should (fetched 3 times);"
+        f"a of pack {NAME} in {remote.url} is damaged (downloaded 3 times): wrong hash;"
         " delete the pack's manifest.json and pack again"
     )
     assert remote.fetched == ["a"] * 3
@@ -175,7 +169,7 @@ def test_a_file_that_is_damaged_in_the_store_is_fetched_three_times_and_then_nam
     assert leftovers(folder) == []
 
 
-def test_a_file_that_arrives_damaged_once_is_fetched_again(
+def test_a_file_that_arrives_damaged_is_downloaded_again(
     remote: Remote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = put_file(remote, "a", b"apple")
@@ -192,7 +186,7 @@ def test_a_file_that_arrives_damaged_once_is_fetched_again(
 
 
 @pytest.mark.parametrize("harm", [damage, lambda path: path.write_bytes(b""), Path.unlink])
-def test_a_file_that_is_damaged_in_the_cache_is_fetched_again(
+def test_a_file_that_is_damaged_in_the_cache_is_downloaded_again(
     remote: Remote, folder: Path, harm: Callable[[Path], None]
 ) -> None:
     file = put_file(remote, "a", b"apple")
@@ -201,7 +195,7 @@ def test_a_file_that_is_damaged_in_the_cache_is_fetched_again(
     assert remote.fetched == ["a"] * 2
 
 
-def test_a_file_that_is_not_in_the_store_is_named(remote: Remote, folder: Path) -> None:
+def test_a_file_missing_from_the_store_is_named(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     remote.delete(pack_key(NAME, "a"))
     with pytest.raises(NotFound, match=f"object 'packs/{NAME}/a' not found"):
@@ -210,20 +204,17 @@ def test_a_file_that_is_not_in_the_store_is_named(remote: Remote, folder: Path) 
 
 
 @pytest.mark.parametrize("sha256", ["", "../../etc/passwd", "A" * 64, "0" * 63 + "\n"])
-def test_a_hash_that_is_none_is_refused(remote: Remote, folder: Path, sha256: str) -> None:
-    with pytest.raises(PacktrainError, match="is not a hash"):
+def test_an_invalid_hash_is_refused(remote: Remote, folder: Path, sha256: str) -> None:
+    with pytest.raises(PacktrainError, match="is not a SHA-256"):
         path_of(FileCache(folder), remote, PackFile("a", 1, sha256))
     assert not folder.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(remote: Remote, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(remote: Remote, tmp_path: Path) -> None:
     file = put_file(remote, "a", b"apple")
     (tmp_path / "file").touch()
     with pytest.raises(PacktrainError, match="a part of the path is a file, not a directory"):
         path_of(FileCache(tmp_path / "file"), remote, file)
-
-
-# A directory.
 
 
 @pytest.fixture
@@ -240,14 +231,14 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_files_of_a_directory_are_used_where_they_are(directory_store: Store, folder: Path) -> None:
+def test_files_of_a_directory_store_are_used_in_place(directory_store: Store, folder: Path) -> None:
     file = put_file(directory_store, "a", b"apple")
     path = path_of(FileCache(folder), directory_store, file)
     assert path == Path(directory_store.url) / pack_key(NAME, "a")
     assert cached(folder) == set()
 
 
-def test_a_file_is_hashed_once_on_a_machine_and_again_when_it_changed(
+def test_a_file_is_hashed_once_on_a_machine_and_again_after_a_change(
     directory_store: Store, folder: Path, hashed: list[str]
 ) -> None:
     file = put_file(directory_store, "a", b"apple")
@@ -259,22 +250,19 @@ def test_a_file_is_hashed_once_on_a_machine_and_again_when_it_changed(
     assert hashed == ["a", "a"]
 
 
-def test_a_file_that_is_damaged_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
+def test_a_damaged_file_of_a_directory_store_is_named(directory_store: Store, folder: Path) -> None:
     file = put_file(directory_store, "a", b"apple")
     damage(path_of(FileCache(folder), directory_store, file))
-    with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* does not have the hash it should; delete"):
+    with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* is damaged: wrong hash; delete"):
         path_of(FileCache(folder), directory_store, file)
 
 
-def test_a_file_that_is_not_in_a_directory_is_named(directory_store: Store, folder: Path) -> None:
+def test_a_file_missing_from_a_directory_store_is_named(directory_store: Store, folder: Path) -> None:
     with pytest.raises(NotFound, match=r"object .* not found"):
         path_of(FileCache(folder), directory_store, PackFile("a", 1, "0" * 64))
 
 
-# Room.
-
-
-def test_the_least_recently_used_goes_first(remote: Remote, folder: Path) -> None:
+def test_the_least_recently_used_file_is_removed_first(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
     cache = FileCache(folder, limit_bytes=30)
     for file in (*files[:3], files[0]):
@@ -284,7 +272,7 @@ def test_the_least_recently_used_goes_first(remote: Remote, folder: Path) -> Non
     assert cached(folder) == {files[number].sha256 for number in (0, 2, 3)}
 
 
-def test_many_small_ones_make_room_for_a_large_one(remote: Remote, folder: Path) -> None:
+def test_many_small_files_are_removed_for_a_large_one(remote: Remote, folder: Path) -> None:
     small = [put_file(remote, name, name.encode() * 10) for name in "abcd"]
     large = put_file(remote, "large", b"x" * 25)
     cache = FileCache(folder, limit_bytes=40)
@@ -294,7 +282,7 @@ def test_many_small_ones_make_room_for_a_large_one(remote: Remote, folder: Path)
     assert cached(folder) == {small[3].sha256, large.sha256}
 
 
-def test_what_a_live_process_needs_stays_even_beyond_the_limit(remote: Remote, folder: Path) -> None:
+def test_files_that_a_live_process_needs_stay_even_beyond_the_limit(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "abc"]
     cache = FileCache(folder, limit_bytes=10)
     with cache.hold(file.sha256 for file in files[:2]):
@@ -307,7 +295,7 @@ def test_what_a_live_process_needs_stays_even_beyond_the_limit(remote: Remote, f
     assert list((folder / "uses").iterdir()) == []
 
 
-def test_what_a_killed_process_needed_may_go(remote: Remote, folder: Path) -> None:
+def test_files_that_a_killed_process_needed_can_be_removed(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "ab"]
     path_of(FileCache(folder), remote, files[0])
     script = f"import os; from pathlib import Path; from packtrain.data.cache import FileCache\n\
@@ -325,7 +313,7 @@ def test_an_open_file_can_be_read_after_it_was_removed(remote: Remote, folder: P
         assert file.read() == b"apple"
 
 
-def test_processes_that_share_a_small_cache_all_get_what_they_want(remote: Remote, folder: Path) -> None:
+def test_processes_that_share_a_small_cache_all_get_their_files(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, f"{number}", str(number).encode() * 50) for number in range(12)]
     wrong: list[str] = []
 
@@ -347,9 +335,6 @@ def test_processes_that_share_a_small_cache_all_get_what_they_want(remote: Remot
     assert sum((folder / name).stat().st_size for name in cached(folder)) <= 100
 
 
-# Ahead of its use.
-
-
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -357,7 +342,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_shards_are_fetched_in_order_a_few_ahead_of_what_was_used() -> None:
+def test_shards_are_downloaded_in_order_a_few_ahead_of_their_use() -> None:
     fetched: list[int] = []
     with Prefetch(fetched.append, [5, 3, 9, 1, 7], ahead=2, threads=1) as prefetch:
         eventually(lambda: len(fetched) == 2)
@@ -371,14 +356,14 @@ def test_shards_are_fetched_in_order_a_few_ahead_of_what_was_used() -> None:
     assert fetched == [5, 3, 9, 7]
 
 
-def test_several_are_on_their_way_at_once() -> None:
+def test_several_shards_are_downloaded_in_parallel() -> None:
     together = threading.Barrier(3)
     with Prefetch(lambda _: together.wait(PATIENCE_SECONDS), range(3), threads=3):
         pass
     assert not together.broken
 
 
-def test_what_cannot_be_fetched_ahead_is_left_to_who_needs_it() -> None:
+def test_a_failed_download_ahead_is_left_to_the_reader() -> None:
     fetched: list[int] = []
 
     def fetch(number: int) -> None:

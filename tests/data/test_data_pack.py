@@ -80,7 +80,7 @@ def test_a_file_that_is_damaged_in_the_store_is_named(any_store: Store, tmp_path
     opened = Pack(any_store, NAME, tmp_path / "cache")
     with pytest.raises(PacktrainError) as refused:
         print(rows_of(opened), opened.vocabulary)
-    assert str(refused.value).startswith(f"{name} of pack {NAME} in {any_store.url} does not have the hash it should")
+    assert str(refused.value).startswith(f"{name} of pack {NAME} in {any_store.url} is damaged")
     assert str(refused.value).endswith("pack again")
 
 

@@ -102,7 +102,7 @@ def test_a_file_that_the_store_has_lost_or_changed_is_told(folder: Path, tmp_pat
     run = created(folder)
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     run.store.put(key, b"something else")
-    with pytest.raises(PacktrainError, match=rf"^{key} in .* does not have the hash it should; start its job anew$"):
+    with pytest.raises(PacktrainError, match=rf"^{key} in .* is damaged: wrong hash; start the job again$"):
         begun(recipe_on(run, tmp_path / "one"))
     run.store.delete(key)
     with pytest.raises(NotFound, match=rf"^there is no {key} in .*, which the run was given$"):

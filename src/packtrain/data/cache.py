@@ -1,29 +1,28 @@
-"""The cache of a machine: files of packs by their SHA-256, fetched once for all processes and runs that want them.
+"""The file cache of a machine: files of packs by their SHA-256, downloaded once for all processes and runs.
 
-    <sha256>            a file that has that hash
-    <sha256>.lock       locked by who fetches or checks it; lists the files that were found to have the hash
-    fetching/<sha256>/  what is on its way; belongs to who has the lock
-    uses/<id>           hashes that a process needs, locked as long as it lives
-    lock                locked by who makes room, and by who says what it needs
+    <sha256>            a file with that hash
+    <sha256>.lock       locked while the file is downloaded or checked; lists the files known to have the hash
+    fetching/<sha256>/  the unfinished download; belongs to the holder of the lock
+    uses/<id>           hashes that a process needs, locked as long as the process lives
+    lock                locked while room is made, and while a process declares what it needs
 
-All locks are the kernel's (flock): they end with their process, however that ends. A file gets its name when it is
-whole and has its hash, so a process can be killed at any moment; what it leaves behind is removed at the next fetch.
+All locks are the kernel's (flock): they end with their process, however that ends. A file gets its name only when it is
+complete and checked, so a process can be killed at any moment; the next download removes its leftovers.
 
-A file whose size, time and inode are those of a file that had the hash is not read again to check it: a pack of
-100 GB is hashed once on a machine, shard by shard as they are used, and not at every start.
-In a store that is a directory, files are used where they are, checked but not copied: the kernel caches them.
+A file whose size, time and inode are known to belong to the hash is not read again to check it: a pack of 100 GB is
+hashed once on a machine, shard by shard on first use, and not at every start. In a directory store, files are used in
+place, checked but not copied: the kernel caches them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,58 +30,21 @@ from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import PackFile
 from packtrain.store import Store
 from packtrain.store.errors import explained
-from packtrain.system import sha256_of
+from packtrain.system import FileLock, sha256_of
 
 _TRIES = 3
 _LIMIT_BYTES = 50 * 10**9
-_PART_OF_DISK = 2  # at most half of what the disk has for the cache and all else to come
-_REMEMBERED = 8  # places in which a file was found to have its hash
+_PART_OF_DISK = 2  # the cache takes at most half of what is free or already in the cache
+_REMEMBERED = 8  # files known to have the hash: the same pack may be in several stores
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Lock:
-    """A file locked for this process, until it is closed or the process ends."""
-
-    descriptor = -1
-
-    def __init__(self, path: Path, wait: bool = True) -> None:
-        """Raises BlockingIOError if somebody has it and `wait` is False."""
-        while True:
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                if _is_named(self.descriptor, path):
-                    return
-            except BaseException:
-                self.close()
-                raise
-            self.close()  # who had it before removed it: what is there now, if anything, is another file
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _is_named(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
 class FileCache:
-    """Holds at most `limit_bytes` (default: 50 GB, or half of the disk if that is less), and more only while live
-    processes need more: the packs they have open are never removed. The least recently used goes first.
+    """Files in `directory`, at most `limit_bytes` of them (default: 50 GB, or half of the disk if that is less).
+
+    It exceeds the limit only while live processes need more: files of the packs they have open are never removed.
+    The least recently used file is removed first.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
@@ -90,13 +52,13 @@ class FileCache:
         self._fetching, self._uses = directory / "fetching", directory / "uses"
 
     def path_of(self, store: Store, key: str, wanted: PackFile) -> Path:
-        """A file on this machine that has the wanted hash: fetched, if it has to be."""
+        """Return a local file with the wanted hash, downloading it if needed."""
         if not _SHA256.fullmatch(wanted.sha256):
-            raise PacktrainError(f"{key} in {store.url}: {wanted.sha256!r} is not a hash; pack the data again")
+            raise PacktrainError(f"{key} in {store.url}: {wanted.sha256!r} is not a SHA-256; pack the data again")
         with explained(self._directory):
             self._make_folders()
-            with Lock(self._lock_of(wanted.sha256)) as lock:
-                os.utime(lock.descriptor)
+            with FileLock(self._lock_of(wanted.sha256)) as lock:
+                os.utime(lock.fileno())
                 if store.is_directory:
                     return _checked_in_place(store, key, wanted, lock)
                 entry = self._directory / wanted.sha256
@@ -105,13 +67,14 @@ class FileCache:
                     _remember(entry, lock)
                 return entry
 
-    def hold(self, hashes: Iterable[str]) -> Lock:
-        """Files with these hashes stay, once they are there, until the lock is closed or this process ends."""
+    def hold(self, hashes: Iterable[str]) -> FileLock:
+        """Keep files with these hashes in the cache until the lock is closed or this process ends."""
         with explained(self._directory):
             self._make_folders()
-            with Lock(self._directory / "lock"):  # so that nobody finds it unlocked, and takes it for a dead one's
+            # Under the lock: between creating and locking it, the list would look like that of a dead process.
+            with FileLock(self._directory / "lock"):
                 path = self._uses / uuid.uuid4().hex
-                hold = Lock(path)
+                hold = FileLock(path)
                 path.write_text("\n".join(hashes))
                 return hold
 
@@ -136,12 +99,14 @@ class FileCache:
                     return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        raise _damaged(store, key, f" (fetched {_TRIES} times)")
+        raise _damaged(store, key, f" (downloaded {_TRIES} times)")
 
     def _make_room(self, needed_bytes: int) -> None:
-        with Lock(self._directory / "lock"):
+        with FileLock(self._directory / "lock"):
             self._remove_leftovers()
-            entries = {entry.name: entry.stat().st_size for entry in self._entries()}
+            entries = {
+                path.name: path.stat().st_size for path in self._directory.iterdir() if _SHA256.fullmatch(path.name)
+            }
             surplus = sum(entries.values()) + needed_bytes - self._limit(sum(entries.values()))
             if surplus <= 0:
                 return
@@ -150,9 +115,6 @@ class FileCache:
                 if surplus > 0 and self._remove(sha256):
                     surplus -= entries[sha256]
 
-    def _entries(self) -> Iterator[Path]:
-        return (path for path in self._directory.iterdir() if _SHA256.fullmatch(path.name))
-
     def _limit(self, cached_bytes: int) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
@@ -160,11 +122,11 @@ class FileCache:
         return min(_LIMIT_BYTES, (free_bytes + cached_bytes) // _PART_OF_DISK)
 
     def _held(self) -> set[str]:
-        """What live processes need. The lists of dead ones are removed."""
+        """Return what live processes need, and remove the lists of dead ones."""
         held: set[str] = set()
         for path in self._uses.iterdir():
             try:
-                with Lock(path, wait=False):
+                with FileLock(path, wait=False):
                     path.unlink()
             except BlockingIOError:
                 held.update(path.read_text().split())
@@ -176,9 +138,9 @@ class FileCache:
         return 0.0
 
     def _remove(self, sha256: str) -> bool:
-        """False: somebody is about to use it."""
+        """Remove a file; return False if a process is about to use it."""
         try:
-            with Lock(self._lock_of(sha256), wait=False):
+            with FileLock(self._lock_of(sha256), wait=False):
                 (self._directory / sha256).unlink(missing_ok=True)
                 self._lock_of(sha256).unlink()
                 return True
@@ -186,16 +148,16 @@ class FileCache:
             return False
 
     def _remove_leftovers(self) -> None:
-        """What killed processes were fetching; what is known of files elsewhere that nobody used for a month."""
+        """Remove downloads that killed processes left, and notes on files elsewhere that were unused for a month."""
         for folder in self._fetching.iterdir():
-            with suppress(BlockingIOError), Lock(self._lock_of(folder.name), wait=False):
+            with suppress(BlockingIOError), FileLock(self._lock_of(folder.name), wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
         for path in self._directory.glob("*.lock"):
             if time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS and not path.with_suffix("").exists():
                 self._remove(path.stem)
 
 
-def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: Lock) -> Path:
+def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) -> Path:
     if store.entry(key) is None:
         raise store.not_found(key)
     path = Path(store.url) / key
@@ -204,8 +166,8 @@ def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: Lock) -> P
     return path
 
 
-def _has_hash(path: Path, wanted: PackFile, lock: Lock) -> bool:
-    """Whether the file is what it should be; it is read only if it was not known before, or changed since."""
+def _has_hash(path: Path, wanted: PackFile, lock: FileLock) -> bool:
+    """True if the file has the wanted hash; it is read only if it is new or has changed."""
     try:
         if path.stat().st_size != wanted.bytes:
             return False
@@ -224,30 +186,30 @@ def _fingerprint(path: Path) -> str:
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
-def _remembered(lock: Lock) -> list[str]:
-    return os.pread(lock.descriptor, 1 << 16, 0).decode(errors="replace").splitlines()
+def _remembered(lock: FileLock) -> list[str]:
+    return os.pread(lock.fileno(), 1 << 16, 0).decode(errors="replace").splitlines()
 
 
-def _remember(path: Path, lock: Lock) -> None:
+def _remember(path: Path, lock: FileLock) -> None:
     lines = [*_remembered(lock), _fingerprint(path)][-_REMEMBERED:]
-    os.ftruncate(lock.descriptor, 0)
-    os.pwrite(lock.descriptor, "".join(f"{line}\n" for line in lines).encode(), 0)
+    os.ftruncate(lock.fileno(), 0)
+    os.pwrite(lock.fileno(), "".join(f"{line}\n" for line in lines).encode(), 0)
 
 
 def _damaged(store: Store, key: str, tried: str = "") -> PacktrainError:
     if not key.startswith("packs/"):
-        return PacktrainError(f"{key} in {store.url} does not have the hash it should{tried}; start its job anew")
+        return PacktrainError(f"{key} in {store.url} is damaged{tried}: wrong hash; start the job again")
     _, pack, name = key.split("/", 2)
     return PacktrainError(
-        f"{name} of pack {pack} in {store.url} does not have the hash it should{tried};"
+        f"{name} of pack {pack} in {store.url} is damaged{tried}: wrong hash;"
         " delete the pack's manifest.json and pack again"
     )
 
 
 class Prefetch:
-    """Fetches numbered shards in the order of their use, on threads, and stays `ahead` of what was used.
+    """Threads that download numbered shards in the order of their use, `ahead` of the shards used so far.
 
-    What cannot be fetched is left alone: who needs it will try again, and be told why.
+    A shard that cannot be downloaded is skipped: its reader will try again, and get the error.
     """
 
     def __init__(self, fetch: Callable[[int], object], order: Sequence[int], ahead: int = 8, threads: int = 4) -> None:
@@ -267,13 +229,13 @@ class Prefetch:
             self._room.acquire()
             number = self._next()
             if number is None:
-                self._room.release()  # for the other threads, which end too
+                self._room.release()  # wakes the next thread, which then ends too
                 return
             with suppress(PacktrainError):
                 self._fetch(number)
 
     def _next(self) -> int | None:
-        """The next shard that nobody used yet."""
+        """Return the next shard that was not used yet; None at the end."""
         with self._lock:
             number = None if self._closed else next((one for one in self._left if one not in self._used), None)
             if number is not None:
@@ -288,7 +250,7 @@ class Prefetch:
                 self._room.release()
 
     def close(self) -> None:
-        """Fetches what was begun to its end and nothing else."""
+        """Wait for the downloads that have started; start no others."""
         with self._lock:
             self._closed = True
         self._room.release()

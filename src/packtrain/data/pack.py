@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.cache import FileCache, Lock, Prefetch
+from packtrain.data.cache import FileCache, Prefetch
 from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import Manifest, PackFile, ShardFile, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
+from packtrain.system import FileLock
 
 GIVEN = "files/"  # files that jobs name beside their data, by hash: first weights, say
 
@@ -33,7 +34,7 @@ class Pack:
         self._store, self.name = store, name
         self._cache = FileCache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
-        self._hold: Lock | None = None  # as long as it lives, the cache keeps what it has of this pack
+        self._hold: FileLock | None = None  # as long as it lives, the cache keeps what it has of this pack
         self._splits: dict[str, SplitReader] = {}
 
     @cached_property
