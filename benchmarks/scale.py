@@ -2,11 +2,11 @@
 
 python benchmarks/scale.py [--json] [--rounds 5] [--nodes 2 8 32 128 512 1000] [--store directory s3]
 
-The agents are real ones without torch: their workers do nothing. They share a clock that stands still while they look,
+The nodes are real ones without torch: their workers do nothing. They share a clock that stands still while they look,
 so that what is counted does not depend on how many fit on this machine; how long the store takes for it is measured.
 
-req/node/s, B/node/s: of a generation that works. form: from the first agent's start to the last one's workers, by the
-agents' clock (s), in requests and bytes for each node, and the time that the store took for them on this machine (store
+req/node/s, B/node/s: of a generation that works. form: from the first node's start to the last one's workers, by the
+nodes' clock (s), in requests and bytes for each node, and the time that the store took for them on this machine (store
 s). busy: the time that the store takes for a second of all nodes. look: one look of the first member at all leases.
 """
 
@@ -30,9 +30,7 @@ from typing import TypeVar
 
 import bench
 from packtrain.job.job import Job
-from packtrain.node import agent as agent_module
-from packtrain.node import lease as lease_module
-from packtrain.node.agent import IDLE_SECONDS, LOOK_SECONDS, Agent
+from packtrain.node.node import IDLE_SECONDS, LOOK_SECONDS, Node
 from packtrain.run.code import archive
 from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Telemetry
@@ -119,19 +117,15 @@ class NoWorkers:
 
 
 class NoLaunchers:
-    def __init__(self, *_: object) -> None: ...
-
     def launch(self, *_: object) -> NoWorkers:
         return NoWorkers()
 
-    def make_ready(self) -> None: ...
+    def prepare(self) -> None: ...
 
-    def dismiss(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class NoTelemetry:
-    def __init__(self, *_: object) -> None: ...
-
     def watch_workers_of(self, launcher: int | None) -> None: ...
 
     def sample(self) -> Telemetry:
@@ -139,7 +133,7 @@ class NoTelemetry:
 
 
 class Fleet:
-    """Agents with one clock; every look of one of them is a look at the real store."""
+    """Nodes with one clock; every look of one of them is a look at the real store."""
 
     def __init__(self, store: CountingStore, count: int) -> None:
         fleet = {"local": {"machines": count}, "workers": 1}
@@ -147,40 +141,41 @@ class Fleet:
         self.store, self.now = store, 1000.0
         self.run = create_run(store, job, archive({}), None)
         self._pool = ThreadPoolExecutor(_AT_ONCE)
-        self.agents = list(self._pool.map(lambda _: self._agent(), range(count)))
+        self.nodes = list(self._pool.map(lambda _: self._node(), range(count)))
 
-    def _agent(self) -> Agent:
-        return Agent(Run(self.store, self.run.name), "127.0.0.1", 1, {}, clock=lambda: self.now, background=False)
+    def _node(self) -> Node:
+        run, fakes = Run(self.store, self.run.name), {"launchers": NoLaunchers(), "sampler": NoTelemetry()}
+        return Node(run, "127.0.0.1", 1, {}, clock=lambda: self.now, background=False, **fakes)  # type: ignore[arg-type]
 
     def step(self, seconds: float) -> float:
         """Lets the time pass; all renew and look once. The seconds that this took in fact."""
         self.now += seconds
         started = time.perf_counter()
-        list(self._pool.map(lambda agent: agent._lease.renew(), self.agents))
-        list(self._pool.map(lambda agent: agent.look(), self.agents))
+        list(self._pool.map(lambda node: node.lease.renew(), self.nodes))
+        list(self._pool.map(lambda node: node.look(), self.nodes))
         return time.perf_counter() - started
 
     def form(self) -> tuple[float, float]:
-        """Until every member has begun: the seconds by the agents' clock, and those that the store took."""
+        """Until every member has begun: the seconds by the nodes' clock, and those that the store took."""
         began, taken = self.now, 0.0
-        while not all(agent._attempt is not None for agent in self.agents):
+        while not all(node.group is not None for node in self.nodes):
             taken += self.step(IDLE_SECONDS)
             if self.now - began > 600:
-                raise SystemExit("the agents did not find together within 600 s")
+                raise SystemExit("the nodes did not find together within 600 s")
         return self.now - began, taken
 
     def first_look_seconds(self) -> float:
         """What one look of the first member takes: it reads every lease."""
         latest = self.run.latest_generation()
-        first = next(agent for agent in self.agents if latest and agent.name == latest.members[0].node)
+        first = next(node for node in self.nodes if latest and node.name == latest.members[0].node)
         started = time.perf_counter()
         first.look()
         return time.perf_counter() - started
 
     def close(self) -> None:
         self._pool.shutdown()
-        for agent in self.agents:
-            agent._home.remove()
+        for node in self.nodes:
+            node.release()
 
 
 _RECIPE = {
@@ -192,7 +187,7 @@ _RECIPE = {
 
 def measure(kind: str, store: Store, count: int, rounds: int) -> dict[str, object]:
     counting = CountingStore(store)
-    with contextlib.redirect_stdout(io.StringIO()):  # agents tell what they do
+    with contextlib.redirect_stdout(io.StringIO()):  # nodes tell what they do
         fleet = Fleet(counting, count)
         try:
             forming, taken = fleet.form()
@@ -289,8 +284,6 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32, 128, 512, 1000])
     parser.add_argument("--store", choices=STORES, nargs="+", default=list(STORES))
     options = parser.parse_args()
-    agent_module.Launchers = NoLaunchers  # type: ignore[assignment,misc]
-    lease_module.TelemetrySampler = NoTelemetry  # type: ignore[assignment,misc]
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["PACKTRAIN_CACHE"] = cache

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from packtrain.store import Store, open_store
-from parts.agents import Company, Make, company_of
+from parts.nodes import Cluster, Make, cluster_of
 from parts.runs import new_run, recipe_job
 
 
@@ -24,14 +24,14 @@ def directory_store() -> Iterator[Store]:
 
 @pytest.fixture
 def make(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with ExitStack() as companies:
+    with ExitStack() as clusters:
 
-        def make(machines: object, count: int, job: Any = recipe_job, **sections: object) -> Company:
+        def make(machines: object, count: int, job: Any = recipe_job, **sections: object) -> Cluster:
             fleet = {"local": {"machines": machines}, "price": 1.0}
             run = new_run(directory_store, job(fleet=fleet, **sections))
-            company = companies.enter_context(company_of(run, monkeypatch, str(tmp_path / "cache")))
+            cluster = clusters.enter_context(cluster_of(run, monkeypatch, str(tmp_path / "cache")))
             for _ in range(count):
-                company.add()
-            return company
+                cluster.add()
+            return cluster
 
         yield make

@@ -6,7 +6,7 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.node import address as address_module
-from packtrain.node.address import check_private, choose_address, is_inner_bridge, is_private
+from packtrain.node.address import check_private, choose_address, is_inner_bridge, is_private, ssh_address
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         ("8.8.8.8", False),
     ],
 )
-def test_what_is_private(address: str, private: bool) -> None:
+def test_private_addresses_are_recognized(address: str, private: bool) -> None:
     assert is_private(address) is private
 
 
@@ -41,12 +41,12 @@ def test_a_public_address_is_refused_unless_the_job_allows_it() -> None:
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_a_machine_alone_needs_no_network() -> None:
+def test_a_machine_that_is_alone_uses_loopback() -> None:
     assert choose_address(None, None, True, None) == "127.0.0.1"
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_among_others_it_takes_the_first_private_one() -> None:
+def test_with_other_machines_the_first_private_address_is_chosen() -> None:
     assert choose_address(None, None, False, None) == "10.0.0.5"
 
 
@@ -74,15 +74,13 @@ def ways(interfaces: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> d
         (("127.0.0.1", "10.9.0.7"), None, "10.9.0.5"),
     ],
 )
-def test_it_takes_the_interface_that_leads_to_others(
+def test_the_interface_that_leads_to_others_is_chosen(
     others: tuple[str, ...], endpoint: str | None, chosen: str
 ) -> None:
     assert choose_address(None, None, False, endpoint, others) == chosen
 
 
-def test_a_bridge_is_taken_when_it_is_named_and_never_by_itself(
-    interfaces: dict[str, list[str]], ways: dict[str, str]
-) -> None:
+def test_an_inner_bridge_is_used_only_if_named(interfaces: dict[str, list[str]], ways: dict[str, str]) -> None:
     assert choose_address(None, "docker0", False, None) == "172.17.0.1"
     ways.clear()
     assert choose_address(None, None, False, None) == "10.0.0.5"
@@ -90,7 +88,7 @@ def test_a_bridge_is_taken_when_it_is_named_and_never_by_itself(
     assert choose_address(None, None, False, None) == "127.0.0.1"
 
 
-def test_a_bridge_with_a_network_card_is_a_way_out(tmp_path: Path) -> None:
+def test_a_bridge_with_a_network_card_is_not_an_inner_bridge(tmp_path: Path) -> None:
     for bridge, port, card in (("br0", "eno1", True), ("docker0", "veth1", False)):
         (tmp_path / bridge / "bridge").mkdir(parents=True)
         (tmp_path / bridge / "brif" / port).mkdir(parents=True)
@@ -101,18 +99,20 @@ def test_a_bridge_with_a_network_card_is_a_way_out(tmp_path: Path) -> None:
     assert inner == {"br0": False, "docker0": True, "virbr0": True, "eno1": False, "veth1": False}
 
 
-def test_without_a_private_one_the_public_one_is_named_so_that_it_is_refused(interfaces: dict[str, list[str]]) -> None:
+def test_without_a_private_address_the_public_one_is_chosen_and_refused_later(
+    interfaces: dict[str, list[str]],
+) -> None:
     del interfaces["eth0"]
     assert choose_address(None, None, False, None) == "93.184.216.34"
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_a_store_whose_name_is_not_known_shows_nothing() -> None:
+def test_a_store_whose_name_cannot_be_resolved_is_ignored() -> None:
     assert choose_address(None, None, False, "http://no-such-host.invalid:9000") == "10.0.0.5"
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_what_is_asked_for_holds() -> None:
+def test_a_given_address_or_interface_is_used() -> None:
     assert choose_address("192.168.7.7", None, False, None) == "192.168.7.7"
     assert choose_address("localhost", None, False, None) == "127.0.0.1"
     assert choose_address(None, "wan0", True, None) == "93.184.216.34"
@@ -122,12 +122,29 @@ def test_what_is_asked_for_holds() -> None:
 @pytest.mark.parametrize(
     ("address", "interface", "fault"),
     [
-        ("10.0.0.5", "eth0", "one of the two"),
-        (None, "eth1", "known: lo, wan0, eth0, down0"),
+        ("10.0.0.5", "eth0", "only one of them"),
+        (None, "eth1", "available: lo, wan0, eth0, down0"),
         (None, "down0", "no IPv4 address"),
-        ("no-such-host.invalid", None, "neither an address nor a name"),
+        ("no-such-host.invalid", None, "not an IP address"),
     ],
 )
-def test_what_cannot_be_is_refused(address: str | None, interface: str | None, fault: str) -> None:
+def test_an_impossible_choice_is_refused(address: str | None, interface: str | None, fault: str) -> None:
     with pytest.raises(Mistake, match=fault):
         choose_address(address, interface, False, None)
+
+
+@pytest.mark.parametrize(
+    ("connection", "address"),
+    [
+        ("10.0.0.9 51000 10.0.0.5 22", "10.0.0.5"),
+        ("127.0.0.1 51000 127.0.0.1 22", None),
+        ("fd00::9 51000 fd00::5 22", None),
+        ("8.8.8.8 51000 93.184.216.34 22", None),
+        ("", None),
+    ],
+)
+def test_the_address_that_ssh_reached_is_used_if_other_machines_can_use_it(
+    connection: str, address: str | None
+) -> None:
+    assert ssh_address({"SSH_CONNECTION": connection}) == address
+    assert ssh_address({}) is None

@@ -36,11 +36,11 @@ def error(text: str, **fields: object) -> WorkerError:
         (1, [error("it broke")], "", 0, "program"),
     ],
 )
-def test_causes_are_told_apart(code: int, errors: list[WorkerError], said: str, kills: int, cause: str) -> None:
+def test_each_cause_is_recognized(code: int, errors: list[WorkerError], said: str, kills: int, cause: str) -> None:
     assert why_they_ended(3, code, errors, said, kills).cause == cause
 
 
-def test_an_error_is_told_with_its_step_but_a_lost_connection_without() -> None:
+def test_an_error_is_reported_with_its_step_but_a_lost_connection_without() -> None:
     own = why_they_ended(3, 1, [error("it broke", step=7)], "", 0)
     assert (own.generation, own.text, own.step) == (3, "it broke", 7)
     lost = why_they_ended(3, 1, [error("[gloo] Connection closed by peer", step=7)], "", 0)
@@ -62,19 +62,19 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize(
     ("launcher", "text"),
     [
-        ({"other": 0, "code_of_other": 1, "rank": 3, "code": -9}, "rank 3 was ended by SIGKILL"),
-        ({"other": 1, "code_of_other": -11, "rank": 0, "code": 1}, "rank 1 was ended by SIGSEGV"),
-        ({"other": 1, "code_of_other": -9, "rank": 0, "code": -6}, "rank 0 was ended by SIGABRT"),
+        ({"other": 0, "code_of_other": 1, "rank": 3, "code": -9}, "rank 3 was killed (SIGKILL)"),
+        ({"other": 1, "code_of_other": -11, "rank": 0, "code": 1}, "rank 1 was killed (SIGSEGV)"),
+        ({"other": 1, "code_of_other": -9, "rank": 0, "code": -6}, "rank 0 was killed (SIGABRT)"),
         ({"other": 1, "code_of_other": -15, "rank": 0, "code": 1}, "Connection reset by peer"),
-        ({"other": 1, "code_of_other": 1, "rank": 0, "code": -99}, "rank 0 was ended by signal 99"),
+        ({"other": 1, "code_of_other": 1, "rank": 0, "code": -99}, "rank 0 was killed (signal 99)"),
     ],
 )
-def test_who_was_killed_explains_the_connections_that_others_lost(launcher: dict[str, int], text: str) -> None:
+def test_a_killed_rank_explains_the_connections_that_others_lost(launcher: dict[str, int], text: str) -> None:
     ended = why_they_ended(3, 1, [error("Connection reset by peer", step=7)], SUMMARY.format(**launcher), 0)
     assert (ended.cause, ended.text, ended.step) == ("program", text, None)
 
 
-def test_a_programs_own_error_is_told_and_no_other() -> None:
+def test_only_a_programs_own_error_is_reported() -> None:
     said = """
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED
@@ -86,9 +86,7 @@ Traceback (most recent call last):
 torch.distributed.DistNetworkError: Connection was likely closed
 """
     text = why_they_ended(3, 1, [], said, 0).text
-    assert text == (
-        "a worker ended with exit code 1 (ValueError: no such column: 'price'); `packtrain logs` has its output"
-    )
+    assert text == "a worker exited with code 1 (ValueError: no such column: 'price'); see `packtrain logs`"
 
 
 def test_the_error_that_explains_the_others_comes_first() -> None:
@@ -102,10 +100,10 @@ def test_the_error_that_explains_the_others_comes_first() -> None:
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        ([("program", "Connection closed by peer"), ("machine", "b is lost")], "machine"),
-        ([("program", "it broke"), ("machine", "b is lost")], "program"),
+        ([("program", "Connection closed by peer"), ("machine", "b was lost")], "machine"),
+        ([("program", "it broke"), ("machine", "b was lost")], "program"),
         ([("program", "Connection closed by peer"), ("memory", "full")], "memory"),
-        ([("program", "Broken pipe"), ("preempted", "b had to leave")], "preempted"),
+        ([("program", "Broken pipe"), ("preempted", "b was preempted")], "preempted"),
         ([("ended", ""), ("program", "Broken pipe")], "program"),
         ([("ended", ""), ("hang", "no step for 60 s")], "hang"),
     ],
@@ -117,7 +115,7 @@ def test_the_most_telling_report_explains_the_rest(told: list[tuple[Cause, str]]
 
 def test_only_failures_that_count_are_called_failures() -> None:
     assert reason_for(NodeReport(1, "program", "it broke")) == "failure: it broke"
-    assert reason_for(NodeReport(1, "joined", "machine b joins")) == "machine b joins"
+    assert reason_for(NodeReport(1, "joined", "machine b joined")) == "machine b joined"
 
 
 # Whether to try again.
@@ -138,25 +136,25 @@ def test_failures_without_a_commit_between_them_are_counted() -> None:
     assert failures_in_a_row([*tried("start", "program"), *tried("program", step=30)], 30) == 1
 
 
-def test_notices_joins_and_a_store_that_is_away_are_not_counted() -> None:
+def test_preemptions_joins_and_an_absent_store_are_not_counted() -> None:
     assert failures_in_a_row(tried("start", "preempted", "joined", "store", "port", "ended"), 0) == 0
     assert failures_in_a_row(tried("start", "program", "store", "preempted", "hang"), 0) == 2
 
 
-def test_a_person_who_resumes_starts_the_count_anew() -> None:
+def test_resuming_resets_the_count() -> None:
     assert failures_in_a_row(tried("start", "program", "program", "resumed", "disk"), 0) == 1
 
 
-def test_a_run_is_given_up_after_as_many_more_attempts_as_the_job_says() -> None:
+def test_a_run_is_given_up_after_as_many_restarts_as_the_job_allows() -> None:
     failed = NodeReport(9, "program", "it broke")
     assert verdict(tried("start"), failed, 0, 2) is None
     assert verdict(tried("start", "program"), failed, 0, 2) is None
-    assert verdict(tried("start", "program", "program"), failed, 0, 2) == "it broke (after 2 more attempts)"
+    assert verdict(tried("start", "program", "program"), failed, 0, 2) == "it broke (after 2 restarts)"
     assert verdict(tried("start", "program", "program"), failed, 30, 2) is None, "there was a commit since"
-    assert verdict(tried("start"), failed, 0, 0) == "it broke (after 0 more attempts)"
+    assert verdict(tried("start"), failed, 0, 0) == "it broke (after 0 restarts)"
 
 
-def test_what_is_hopeless_is_given_up_at_once_and_what_does_not_count_never() -> None:
+def test_a_fatal_error_is_given_up_immediately_and_a_preemption_never() -> None:
     assert verdict(tried("start"), NodeReport(1, "number", "the loss is not finite", fatal=True), 0, 9) is not None
     assert verdict(tried("start", *["program"] * 9), NodeReport(1, "preempted", "it leaves"), 0, 0) is None
 
@@ -169,7 +167,7 @@ def test_an_error_at_the_same_step_twice_is_given_up() -> None:
     assert verdict(tried("start", "machine", failed_step=7), failed, 0, 9) is None
 
 
-def test_out_of_memory_twice_is_given_up_with_advice_even_if_nobody_knows_the_step() -> None:
+def test_out_of_memory_twice_is_given_up_with_advice_even_if_the_step_is_unknown() -> None:
     said = verdict(tried("start", "memory"), NodeReport(2, "memory", "the kernel killed a worker"), 0, 9)
     assert said is not None
     assert "train.micro_batch" in said
@@ -179,7 +177,7 @@ def test_out_of_memory_twice_is_given_up_with_advice_even_if_nobody_knows_the_st
 # The kernel's counters.
 
 
-def test_kills_are_counted_where_the_kernel_does(tmp_path: Path) -> None:
+def test_out_of_memory_kills_are_read_from_the_kernels_counters(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) == 0
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/vmstat").write_text("nr_free_pages 5\noom_kill 2\n")

@@ -15,9 +15,9 @@ from packtrain.cli import app
 from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.job.job import Budget, FleetSettings
-from packtrain.node import agent as agent_module
-from packtrain.node import preemption as endings_module
-from packtrain.node.deadline import Deadline, first_bound, in_words, seconds_left
+from packtrain.node import node as node_module
+from packtrain.node import preemption
+from packtrain.node.deadline import Deadline, first_bound, seconds_left, used_up
 from packtrain.node.preemption import switch_off
 from packtrain.run.records import Result
 from packtrain.run.run import Run
@@ -34,32 +34,32 @@ def test_without_a_budget_there_is_no_deadline() -> None:
     assert first_bound(Budget(), fleet()) is None
 
 
-def test_hours_are_those_of_the_run() -> None:
+def test_hours_are_wall_time_of_the_run() -> None:
     assert seconds_left(Budget(hours=2), fleet(), [a_lease("a"), a_lease("b")], 3600.0, 2) == 3600.0
     assert seconds_left(Budget(hours=1), fleet(), [], 9999.0, 1) == 0.0
 
 
-def test_dollars_are_paid_for_every_machine_also_for_those_that_are_gone() -> None:
-    nodes = [
+def test_dollars_are_paid_for_every_machine_also_those_that_are_gone() -> None:
+    leases = [
         a_lease("a", machine_seconds=1800.0),
         a_lease("b", machine_seconds=1800.0),
         a_lease("c", machine_seconds=3600.0, left=True),
     ]
     # 8 dollars are 4 machine hours; 2 are used; two machines use up the rest in one hour.
-    assert seconds_left(Budget(dollars=8), fleet(), nodes, 1800.0, 2) == 3600.0
-    assert seconds_left(Budget(dollars=8, hours=1), fleet(), nodes, 1800.0, 2) == 1800.0
+    assert seconds_left(Budget(dollars=8), fleet(), leases, 1800.0, 2) == 3600.0
+    assert seconds_left(Budget(dollars=8, hours=1), fleet(), leases, 1800.0, 2) == 1800.0
 
 
-def test_a_machine_alone_holds_to_its_share() -> None:
+def test_a_machine_that_knows_of_no_other_keeps_to_its_share_of_the_budget() -> None:
     assert first_bound(Budget(dollars=8), fleet()) == 3600.0
     assert first_bound(Budget(dollars=8, hours=0.5), fleet()) == 1800.0
 
 
-def test_the_budget_is_told_as_the_job_has_it() -> None:
-    assert in_words(Budget(dollars=60, hours=24)) == "the budget of 24 hours and 60 dollars is used up"
+def test_the_budget_is_named_as_in_the_job() -> None:
+    assert used_up(Budget(dollars=60, hours=24)) == "the budget of 24 hours and 60 dollars is used up"
 
 
-def test_it_warns_before_and_ends_at_the_deadline() -> None:
+def test_a_deadline_warns_before_and_ends_at_its_time() -> None:
     told: list[str] = []
     over = threading.Event()
 
@@ -68,31 +68,31 @@ def test_it_warns_before_and_ends_at_the_deadline() -> None:
         over.set()
 
     deadline = Deadline(lambda: told.append("warn"), end)
-    deadline.hold(1000.0)
+    deadline.set(1000.0)
     assert not deadline.is_near
-    deadline.hold(0.2)
+    deadline.set(0.2)
     assert over.wait(30)
     assert told == ["warn", "end"]
     assert deadline.is_near
 
 
-def test_a_warning_that_fails_does_not_put_off_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_warning_does_not_delay_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     over = threading.Event()
 
     def warn() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    Deadline(warn, over.set).hold(0.1)
+    Deadline(warn, over.set).set(0.1)
     assert over.wait(30)
     assert "No space left on device" in capsys.readouterr().out
 
 
-def test_the_margin_grows_with_the_time_up_to_a_few_minutes() -> None:
+def test_the_margin_before_the_deadline_grows_with_the_budget_up_to_five_minutes() -> None:
     clock = {"now": 0.0}
     deadline = Deadline(lambda: None, lambda: None, lambda: clock["now"])
     for seconds, near in ((100.0, 90.0), (100_000.0, 99_700.0)):
         clock["now"] = 0.0
-        deadline.hold(seconds)
+        deadline.set(seconds)
         clock["now"] = near - 1
         assert not deadline.is_near
         clock["now"] = near
@@ -100,7 +100,7 @@ def test_the_margin_grows_with_the_time_up_to_a_few_minutes() -> None:
     deadline.close()
 
 
-def test_a_machine_is_switched_off_only_where_the_fleet_says_so(tmp_path: Any) -> None:
+def test_a_machine_is_shut_down_only_if_the_fleet_says_so(tmp_path: Any) -> None:
     command = ("touch", str(tmp_path / "off"))
     assert not switch_off(False, command)
     assert not (tmp_path / "off").exists()
@@ -108,7 +108,7 @@ def test_a_machine_is_switched_off_only_where_the_fleet_says_so(tmp_path: Any) -
     assert (tmp_path / "off").exists()
 
 
-def test_a_machine_that_cannot_be_switched_off_tries_sudo_and_says_so(
+def test_a_machine_that_cannot_shut_down_tries_sudo_and_says_so(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sudo").write_text(f"#!/bin/sh\necho sudo $@ >> {tmp_path}/asked\nexit 3\n")
@@ -118,12 +118,12 @@ def test_a_machine_that_cannot_be_switched_off_tries_sudo_and_says_so(
     said = capsys.readouterr().out
     assert (tmp_path / "asked").read_text() == "sudo -n no-such-systemctl poweroff\n"
     assert "`no-such-systemctl poweroff`: [Errno 2]" in said
-    assert "`sudo -n no-such-systemctl poweroff` ended with exit code 3" in said
-    assert "end it by hand" in said
+    assert "`sudo -n no-such-systemctl poweroff` exited with code 3" in said
+    assert "shut it down manually" in said
 
 
-@pytest.mark.parametrize("fails", ["agent", "report"])
-def test_a_machine_whose_part_is_done_is_switched_off_whatever_fails(
+@pytest.mark.parametrize("fails", ["node", "report"])
+def test_a_machine_that_is_done_is_shut_down_whatever_fails(
     fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
@@ -135,22 +135,22 @@ def test_a_machine_whose_part_is_done_is_switched_off_whatever_fails(
         def __init__(self, *_: object) -> None: ...
 
         def work(self) -> None:
-            if fails == "agent":
+            if fails == "node":
                 raise RuntimeError
 
     def broken(_: Run) -> None:
         raise StoreError("the store is away", temporary=True)
 
     switched_off: list[bool] = []
-    monkeypatch.setattr(agent_module, "Agent", Ending)
-    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    monkeypatch.setattr(node_module, "Node", Ending)
+    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
     monkeypatch.setattr(report_module, "write_report", broken)
     assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
     assert switched_off == [True]
 
 
-@pytest.mark.parametrize("fails", ["the agent's beginning", "the agent's work", "the store"])
-def test_a_machine_whose_agent_dies_is_switched_off_and_the_run_tells_of_it(
+@pytest.mark.parametrize("fails", ["the node's beginning", "the node's work", "the store"])
+def test_a_machine_whose_node_crashes_is_shut_down_and_the_crash_is_recorded(
     fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
@@ -159,15 +159,15 @@ def test_a_machine_whose_agent_dies_is_switched_off_and_the_run_tells_of_it(
         has_done_its_part = False
 
         def __init__(self, *_: object) -> None:
-            if fails == "the agent's beginning":
+            if fails == "the node's beginning":
                 raise TypeError("a defect")
 
         def work(self) -> None:
             raise StoreError("refused") if fails == "the store" else TypeError("a defect")
 
     switched_off: list[bool] = []
-    monkeypatch.setattr(agent_module, "Agent", Dying)
-    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    monkeypatch.setattr(node_module, "Node", Dying)
+    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
     assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
     assert switched_off == [True]
     [event] = run.events().read()
@@ -179,25 +179,25 @@ def test_a_machine_whose_agent_dies_is_switched_off_and_the_run_tells_of_it(
     ("arguments", "off"),
     [(["--address", "8.8.8.8"], False), (["--interface", "no-such-card"], False), (["--power-off"], True)],
 )
-def test_a_wrong_word_switches_no_machine_off_and_a_job_that_cannot_be_read_does_where_the_fleet_said_so(
+def test_a_wrong_option_shuts_no_machine_down_but_an_unreadable_job_does_if_the_fleet_says_so(
     arguments: list[str], off: bool, directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
     if off:
         directory_store.put(run.key("job.json"), b"damaged")
     switched_off: list[bool] = []
-    monkeypatch.setattr(endings_module, "switch_off", switched_off.append)
+    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
     ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, *arguments])
     assert isinstance(ended.exception, PacktrainError)
     assert switched_off == [off]
 
 
-def test_a_run_that_is_not_there_gets_no_folder(directory_store: Store) -> None:
+def test_a_run_that_does_not_exist_gets_no_folder(directory_store: Store) -> None:
     assert isinstance(CliRunner().invoke(app, ["node", "typo-1", "--store", directory_store.url]).exception, NotFound)
     assert directory_store.list("") == []
 
 
-def test_fleets_pass_on_that_machines_are_to_be_switched_off(directory_store: Store) -> None:
+def test_fleets_pass_on_that_machines_shut_down_at_the_end(directory_store: Store) -> None:
     on, off = (
         new_run(directory_store, recipe_job(fleet={"ssh": {"hosts": ["a"], "power_off": wanted}}))
         for wanted in (False, True)
@@ -206,13 +206,12 @@ def test_fleets_pass_on_that_machines_are_to_be_switched_off(directory_store: St
     assert all("--power-off" in start.arguments[-1] for start in fleet_of(off.job.fleet.kind).plan(off))
 
 
-def test_the_process_ends_at_the_deadline_also_where_the_machine_cannot_be_switched_off() -> None:
+def test_the_process_ends_at_the_deadline_even_if_the_machine_cannot_be_shut_down() -> None:
     script = """
-import sys
-from packtrain.node import endings
+from packtrain.node import preemption
 def broken(wanted): raise RuntimeError
-endings.switch_off = broken
-endings.end_at_once("the budget is used up", True)
+preemption.switch_off = broken
+preemption.exit_immediately("the budget is used up", True)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (EXIT_UNFINISHED, "")

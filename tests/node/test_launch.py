@@ -19,7 +19,7 @@ from packtrain.node.launch import (
     Launchers,
     free_port,
     interface_of,
-    last_words,
+    last_output,
     launcher_arguments,
     worker_environment,
 )
@@ -32,7 +32,7 @@ LOGS = Path("/logs")
 TWO_MACHINES = Generation(3, (Member("a", "10.0.0.1", 2), Member("b", "10.0.0.2", 4)), 29501, "start")
 
 
-def test_a_recipe_is_started_as_a_module_of_ours() -> None:
+def test_a_recipe_is_started_as_the_training_module() -> None:
     assert launcher_arguments(a_generation(1, "a", workers=2), 0, None, LOGS) == [
         "--nnodes", "1",
         "--nproc-per-node", "2",
@@ -48,7 +48,7 @@ def test_a_recipe_is_started_as_a_module_of_ours() -> None:
     ]  # fmt: skip
 
 
-def test_machines_differ_in_rank_and_workers_and_meet_at_the_first() -> None:
+def test_machines_differ_in_rank_and_workers_and_share_the_rendezvous_at_the_first() -> None:
     first, second = (dict(options(launcher_arguments(TWO_MACHINES, rank, None, LOGS))) for rank in (0, 1))
     assert (first["--rdzv-conf"], first["--nproc-per-node"]) == ("rank=0", "2")
     assert (second["--rdzv-conf"], second["--nproc-per-node"]) == ("rank=1", "4")
@@ -69,7 +69,7 @@ def options(arguments: list[str]) -> Iterator[tuple[str, str]]:
         (("python", "-m", "train"), ["--no-python", "python", "-m", "train"]),
     ],
 )
-def test_a_program_is_started_with_its_arguments_as_they_are(program: tuple[str, ...], started: list[str]) -> None:
+def test_a_program_is_started_with_its_arguments_unchanged(program: tuple[str, ...], started: list[str]) -> None:
     arguments = launcher_arguments(a_generation(1), 0, program, LOGS)
     assert arguments[arguments.index("--log-dir") + 2 :] == started
 
@@ -81,9 +81,7 @@ def directories_in(home: Path) -> Directories:
     return directories
 
 
-def test_workers_find_the_run_and_where_to_put_things_in_their_environment(
-    directory_store: Store, tmp_path: Path
-) -> None:
+def test_the_environment_of_workers_names_the_run_and_its_directories(directory_store: Store, tmp_path: Path) -> None:
     run, directories = new_run(directory_store), directories_in(tmp_path / "node")
     inherited = {"PATH": "/bin", "PACKTRAIN_RUN": "another", "OMP_NUM_THREADS": "7"}
     environment = worker_environment(run, a_generation(4, "a"), 0, directories, inherited)
@@ -103,7 +101,7 @@ def test_workers_of_a_machine_share_its_cores(directory_store: Store, tmp_path: 
         assert environment["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // workers))
 
 
-def test_collectives_are_bound_to_the_interface_that_has_the_machines_address(
+def test_collectives_are_bound_to_the_interface_with_the_machines_address(
     directory_store: Store, tmp_path: Path
 ) -> None:
     loopback = interface_of("127.0.0.1")
@@ -176,7 +174,7 @@ class Nodes:
         self.does(script)
         launchers = self.launchers(name)
         if ready:
-            launchers.make_ready()
+            launchers.prepare()
             until(lambda: self.is_ready(name))
         return self.launch(launchers, name)
 
@@ -217,13 +215,13 @@ def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: Nodes) -
 def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: Nodes) -> None:
     launch, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
-    launch._process.wait()
+    launch.process.wait()
     assert still_there(orphans) == orphans
     launch.kill()
     assert still_there(orphans) == []
 
 
-def test_kill_spares_another_generations_workers(nodes: Nodes) -> None:
+def test_kill_leaves_the_workers_of_another_generation_alone(nodes: Nodes) -> None:
     one, pids_of_one = nodes.launched(FAMILY + "time.sleep(600)", "one")
     other, pids_of_other = nodes.launched(FAMILY + "time.sleep(600)", "other")
     one.kill()
@@ -241,14 +239,14 @@ def test_a_launcher_can_be_killed_twice(nodes: Nodes) -> None:
     assert launch.poll() == code
 
 
-def test_terminate_asks_the_launcher_politely(nodes: Nodes) -> None:
+def test_terminate_sends_sigterm_to_the_launcher(nodes: Nodes) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
     launch.terminate()
-    assert launch._process.wait(timeout=90) == 7
+    assert launch.process.wait(timeout=90) == 7
 
 
-def test_a_notice_that_reaches_every_process_ends_no_launcher_and_is_heard_by_its_workers(nodes: Nodes) -> None:
+def test_sigusr1_to_every_process_reaches_the_workers_and_does_not_end_the_launcher(nodes: Nodes) -> None:
     script = """
 import signal, subprocess, sys
 hear = "import signal; signal.signal(10, lambda *_: exit(7)); print(flush=True); signal.pause()"
@@ -258,18 +256,18 @@ print(worker.pid, flush=True)
 sys.exit(worker.wait())
 """
     launch, pids = nodes.launched(script)
-    for pid in (launch._process.pid, *pids):
+    for pid in (launch.process.pid, *pids):
         os.kill(pid, signal.SIGUSR1)
-    assert launch._process.wait(timeout=90) == 7
+    assert launch.process.wait(timeout=90) == 7
 
 
 @pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
-def test_a_launcher_hears_of_the_death_of_its_agent(nodes: Nodes, has_work: bool) -> None:
-    """The agent is a process of its own here, because it has to die."""
+def test_a_launcher_ends_when_its_node_dies(nodes: Nodes, has_work: bool) -> None:
+    """The node is a process of its own here, because it has to die."""
     nodes.does("import time; print(flush=True); time.sleep(600)")
     (nodes.directory / "node" / "code").mkdir(parents=True)
     (nodes.directory / "node" / "logs").mkdir()
-    agent = f"""
+    node = f"""
 import os, time
 from pathlib import Path
 from packtrain.node.launch import Directories, Launchers
@@ -279,13 +277,13 @@ from parts.runs import a_generation
 home = Path({str(nodes.directory / "node")!r})
 environment = dict(os.environ, PYTHONPATH={str(nodes.packages)!r})
 launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, environment)
-launchers.make_ready()
-print(launchers._ready.pid, flush=True)
+launchers.prepare()
+print(launchers.ready.pid, flush=True)
 if {has_work}:
     launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "checkpoints"))
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, env=with_parts())
+    process = subprocess.Popen([sys.executable, "-c", node], stdout=subprocess.PIPE, env=with_parts())
     assert process.stdout is not None
     launcher = psutil.Process(int(process.stdout.readline()))
     log = nodes.directory / "node" / "logs" / "launcher.log"
@@ -301,12 +299,12 @@ def with_parts() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
-def test_a_launcher_that_is_ready_gets_the_next_work(nodes: Nodes) -> None:
+def test_a_prepared_launcher_gets_the_next_work(nodes: Nodes) -> None:
     nodes.does("import os; print(os.getpid(), flush=True)")
     launchers = nodes.launchers("node")
-    launchers.make_ready()
-    launchers.make_ready()
-    ready = launchers._ready
+    launchers.prepare()
+    launchers.prepare()
+    ready = launchers.ready
     assert ready is not None
     _, pids = nodes.launch(launchers)
     assert pids == [ready.pid]
@@ -317,8 +315,8 @@ def test_a_launcher_that_is_ready_gets_the_next_work(nodes: Nodes) -> None:
 def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: Nodes) -> None:
     nodes.does("import os; print(os.getpid(), flush=True)")
     launchers = nodes.launchers("node")
-    launchers.make_ready()
-    dead = launchers._ready
+    launchers.prepare()
+    dead = launchers.ready
     assert dead is not None
     dead.kill()
     dead.wait()
@@ -326,34 +324,34 @@ def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: Nodes) -> None:
     assert pids != [dead.pid]
 
 
-def test_a_launcher_without_work_can_be_dismissed(nodes: Nodes) -> None:
+def test_a_launcher_without_work_is_ended(nodes: Nodes) -> None:
     nodes.does("pass")
     launchers = nodes.launchers("node")
-    launchers.dismiss()
-    launchers.make_ready()
-    ready = launchers._ready
+    launchers.close()
+    launchers.prepare()
+    ready = launchers.ready
     assert ready is not None
-    launchers.dismiss()
+    launchers.close()
     assert ready.poll() is not None
     assert still_there([ready.pid]) == []
 
 
-def test_work_comes_with_its_environment_and_nothing_on_the_standard_input(nodes: Nodes) -> None:
+def test_workers_get_their_environment_and_an_empty_standard_input(nodes: Nodes) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
     assert said == [1, 0]
-    assert launch._process.wait(timeout=90) == 0
+    assert launch.process.wait(timeout=90) == 0
 
 
-def test_a_launcher_that_cannot_begin_is_a_launch_that_failed_and_says_why(nodes: Nodes) -> None:
+def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: Nodes) -> None:
     nodes.does("pass")
     (nodes.packages / "torch" / "distributed" / "run.py").write_text("raise ImportError('no such thing')")
     launchers, home = nodes.launchers("node"), nodes.directory / "node"
     (home / "logs").mkdir()
     directories = Directories(home / "logs", home / "control", home / "checkpoints")
     launch = launchers.launch(a_generation(1, "a"), 0, directories)
-    assert launch._process.wait(timeout=90) == 1
-    assert last_words(home / "logs").rstrip().endswith("ImportError: no such thing")
+    assert launch.process.wait(timeout=90) == 1
+    assert last_output(home / "logs").rstrip().endswith("ImportError: no such thing")
 
 
 def test_a_port_that_is_free_can_be_listened_on() -> None:
@@ -363,12 +361,12 @@ def test_a_port_that_is_free_can_be_listened_on() -> None:
         assert listening.getsockname()[1] > 0
 
 
-def test_the_last_words_are_those_of_the_launcher_and_of_every_worker(tmp_path: Path) -> None:
+def test_the_last_output_is_of_the_launcher_and_every_worker(tmp_path: Path) -> None:
     (tmp_path / "x" / "attempt_0" / "1").mkdir(parents=True)
     (tmp_path / "launcher.log").write_text("a" * 100_000 + "the end")
     (tmp_path / "x" / "attempt_0" / "1" / "stderr.log").write_text("MemoryError")
     (tmp_path / "x" / "attempt_0" / "1" / "stdout.log").write_text("not this")
-    said = last_words(tmp_path)
+    said = last_output(tmp_path)
     assert said.endswith("the end\nMemoryError")
     assert len(said) < 20_000
-    assert last_words(tmp_path / "nothing") == ""
+    assert last_output(tmp_path / "nothing") == ""

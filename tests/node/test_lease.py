@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from packtrain.node import lease as lease_module
-from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.node.lease import ANSWER_SECONDS, OUTAGE_SECONDS, LeaseRenewer, hurried
+from packtrain.node.telemetry import TelemetrySampler
 from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Lease, NodeReport
 from packtrain.run.run import Run
@@ -19,14 +19,13 @@ from parts.faulty import FaultyStore
 from parts.runs import a_lease
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.05)
+def renewer(store: Store, disk: Path, seconds: float = 0.05, **fields: Any) -> LeaseRenewer:
+    return LeaseRenewer(Run(store, "job-1"), a_lease("a", **fields), TelemetrySampler(disk), seconds=seconds)
 
 
 def stored(store: Store) -> Lease:
-    [node] = Run(store, "job-1").leases()
-    return node
+    [lease] = Run(store, "job-1").leases()
+    return lease
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -35,8 +34,8 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
-def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: Store, tmp_path: Path) -> None:
-    lease = LeaseRenewer(Run(any_store, "job-1"), a_lease("a"), tmp_path)
+def test_a_lease_exists_from_the_start_and_is_renewed_until_the_node_leaves(any_store: Store, tmp_path: Path) -> None:
+    lease = renewer(any_store, tmp_path)
     assert stored(any_store).node == "a"
     until(lambda: stored(any_store).renewal >= 2)
     assert not stored(any_store).left
@@ -47,8 +46,8 @@ def test_a_lease_is_there_at_once_and_renewed_until_the_node_leaves(any_store: S
     assert stored(any_store).renewal == last
 
 
-def test_a_lease_tells_what_the_machine_is_doing(directory_store: Store, tmp_path: Path) -> None:
-    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
+def test_a_lease_carries_the_machines_telemetry(directory_store: Store, tmp_path: Path) -> None:
+    lease = renewer(directory_store, tmp_path)
     lease.leave()
     telemetry = stored(directory_store).telemetry
     assert telemetry.memory_bytes > 0
@@ -57,39 +56,36 @@ def test_a_lease_tells_what_the_machine_is_doing(directory_store: Store, tmp_pat
     assert telemetry.sent_bytes_per_second >= 0
 
 
-def test_time_is_counted_on_from_earlier_attempts(directory_store: Store, tmp_path: Path) -> None:
-    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a", used_seconds=500.0), tmp_path)
+def test_used_time_includes_earlier_generations(directory_store: Store, tmp_path: Path) -> None:
+    lease = renewer(directory_store, tmp_path, used_seconds=500.0)
     assert lease.used_seconds() >= 500.0
     lease.leave()
     assert 500.0 < stored(directory_store).used_seconds < 600.0
 
 
-def test_a_fresh_port_is_told_with_the_next_renewal(directory_store: Store, tmp_path: Path) -> None:
-    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a", port=1), tmp_path)
+def test_the_next_renewal_offers_the_fresh_port(directory_store: Store, tmp_path: Path) -> None:
+    lease = renewer(directory_store, tmp_path, port=1)
     lease.offer_port(2)
     until(lambda: stored(directory_store).port == 2)
     lease.leave()
-    assert lease.node.port == 2
+    assert lease.lease.port == 2
 
 
-def test_what_others_must_know_is_told_at_once(
-    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 60.0)
-    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
+def test_changes_that_other_nodes_need_are_written_without_delay(directory_store: Store, tmp_path: Path) -> None:
+    lease = renewer(directory_store, tmp_path, seconds=60.0)
     report = NodeReport(3, "memory", "full", 7)
-    lease.say_leaving()
-    lease.say_stopping(3)
-    lease.say_report(report)
+    lease.set_leaving()
+    lease.set_stopping(3)
+    lease.set_report(report)
     until(lambda: stored(directory_store).report == report)
     assert (stored(directory_store).leaving, stored(directory_store).stopping) == (True, 3)
     lease.leave()
 
 
-def test_the_runs_time_is_counted_from_what_a_generation_tells(directory_store: Store, tmp_path: Path) -> None:
+def test_used_time_continues_from_the_generations_record(directory_store: Store, tmp_path: Path) -> None:
     clock = {"now": 100.0}
-    node = a_lease("a", used_seconds=0.0)
-    lease = LeaseRenewer(Run(directory_store, "job-1"), node, tmp_path, clock=lambda: clock["now"], background=False)
+    run, sampler = Run(directory_store, "job-1"), TelemetrySampler(tmp_path)
+    lease = LeaseRenewer(run, a_lease("a"), sampler, clock=lambda: clock["now"], background=False)
     clock["now"] += 10
     lease.count_from(500.0)
     clock["now"] += 5
@@ -117,8 +113,7 @@ class Silent(BaseHTTPRequestHandler):
 
 
 def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lease_module.OUTAGE_SECONDS + lease_module.ANSWER_SECONDS + 1 < LEASE_LOST_SECONDS
-    monkeypatch.setattr(lease_module, "ANSWER_SECONDS", 0.5)
+    assert OUTAGE_SECONDS + ANSWER_SECONDS + 1 < LEASE_LOST_SECONDS
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -130,7 +125,7 @@ def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, m
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     run = Run(open_store("s3://bucket/x"), "job-1")
-    lease = LeaseRenewer(hurried(run), a_lease("a"), tmp_path)
+    lease = LeaseRenewer(hurried(run, 0.5), a_lease("a"), TelemetrySampler(tmp_path), seconds=0.05)
     until(lambda: len(Silent.taken) > 4)
     assert Silent.taken[2] == Silent.taken[3], "it is tried again"
     lease.leave()
@@ -138,28 +133,28 @@ def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, m
     server.server_close()
 
 
-def test_whatever_a_renewal_raises_there_is_another(
+def test_a_renewal_that_raises_is_followed_by_another(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease = LeaseRenewer(Run(directory_store, "job-1"), a_lease("a"), tmp_path)
+    lease = renewer(directory_store, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Run, "renew", lambda *_: {}["x"])
-        failed = lease.node.renewal
-        until(lambda: lease.node.renewal > failed + 2)
+        failed = lease.lease.renewal
+        until(lambda: lease.lease.renewal > failed + 2)
     until(lambda: stored(directory_store).renewal > failed + 2)
     lease.leave()
-    assert "warning: the lease could not be renewed: KeyError" in capsys.readouterr().out
+    assert "warning: cannot renew the lease: KeyError" in capsys.readouterr().out
 
 
 def test_a_store_that_is_away_is_tried_again(
     directory_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = FaultyStore(directory_store)
-    lease = LeaseRenewer(Run(store, "job-1"), a_lease("a"), tmp_path)
+    lease = renewer(store, tmp_path)
     store.refuse("put")
-    missed = lease.node.renewal
-    until(lambda: lease.node.renewal > missed + 2)
+    missed = lease.lease.renewal
+    until(lambda: lease.lease.renewal > missed + 2)
     store.refuse()
     until(lambda: stored(directory_store).renewal > missed + 2)
     lease.leave()
-    assert "warning: the lease could not be renewed: the store is away" in capsys.readouterr().out
+    assert "warning: cannot renew the lease: the store is away" in capsys.readouterr().out

@@ -35,7 +35,7 @@ def newest_files(run: Run, scratch: Path) -> dict[str, bytes]:
     return read_files(scratch)
 
 
-def test_a_new_run_begins_with_an_empty_directory(any_store: Store, tmp_path: Path) -> None:
+def test_a_new_run_starts_with_an_empty_directory(any_store: Store, tmp_path: Path) -> None:
     write_files(tmp_path / "ckpt", {"left over": b"x"})
     told = Told()
     checkpoints(new_run(any_store), tmp_path / "ckpt", told).restore()
@@ -43,7 +43,7 @@ def test_a_new_run_begins_with_an_empty_directory(any_store: Store, tmp_path: Pa
     assert told == []
 
 
-def test_the_directory_comes_back_as_it_was_committed(any_store: Store, tmp_path: Path) -> None:
+def test_the_directory_is_restored_as_it_was_committed(any_store: Store, tmp_path: Path) -> None:
     run, told = new_run(any_store), Told()
     files = {"epoch-1.pt": b"1", "deep/manifest.json": b"{}", "manifest.json": b"mine", "empty": b""}
     first = checkpoints(run, tmp_path / "one")
@@ -55,7 +55,7 @@ def test_the_directory_comes_back_as_it_was_committed(any_store: Store, tmp_path
     assert told.kinds() == ["restored"]
 
 
-def test_what_the_program_deleted_stays_deleted(directory_store: Store, tmp_path: Path) -> None:
+def test_files_that_the_program_deleted_stay_deleted(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "one")
     keeping.restore()
@@ -78,7 +78,7 @@ def test_a_directory_that_did_not_change_is_not_committed_again(directory_store:
     assert len(committed(run)) == 1
 
 
-def test_what_was_restored_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
+def test_a_restored_directory_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     first = checkpoints(run, tmp_path / "one")
     first.restore()
@@ -90,7 +90,7 @@ def test_what_was_restored_is_not_committed_again(directory_store: Store, tmp_pa
     assert len(committed(run)) == 1
 
 
-def test_a_directory_that_changes_all_the_time_is_not_committed(
+def test_a_directory_that_keeps_changing_is_not_committed(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program writes while every copy is made."""
@@ -131,7 +131,7 @@ def test_a_directory_that_changes_once_is_committed_as_it_is_then(
     assert newest_files(run, tmp_path / "back") == {"a": b"two", "b": b"two"}
 
 
-def test_a_file_that_vanishes_while_it_is_copied_is_no_trouble(directory_store: Store, tmp_path: Path) -> None:
+def test_a_file_that_vanishes_during_the_copy_is_no_error(directory_store: Store, tmp_path: Path) -> None:
     """As programs do that write under a temporary name and rename."""
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
@@ -154,7 +154,7 @@ def test_a_file_that_vanishes_while_it_is_copied_is_no_trouble(directory_store: 
     assert newest_files(run, tmp_path / "back") == {"model.pt": b"199"}
 
 
-def test_what_no_store_can_hold_and_what_is_a_link_is_left_out(directory_store: Store, tmp_path: Path) -> None:
+def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
     keeping.restore()
@@ -164,25 +164,18 @@ def test_what_no_store_can_hold_and_what_is_a_link_is_left_out(directory_store: 
     assert newest_files(run, tmp_path / "back") == {"a": b"1"}
 
 
-def test_a_commit_is_due_once_the_time_has_passed(
-    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, clock = new_run(directory_store), {"now": 1000.0}
-    monkeypatch.setattr(program.time, "monotonic", lambda: clock["now"])
-    keeping = checkpoints(run, tmp_path / "ckpt", every="5 min")
+def test_a_commit_is_due_once_the_time_has_passed(directory_store: Store, tmp_path: Path) -> None:
+    clock, settings = {"now": 1000.0}, Settings.model_validate({"keep_best": 0, "every": "5 min"})
+    keeping = ProgramCheckpoints(new_run(directory_store), tmp_path / "ckpt", settings, Told(), lambda: clock["now"])
     keeping.restore()
-    write_files(tmp_path / "ckpt", {"a": b"1"})
-    keeping.commit_if_due(1)
-    assert committed(run) == []
+    assert not keeping.is_due()
     clock["now"] += 300
-    keeping.commit_if_due(1)
-    assert len(committed(run)) == 1
-    write_files(tmp_path / "ckpt", {"a": b"22"})
-    keeping.commit_if_due(1)
-    assert len(committed(run)) == 1
+    assert keeping.is_due()
+    keeping.commit(1)
+    assert not keeping.is_due()
 
 
-def test_only_the_last_few_are_kept_and_later_ones_have_greater_numbers(directory_store: Store, tmp_path: Path) -> None:
+def test_only_the_last_few_commits_are_kept_and_numbers_increase(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt", keep_last=2)
     keeping.restore()

@@ -22,13 +22,13 @@ def at(address: str, port: int, rank: int, ranks: int = 1) -> RendezvousHandler:
     )
 
 
-def test_torchs_launcher_finds_it() -> None:
+def test_torchs_launcher_finds_the_rendezvous_by_its_entry_point() -> None:
     [found] = entry_points(group="torchrun.handlers", name="packtrain")
     assert found.load() is handler
     assert handler() is create
 
 
-def test_it_listens_on_the_address_and_on_no_other() -> None:
+def test_the_rendezvous_listens_on_its_address_only() -> None:
     port = free_port()
     met = at("127.0.0.1", port, 0).next_rendezvous()
     listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
@@ -36,7 +36,7 @@ def test_it_listens_on_the_address_and_on_no_other() -> None:
     assert (met.rank, met.world_size) == (0, 1)
 
 
-def test_launchers_meet_and_share_what_they_say() -> None:
+def test_launchers_share_one_store() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda rank: at("127.0.0.1", port, rank, 2).next_rendezvous(), range(2))
@@ -48,7 +48,7 @@ def test_launchers_meet_and_share_what_they_say() -> None:
     assert (meeting_place.master_addr, meeting_place.master_port) == ("127.0.0.1", port)
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use") as raised:
         at("127.0.0.1", taken.getsockname()[1], 0).next_rendezvous()
     assert raised.value.errno == errno.EADDRINUSE

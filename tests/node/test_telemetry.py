@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from packtrain.node import lease as lease_module
 from packtrain.node.lease import LeaseRenewer
 from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpu_count
 from packtrain.run.records import Gpu, TelemetrySample
@@ -54,7 +53,7 @@ def fake_nvml(count: int) -> ModuleType:
     return module
 
 
-def test_gpus_tell_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_power_meter_reports_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
     assert gpu_count() == 2
     assert GpuSampler().sample() == (
@@ -63,7 +62,7 @@ def test_gpus_tell_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_without_a_driver_or_its_library_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_driver_or_its_library_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = fake_nvml(0)
 
     def refuse() -> None:
@@ -75,7 +74,7 @@ def test_without_a_driver_or_its_library_there_are_none(monkeypatch: pytest.Monk
         assert gpu_count() == 0
 
 
-def test_workers_are_measured_one_by_one(tmp_path: Path) -> None:
+def test_each_worker_is_measured(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE)
     try:
         assert launcher.stdout is not None
@@ -97,13 +96,10 @@ def test_workers_are_measured_one_by_one(tmp_path: Path) -> None:
     assert sampler.sample().workers == ()
 
 
-def test_the_history_goes_into_the_store(
-    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.02)
+def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_path: Path) -> None:
     run = Run(directory_store, "job-1")
     writer = run.telemetry_writer("a")
-    lease = LeaseRenewer(run, a_lease("a"), tmp_path, writer)
+    lease = LeaseRenewer(run, a_lease("a"), TelemetrySampler(tmp_path), writer, seconds=0.02)
     time.sleep(0.3)
     lease.leave()
     writer.flush()

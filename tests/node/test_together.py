@@ -13,15 +13,15 @@ from packtrain.run.checkpoint import Superseded, commit, committed
 from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Point, Result
 from packtrain.store import Store
-from parts.agents import Company, Make, company_of, look_through
 from parts.faulty import FaultyStore
+from parts.nodes import Cluster, Make, cluster_of, look_until_settled
 from parts.runs import new_run, program_job
 
 LOST = int(LEASE_LOST_SECONDS) + 6
 
 
-def made_first_step(company: Company, generation: int, seconds_ago: float) -> None:
-    writer = company.run.point_writer(f"{generation:06d}-rank-0")
+def made_first_step(cluster: Cluster, generation: int, seconds_ago: float) -> None:
+    writer = cluster.run.point_writer(f"{generation:06d}-rank-0")
     for kind, ago in (("start", seconds_ago + 1), ("train", seconds_ago), ("train", 0.0)):
         writer.append(Point(kind, generation, 1, time.time() - ago, {}))  # type: ignore[arg-type]
     writer.flush()
@@ -30,121 +30,121 @@ def made_first_step(company: Company, generation: int, seconds_ago: float) -> No
 # Elastic membership.
 
 
-def test_a_range_begins_with_the_least_and_takes_in_another_when_it_appears(make: Make) -> None:
-    company = make("2..3", 2)
-    company.wait(10)
-    assert company.members() == [0, 1]
-    company.add()
-    company.wait(40)
-    assert company.agents[0]._attempt is not None
-    assert company.agents[0]._attempt.asked is None, "not before it has made a step"
-    made_first_step(company, 1, seconds_ago=46)
-    company.wait(4)
-    assert [agent._attempt.asked is not None for agent in company.agents if agent._attempt] == [True, True]
-    company.end_workers(0)
-    company.wait(4)
-    assert company.members() == [0, 1, 2]
-    assert company.causes() == ["start", "joined"]
+def test_a_range_starts_with_the_least_and_takes_in_another_machine_later(make: Make) -> None:
+    cluster = make("2..3", 2)
+    cluster.wait(10)
+    assert cluster.members() == [0, 1]
+    cluster.add()
+    cluster.wait(40)
+    assert cluster.nodes[0].group is not None
+    assert cluster.nodes[0].group.stop is None, "not before it has made a step"
+    made_first_step(cluster, 1, seconds_ago=46)
+    cluster.wait(4)
+    assert [node.group.stop is not None for node in cluster.nodes if node.group] == [True, True]
+    cluster.end_workers(0)
+    cluster.wait(4)
+    assert cluster.members() == [0, 1, 2]
+    assert cluster.causes() == ["start", "joined"]
 
 
-def test_a_generation_that_took_long_to_begin_works_longer_before_it_takes_in_another(make: Make) -> None:
-    company = make("1..2", 1)
-    company.wait(8)
-    company.add()
-    company.wait(52)
-    attempt = company.agents[0]._attempt
-    assert attempt is not None
-    took = company.now - attempt.began - 20
+def test_a_generation_that_took_long_to_start_trains_longer_before_it_takes_in_another(make: Make) -> None:
+    cluster = make("1..2", 1)
+    cluster.wait(8)
+    cluster.add()
+    cluster.wait(52)
+    group = cluster.nodes[0].group
+    assert group is not None
+    took = cluster.now - group.began - 20
     assert 30 < took < 40
-    made_first_step(company, 1, seconds_ago=20)
-    company.wait(GROW_FACTOR * took - 30)
-    assert attempt.asked is None
-    company.wait(40)
-    assert attempt.asked is not None
+    made_first_step(cluster, 1, seconds_ago=20)
+    cluster.wait(GROW_FACTOR * took - 30)
+    assert group.stop is None
+    cluster.wait(40)
+    assert group.stop is not None
 
 
-def test_of_a_program_nobody_knows_when_it_began_to_work(
+def test_a_program_takes_in_another_machine_after_a_fixed_time(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, program_job(fleet={"local": {"machines": "1..2"}}))
-    with company_of(run, monkeypatch, str(tmp_path / "cache")) as company:
-        company.add()
-        company.wait(8)
-        company.add()
-        company.wait(40)
-        attempt = company.agents[0]._attempt
-        assert attempt is not None
-        assert attempt.asked is not None
+    with cluster_of(run, monkeypatch, str(tmp_path / "cache")) as cluster:
+        cluster.add()
+        cluster.wait(8)
+        cluster.add()
+        cluster.wait(40)
+        group = cluster.nodes[0].group
+        assert group is not None
+        assert group.stop is not None
 
 
-def test_machines_that_are_started_together_begin_together(make: Make) -> None:
-    company = make("1..3", 3)
-    company.wait(8)
-    assert company.members() == [0, 1, 2]
-    assert company.causes() == ["start"]
+def test_machines_started_together_form_one_generation(make: Make) -> None:
+    cluster = make("1..3", 3)
+    cluster.wait(8)
+    assert cluster.members() == [0, 1, 2]
+    assert cluster.causes() == ["start"]
 
 
-def test_a_full_generation_lets_others_wait(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.add()
-    company.wait(60)
-    assert company.members() == [0, 1]
-    assert len(company.causes()) == 1
+def test_a_full_generation_takes_in_no_more_machines(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.add()
+    cluster.wait(60)
+    assert cluster.members() == [0, 1]
+    assert len(cluster.causes()) == 1
 
 
-def test_a_range_goes_on_with_fewer_when_one_dies(make: Make) -> None:
-    company = make("2..3", 3)
-    company.wait(10)
-    company.kill(company.agents[2])
-    company.wait(LOST)
-    assert company.members() == [0, 1]
-    assert company.causes() == ["start", "machine"]
+def test_a_range_continues_with_fewer_machines_when_one_dies(make: Make) -> None:
+    cluster = make("2..3", 3)
+    cluster.wait(10)
+    cluster.kill(cluster.nodes[2])
+    cluster.wait(LOST)
+    assert cluster.members() == [0, 1]
+    assert cluster.causes() == ["start", "machine"]
 
 
-def test_below_the_least_it_waits_for_a_replacement(make: Make) -> None:
-    company = make(2, 2)
-    company.wait(10)
-    company.kill(company.agents[1])
-    company.wait(60)
-    assert len(company.causes()) == 1
-    assert company.agents[0]._attempt is None, "its workers would wait for those that are gone"
-    company.add()
-    company.wait(10)
-    assert company.members() == [0, 2]
-    assert company.causes() == ["start", "machine"]
+def test_with_too_few_machines_the_run_waits_for_a_replacement(make: Make) -> None:
+    cluster = make(2, 2)
+    cluster.wait(10)
+    cluster.kill(cluster.nodes[1])
+    cluster.wait(60)
+    assert len(cluster.causes()) == 1
+    assert cluster.nodes[0].group is None, "its workers would wait for those that are gone"
+    cluster.add()
+    cluster.wait(10)
+    assert cluster.members() == [0, 2]
+    assert cluster.causes() == ["start", "machine"]
 
 
-def test_the_first_machine_may_die_like_any_other(make: Make) -> None:
-    company = make("2..3", 3)
-    company.wait(10)
-    company.kill(company.agents[0])
-    company.wait(2 * LOST)
-    assert company.members() == [1, 2]
-    assert company.causes() == ["start", "machine"]
+def test_the_first_machine_can_die_like_any_other(make: Make) -> None:
+    cluster = make("2..3", 3)
+    cluster.wait(10)
+    cluster.kill(cluster.nodes[0])
+    cluster.wait(2 * LOST)
+    assert cluster.members() == [1, 2]
+    assert cluster.causes() == ["start", "machine"]
 
 
-def test_whoever_calls_after_the_first_may_die_too(make: Make) -> None:
-    company = make("1..4", 4)
-    company.wait(10)
-    first = company.agents[0]
-    company.kill(first)
-    company.run.proposer(2, 0, first.name)  # as if it had claimed the call and died before it proposed
-    company.wait(2 * LOST)
-    assert company.members() == [1, 2, 3]
-    assert company.causes() == ["start", "machine"]
+def test_the_proposer_after_the_first_machine_can_die_too(make: Make) -> None:
+    cluster = make("1..4", 4)
+    cluster.wait(10)
+    first = cluster.nodes[0]
+    cluster.kill(first)
+    cluster.run.proposer(2, 0, first.name)  # as if it had claimed the turn and died before it proposed
+    cluster.wait(2 * LOST)
+    assert cluster.members() == [1, 2, 3]
+    assert cluster.causes() == ["start", "machine"]
 
 
 def test_only_one_machine_reads_every_lease(make: Make, directory_store: Store) -> None:
-    company = make(6, 0)
+    cluster = make(6, 0)
     stores = [FaultyStore(directory_store) for _ in range(6)]
     for store in stores:
-        company.add(store)
-    company.wait(10)
-    assert len(company.members()) == 6
+        cluster.add(store)
+    cluster.wait(10)
+    assert len(cluster.members()) == 6
     for store in stores:
         store.operations.clear()
-    company.wait(20)
+    cluster.wait(20)
     leases = [sum("nodes/" in key for operation, key in store.operations if operation == "find") for store in stores]
     assert leases[0] == 20 * 6
     assert leases[1:] == [20] * 5
@@ -153,145 +153,145 @@ def test_only_one_machine_reads_every_lease(make: Make, directory_store: Store) 
 # Failures.
 
 
-def test_what_one_machine_knows_explains_the_errors_of_the_others(make: Make) -> None:
-    company = make(3, 3)
-    company.wait(10)
-    company.fail(company.agents[2], cause="memory", step=7)
-    company.wait(8)
-    latest = company.run.latest_generation()
+def test_the_machine_with_its_own_error_explains_those_of_the_others(make: Make) -> None:
+    cluster = make(3, 3)
+    cluster.wait(10)
+    cluster.fail(cluster.nodes[2], cause="memory", step=7)
+    cluster.wait(8)
+    latest = cluster.run.latest_generation()
     assert latest is not None
     assert (latest.number, latest.cause, latest.failed_step, latest.reason) == (2, "memory", 7, "failure: it broke")
 
 
-def test_a_machine_that_fails_alone_takes_the_others_along(make: Make) -> None:
+def test_a_failure_on_one_machine_restarts_all(make: Make) -> None:
     """Their workers may wait for it in a collective for minutes."""
-    company = make(2, 2)
-    company.wait(10)
-    company.end_workers(1, company.agents[1])
-    company.wait(8)
-    assert company.causes() == ["start", "program"]
-    assert company.members() == [0, 1]
+    cluster = make(2, 2)
+    cluster.wait(10)
+    cluster.end_workers(1, cluster.nodes[1])
+    cluster.wait(8)
+    assert cluster.causes() == ["start", "program"]
+    assert cluster.members() == [0, 1]
 
 
-def test_the_same_step_twice_ends_the_run(make: Make) -> None:
-    company = make(2, 2)
+def test_a_step_that_fails_twice_ends_the_run(make: Make) -> None:
+    cluster = make(2, 2)
     for _ in range(2):
-        company.wait(10)
-        company.fail(company.agents[1], step=7)
-    company.wait(10)
-    result = company.run.result()
+        cluster.wait(10)
+        cluster.fail(cluster.nodes[1], step=7)
+    cluster.wait(10)
+    result = cluster.run.result()
     assert result is not None
     assert (result.status, result.reason) == ("failed", "it broke (step 7 failed twice in the same way)")
 
 
-def test_lost_machines_are_told_from_errors_that_they_cause(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.kill(company.agents[1])
-    company.fail(company.agents[1])
-    company.wait(LOST)
-    latest = company.run.latest_generation()
+def test_a_lost_machine_is_the_cause_and_not_the_errors_that_follow(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.kill(cluster.nodes[1])
+    cluster.fail(cluster.nodes[1])
+    cluster.wait(LOST)
+    latest = cluster.run.latest_generation()
     assert latest is not None
     assert (latest.cause, len(latest.members)) == ("machine", 1)
-    assert len(company.causes()) == 2, "nothing is tried with a machine of which nothing was heard since"
+    assert len(cluster.causes()) == 2, "nothing is tried with a machine of which nothing was heard since"
 
 
-def test_a_store_that_is_away_never_counts(make: Make) -> None:
-    company = make(1, 1)
+def test_an_absent_store_never_counts_as_a_failure(make: Make) -> None:
+    cluster = make(1, 1)
     for _ in range(6):
-        company.wait(5)
-        company.fail(company.agents[0], cause="store", text="the store is away")
-    company.wait(5)
-    assert company.run.result() is None
-    assert company.causes() == ["start", *["store"] * 6]
+        cluster.wait(5)
+        cluster.fail(cluster.nodes[0], cause="store", text="the store is away")
+    cluster.wait(5)
+    assert cluster.run.result() is None
+    assert cluster.causes() == ["start", *["store"] * 6]
 
 
 # Notices.
 
 
-def test_a_notice_on_one_machine_has_all_of_them_commit(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.give_notice(company.agents[1])
-    company.wait(4)
-    assert all(agent._attempt and agent._attempt.control.asked_to_stop() for agent in company.agents)
-    company.end_workers(0)
-    company.wait(8)
-    assert company.members() == [0]
-    assert company.causes() == ["start", "preempted"]
-    assert company.agents[1].name in company.gone
+def test_a_preemption_notice_on_one_machine_makes_all_commit(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.preempt(cluster.nodes[1])
+    cluster.wait(4)
+    assert all(node.group and node.group.control.stop_requested() for node in cluster.nodes)
+    cluster.end_workers(0)
+    cluster.wait(8)
+    assert cluster.members() == [0]
+    assert cluster.causes() == ["start", "preempted"]
+    assert cluster.nodes[1].name in cluster.gone
 
 
-def test_a_notice_to_the_first_machine_is_no_failure_either(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.give_notice(company.agents[0])
-    company.wait(4)
-    company.end_workers(0)
-    company.wait(10)
-    assert company.members() == [1]
-    assert company.causes() == ["start", "preempted"]
+def test_a_preemption_of_the_first_machine_is_no_failure_either(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.preempt(cluster.nodes[0])
+    cluster.wait(4)
+    cluster.end_workers(0)
+    cluster.wait(10)
+    assert cluster.members() == [1]
+    assert cluster.causes() == ["start", "preempted"]
 
 
-def test_the_first_commits_in_peace_when_the_one_with_the_notice_is_gone_already(make: Make) -> None:
-    company = make("1..2", 2)
-    first, other = company.agents
-    company.wait(10)
-    company.give_notice(other)
-    company.wait(4)
-    company.end_workers(0, other)
-    company.wait(30)
-    assert other.name in company.gone
-    assert first._attempt is not None
-    assert first._attempt.launch is not None
-    assert first._attempt.launch.poll() is None, "a large checkpoint takes its time"
-    company.end_workers(0, first)
-    company.wait(8)
-    assert company.causes() == ["start", "preempted"]
+def test_the_first_machine_finishes_its_commit_after_the_preempted_one_is_gone(make: Make) -> None:
+    cluster = make("1..2", 2)
+    first, other = cluster.nodes
+    cluster.wait(10)
+    cluster.preempt(other)
+    cluster.wait(4)
+    cluster.end_workers(0, other)
+    cluster.wait(30)
+    assert other.name in cluster.gone
+    assert first.group is not None
+    assert first.group.launch is not None
+    assert first.group.launch.poll() is None, "a large checkpoint takes its time"
+    cluster.end_workers(0, first)
+    cluster.wait(8)
+    assert cluster.causes() == ["start", "preempted"]
 
 
-def test_a_launcher_that_waits_for_one_who_left_is_not_waited_for(make: Make) -> None:
-    company = make("1..2", 2)
-    first, other = company.agents
-    company.wait(10)
-    company.give_notice(other)
-    company.wait(4)
-    company.end_workers(0, other)
-    assert first._attempt is not None
-    first._attempt.launch.workers = False  # type: ignore[union-attr]
-    company.wait(16)
-    assert company.causes() == ["start", "preempted"]
+def test_a_launcher_that_waits_for_a_machine_that_left_is_killed(make: Make) -> None:
+    cluster = make("1..2", 2)
+    first, other = cluster.nodes
+    cluster.wait(10)
+    cluster.preempt(other)
+    cluster.wait(4)
+    cluster.end_workers(0, other)
+    assert first.group is not None
+    first.group.launch.workers = False  # type: ignore[union-attr]
+    cluster.wait(16)
+    assert cluster.causes() == ["start", "preempted"]
 
 
-def test_those_who_end_after_the_first_has_left_with_a_notice_count_no_failure(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.give_notice(company.agents[0])
-    company.wait(4)
-    company.end_workers(0, company.agents[0])
-    company.wait(12)
-    assert company.members() == [1]
-    assert company.causes() == ["start", "preempted"]
+def test_workers_that_exit_after_the_preempted_first_machine_count_no_failure(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.preempt(cluster.nodes[0])
+    cluster.wait(4)
+    cluster.end_workers(0, cluster.nodes[0])
+    cluster.wait(12)
+    assert cluster.members() == [1]
+    assert cluster.causes() == ["start", "preempted"]
 
 
-def test_a_notice_with_a_deadline_leaves_in_time(make: Make) -> None:
-    company = make("1..2", 2)
-    company.wait(10)
-    company.give_notice(company.agents[1], seconds=30)
-    company.wait(28)
-    assert company.agents[1].name in company.gone, "its workers did not end by themselves"
+def test_a_preempted_machine_leaves_before_its_time_is_up(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    cluster.preempt(cluster.nodes[1], seconds=30)
+    cluster.wait(28)
+    assert cluster.nodes[1].name in cluster.gone, "its workers did not end by themselves"
 
 
-def test_a_notice_after_a_stop_leaves_less_time_than_the_stop_did(make: Make) -> None:
-    company = make(1, 1)
-    company.wait(10)
-    company.run.request_stop("enough")
-    company.wait(5)
-    assert not company.gone
-    company.give_notice(company.agents[0], seconds=30)
-    company.wait(28)
-    assert company.agents[0].name in company.gone
-    result = company.run.result()
+def test_a_preemption_after_a_stop_request_shortens_the_grace_time(make: Make) -> None:
+    cluster = make(1, 1)
+    cluster.wait(10)
+    cluster.run.request_stop("enough")
+    cluster.wait(5)
+    assert not cluster.gone
+    cluster.preempt(cluster.nodes[0], seconds=30)
+    cluster.wait(28)
+    assert cluster.nodes[0].name in cluster.gone
+    result = cluster.run.result()
     assert result is not None
     assert result.status == "stopped"
 
@@ -299,63 +299,63 @@ def test_a_notice_after_a_stop_leaves_less_time_than_the_stop_did(make: Make) ->
 # Stops and budgets.
 
 
-def test_a_stop_reaches_every_machine_and_the_first_says_that_it_is_over(make: Make) -> None:
-    company = make(3, 3)
-    company.wait(10)
-    company.run.request_stop("enough")
-    company.run.request_stop("enough, I said")
-    company.wait(5)
-    assert all(agent._attempt and agent._attempt.asked for agent in company.agents)
-    company.end_workers(0)
-    company.wait(5)
-    result = company.run.result()
+def test_a_stop_reaches_every_machine_and_the_first_writes_the_result(make: Make) -> None:
+    cluster = make(3, 3)
+    cluster.wait(10)
+    cluster.run.request_stop("enough")
+    cluster.run.request_stop("enough, I said")
+    cluster.wait(5)
+    assert all(node.group and node.group.stop for node in cluster.nodes)
+    cluster.end_workers(0)
+    cluster.wait(5)
+    result = cluster.run.result()
     assert result is not None
     assert (result.status, result.reason) == ("stopped", "enough")
-    assert len(company.gone) == 3
+    assert len(cluster.gone) == 3
 
 
 @pytest.mark.parametrize("moment", range(12))
 def test_a_stop_at_any_moment_ends_the_run(make: Make, moment: int) -> None:
-    company = make("1..2", 2)
-    company.wait(moment)
-    company.run.request_stop("enough")
-    company.wait(4)
-    company.end_workers(0)
-    company.wait(6)
-    result = company.run.result()
+    cluster = make("1..2", 2)
+    cluster.wait(moment)
+    cluster.run.request_stop("enough")
+    cluster.wait(4)
+    cluster.end_workers(0)
+    cluster.wait(6)
+    result = cluster.run.result()
     assert result is not None
     assert result.status == "stopped"
-    assert len(company.gone) == 2
+    assert len(cluster.gone) == 2
 
 
-def test_hours_are_the_runs_and_count_on_through_its_generations(make: Make) -> None:
-    company = make(1, 1, budget={"hours": 0.05})
-    company.wait(60)
-    company.end_workers(1)
-    company.wait(60)
-    company.kill(company.agents[0])
-    company.add()
-    company.wait(30)
-    latest = company.run.latest_generation()
+def test_hours_of_the_budget_add_up_over_generations(make: Make) -> None:
+    cluster = make(1, 1, budget={"hours": 0.05})
+    cluster.wait(60)
+    cluster.end_workers(1)
+    cluster.wait(60)
+    cluster.kill(cluster.nodes[0])
+    cluster.add()
+    cluster.wait(30)
+    latest = cluster.run.latest_generation()
     assert latest is not None
     assert latest.used_seconds > 100
     assert latest.seconds_left is not None
     assert latest.seconds_left < 80
-    company.wait(80)
-    attempt = company.agents[1]._attempt
-    assert attempt is not None
-    assert attempt.asked is not None
-    company.end_workers(0)
-    company.wait(4)
-    result = company.run.result()
+    cluster.wait(80)
+    group = cluster.nodes[1].group
+    assert group is not None
+    assert group.stop is not None
+    cluster.end_workers(0)
+    cluster.wait(4)
+    result = cluster.run.result()
     assert result is not None
     assert (result.status, result.reason) == ("stopped", "the budget of 0.05 hours is used up")
 
 
 def test_dollars_are_paid_for_every_machine(make: Make) -> None:
-    company = make("1..2", 2, budget={"dollars": 1.0})
-    company.wait(10)
-    latest = company.run.latest_generation()
+    cluster = make("1..2", 2, budget={"dollars": 1.0})
+    cluster.wait(10)
+    latest = cluster.run.latest_generation()
     assert latest is not None
     assert latest.seconds_left == pytest.approx(1800, abs=20)
 
@@ -367,73 +367,71 @@ def test_dollars_are_paid_for_every_machine(make: Make) -> None:
 def test_a_split_never_commits_twice(seed: int, make: Make, directory_store: Store, tmp_path: Path) -> None:
     """Machines lose the store and find it again at random, and those with workers try to commit all the time."""
     chance = random.Random(seed)  # noqa: S311
-    company = make("1..3", 0)
+    cluster = make("1..3", 0)
     stores = [FaultyStore(directory_store) for _ in range(3)]
     for store in stores:
-        company.add(store)
+        cluster.add(store)
     (tmp_path / "file").write_bytes(b"x")
     steps: dict[str, int] = {}
     for second in range(60):
-        company.now += 1.0
-        for agent, store in zip(company.agents, stores, strict=True):
+        cluster.now += 1.0
+        for node, store in zip(cluster.nodes, stores, strict=True):
             if chance.random() < 0.08:
                 operations = ("put", "put_if_absent", "put_file", "find", "list", "folders", "entry")
                 store.refuse(*([] if store.fault("put", "") else operations))
             if second % 2 == 0:
-                agent._lease.renew()
+                node.lease.renew()
             try:
-                look_through(agent)
+                look_until_settled(node)
             except Exception as error:
                 assert "away" in str(error)
-            attempt = agent._attempt
-            if attempt is not None and attempt.is_first and chance.random() < 0.3:
-                steps[agent.name] = steps.get(agent.name, 0) + 1
+            group = node.group
+            if group is not None and group.is_first and chance.random() < 0.3:
+                steps[node.name] = steps.get(node.name, 0) + 1
                 try:
-                    done = commit(
-                        agent._run, steps[agent.name], attempt.generation.number, None, {"f": tmp_path / "file"}
-                    )
+                    done = commit(node.run, steps[node.name], group.generation.number, None, {"f": tmp_path / "file"})
                 except Superseded:
                     continue
                 except Exception as error:
                     assert "away" in str(error)
                     continue
-                latest = company.run.latest_generation()
+                latest = cluster.run.latest_generation()
                 assert latest is not None
                 assert done.generation == latest.number
-                assert latest.members[0].node == agent.name
-    generations = [one.generation for one in committed(company.run)]
+                assert latest.members[0].node == node.name
+    generations = [one.generation for one in committed(cluster.run)]
     assert generations == sorted(generations)
 
 
-def test_a_commit_that_arrives_after_the_next_generation_has_begun_is_taken_back(
+def test_a_commit_that_arrives_after_the_next_generation_has_started_is_withdrawn(
     make: Make, directory_store: Store, tmp_path: Path
 ) -> None:
     """Its manifest was on its way when the network was cut, and nobody waited for it."""
-    company = make("1..2", 0)
+    cluster = make("1..2", 0)
     slow = FaultyStore(directory_store)
-    company.add(slow)
-    company.add()
-    company.wait(10)
+    cluster.add(slow)
+    cluster.add()
+    cluster.wait(10)
     (tmp_path / "file").write_bytes(b"x")
-    first, files = company.agents[0], {"f": tmp_path / "file"}
-    commit(first._run, 20, 1, None, files)
+    first, files = cluster.nodes[0], {"f": tmp_path / "file"}
+    commit(first.run, 20, 1, None, files)
 
     def go_on_without_it(operation: str, key: str) -> None:
         if operation == "put" and key.endswith("manifest.json"):
             slow.fault = lambda *_: None
-            company.kill(first)
-            company.wait(LOST)
+            cluster.kill(first)
+            cluster.wait(LOST)
 
     slow.fault = go_on_without_it  # type: ignore[assignment]
-    with pytest.raises(Superseded, match="taken back"):
-        commit(first._run, 40, 1, None, files)
-    assert company.members() == [1]
-    assert [one.step for one in committed(company.run)] == [20]
+    with pytest.raises(Superseded, match="withdrawn"):
+        commit(first.run, 40, 1, None, files)
+    assert cluster.members() == [1]
+    assert [one.step for one in committed(cluster.run)] == [20]
 
 
-def test_a_result_ends_everybody(make: Make) -> None:
-    company = make("1..3", 3)
-    company.wait(10)
-    company.run.finish(Result("finished", "done", 1, 1.0))
-    company.wait(12)
-    assert len(company.gone) == 3
+def test_a_result_ends_every_node(make: Make) -> None:
+    cluster = make("1..3", 3)
+    cluster.wait(10)
+    cluster.run.finish(Result("finished", "done", 1, 1.0))
+    cluster.wait(12)
+    assert len(cluster.gone) == 3

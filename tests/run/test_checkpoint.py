@@ -96,7 +96,7 @@ def test_a_generation_that_was_superseded_commits_nothing(any_store: Store, tmp_
     run.propose(a_generation(1))
     old = save(run, tmp_path, step=1)
     run.propose(a_generation(2))
-    with pytest.raises(Superseded, match="generation 2 has begun; step 2 of 1 is not committed"):
+    with pytest.raises(Superseded, match="generation 2 has started; not committing step 2 of 1"):
         save(run, tmp_path, step=2)
     assert committed(run) == [old]
 
@@ -192,12 +192,12 @@ def damage(run: Run, checkpoint: Checkpoint, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("missing", "checkpoint {} lacks its file model.bin; passed over"),
-        ("truncated", "checkpoint {}: model.bin does not have the hash it should; passed over"),
-        ("corrupt", "checkpoint {}: model.bin does not have the hash it should; passed over"),
+        ("missing", "checkpoint {}: model.bin is missing; skipped"),
+        ("truncated", "checkpoint {}: model.bin does not match its digest; skipped"),
+        ("corrupt", "checkpoint {}: model.bin does not match its digest; skipped"),
     ],
 )
-def test_a_checkpoint_that_does_not_hold_is_passed_over_for_the_newest_that_does(
+def test_a_damaged_checkpoint_is_skipped_for_the_newest_valid_one(
     any_store: Store, tmp_path: Path, how: str, line: str
 ) -> None:
     """The damaged one has a file that the other lacks: nothing of it may stay behind."""
@@ -218,7 +218,7 @@ def refusing(error: Exception, *refused: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("error", [CorruptCheckpoint("it is a pickle"), Mistake("it is of another run")])
-def test_a_checkpoint_that_its_reader_refuses_is_passed_over_too(
+def test_a_checkpoint_that_its_reader_refuses_is_skipped_too(
     directory_store: Store, tmp_path: Path, error: PacktrainError
 ) -> None:
     run = new_run(directory_store)
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_its_reader_refuses_is_passed_over_too(
     complaints: list[str] = []
     assert fetch_newest(run, tmp_path / "back", complaints.append, refusing(error, 3)) == older
     assert read_files(tmp_path / "back") == content(2)
-    assert complaints == [f"checkpoint {refused.name}: {error}; passed over"]
+    assert complaints == [f"checkpoint {refused.name}: {error}; skipped"]
 
 
 def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginning(
@@ -259,21 +259,21 @@ def test_where_no_manifest_can_be_read_that_is_no_new_beginning_either(directory
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"format": 2, "parts": []}', b"\xff"])
-def test_a_manifest_that_cannot_be_read_is_passed_over_with_a_line(
+def test_a_manifest_that_cannot_be_read_is_skipped_with_a_warning(
     directory_store: Store, tmp_path: Path, data: bytes
 ) -> None:
     run = new_run(directory_store)
     older, damaged = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     directory_store.put(manifest_key(run, damaged), data)
-    line = f"the manifest of checkpoint {damaged.name} cannot be read; passed over"
+    line = f"the manifest of checkpoint {damaged.name} cannot be read; skipped"
     assert restore(run, tmp_path / "back") == (older, content(1), [line])
 
 
-def test_a_foreign_format_is_passed_over_with_a_line(directory_store: Store, tmp_path: Path) -> None:
+def test_a_foreign_format_is_skipped_with_a_warning(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     older, foreign = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     change_manifest(run, foreign, format=2)
-    line = f"checkpoint {foreign.name} has format 2, and this version reads 1: upgrade Packtrain; passed over"
+    line = f"checkpoint {foreign.name} has format 2, but this version reads 1; upgrade Packtrain; skipped"
     assert restore(run, tmp_path / "back") == (older, content(1), [line])
 
 
@@ -283,7 +283,7 @@ def test_checkpoints_of_a_newer_version_are_neither_begun_over_nor_deleted(
     run = new_run(directory_store)
     for step in (1, 2, 3):
         change_manifest(run, save(run, tmp_path, step=step), format=2)
-    with pytest.raises(Mistake, match="has format 2, and this version reads 1: upgrade Packtrain"):
+    with pytest.raises(Mistake, match="has format 2, but this version reads 1; upgrade Packtrain"):
         restore(run, tmp_path / "back")
     prune(run, keep_last=1, keep_best=0)
     assert [one.step for one in committed(run)] == [1, 2, 3]
@@ -316,7 +316,7 @@ def test_a_name_that_leaves_the_directory_is_refused(directory_store: Store, tmp
     change_manifest(run, saved, files=[{"name": name, "bytes": 1, "sha256": "0" * 64}])
     [hostile] = committed(run)
     (tmp_path / "back").mkdir()
-    with pytest.raises(CorruptCheckpoint, match="which no checkpoint can have"):
+    with pytest.raises(CorruptCheckpoint, match="names the invalid file"):
         fetch(run, hostile, tmp_path / "back")
     assert read_files(tmp_path / "back") == {}
 

@@ -201,7 +201,7 @@ def test_half_a_character_in_a_text_costs_that_character_alone(any_store: Store)
 def test_a_damaged_chunk_is_named_in_one_line(directory_store: Store, data: bytes) -> None:
     key = "runs/job-1/notes/w/00000000.jsonl"
     directory_store.put(key, data)
-    with pytest.raises(PacktrainError, match=f"^{key} in .* is damaged: it does not hold records$"):
+    with pytest.raises(PacktrainError, match=f"^{key} in .* is damaged$"):
         reader(directory_store).read()
 
 

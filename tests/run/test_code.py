@@ -130,7 +130,7 @@ def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
 def test_too_much_is_refused_with_the_largest_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "LARGEST_BYTES", 1000)
     write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
-    with pytest.raises(Mistake, match=r"takes 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
+    with pytest.raises(Mistake, match=r"is 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
         snapshot(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_anything_but_plain_files_inside_the_directory_is_refused(
     tmp_path: Path, entry: tuple[tarfile.TarInfo, bytes]
 ) -> None:
     (tmp_path / "back").mkdir()
-    with pytest.raises(PacktrainError, match=r"^the run's code .* refused$"):
+    with pytest.raises(PacktrainError, match=r"^the run's code .*; refusing it$"):
         unpack(tar_of((tarfile.TarInfo("train.py"), b""), entry), tmp_path / "back")
     assert read_files(tmp_path) == {"back/train.py": b""}
 
@@ -173,7 +173,7 @@ def test_what_swells_is_refused_whatever_size_it_claims(
 ) -> None:
     monkeypatch.setattr(code, "_UNPACKED_BYTES", 100_000)
     bomb = zstandard.ZstdCompressor(write_content_size=says_its_size).compress(bytes(10_000_000))
-    with pytest.raises(PacktrainError, match="takes more than"):
+    with pytest.raises(PacktrainError, match="is larger than"):
         unpack(bomb, tmp_path)
     assert read_files(tmp_path) == {}
 
@@ -191,5 +191,5 @@ def test_what_swells_is_refused_whatever_size_it_claims(
     ids=["empty", "plain", "no tar", "cut off", "a file as a folder", "no name"],
 )
 def test_what_cannot_be_unpacked_is_said_in_one_line(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(PacktrainError, match=r"^the run's code cannot be unpacked"):
+    with pytest.raises(PacktrainError, match=r"^cannot unpack the run's code"):
         unpack(data, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.node.directory import Home
+from packtrain.node.directory import NodeDirectory
 from packtrain.run.liveness import (
     DOUBT_SECONDS,
     LEASE_LOST_SECONDS,
@@ -281,10 +281,10 @@ def test_a_node_on_this_machine_is_judged_by_its_lock(directory_store: Store, wa
     run = new_run(directory_store)
     node = a_lease("here-1")
     node = Lease(**{**node.__dict__, "hostname": socket.gethostname()})
-    home = Home.make(run, node.node)
+    directory = NodeDirectory.create(run, node.node)
     aged(run, node, 3600)
     assert states_now([run], watched) == ["running"]
-    os.close(home._lock)
+    directory.lock.close()
     run.renew(node)
     assert states_now([run], watched) == ["interrupted"]
     assert watched.names == []

@@ -105,7 +105,7 @@ def test_an_unknown_name_is_answered_with_the_newest_runs(directory_store: Store
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64])
 def test_what_cannot_be_a_name_is_refused_before_the_store_is_asked(directory_store: Store, name: str) -> None:
-    with pytest.raises(NotFound, match="is not the name of a run"):
+    with pytest.raises(NotFound, match="is not a valid run name"):
         Run(directory_store, name)
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_object_is_named_in_one_line(directory_store: Store, name: str
     directory_store.put(run.key(name), data)
     with pytest.raises(PacktrainError) as caught:
         DAMAGED[name](run)
-    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or of another version"
+    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or from another version"
 
 
 def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:

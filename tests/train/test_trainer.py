@@ -501,7 +501,7 @@ def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_new
     train(run, new_control(tmp_path, "again"), generation=2)
     told = [event.text for event in run.events().read() if event.kind in ("warning", "restored")]
     assert told[0].startswith(f"checkpoint {newest.name}: {line}")
-    assert told[0].endswith("; passed over")
+    assert told[0].endswith("; skipped")
     assert told[1] == f"restored checkpoint {good.step} ({good.name})"
     assert losses(run) == losses(straight)
     assert weights(run)[MODEL_FILE] == weights(straight)[MODEL_FILE]

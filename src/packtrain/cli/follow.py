@@ -16,7 +16,7 @@ from packtrain.cli.common import console, hints
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
 from packtrain.job.job import Job
-from packtrain.node.attempt import Task
+from packtrain.node.workers import Task
 from packtrain.report import report_url, write_report
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from packtrain.fleet.doctor import Check
     from packtrain.job.kinds import FleetKind
-    from packtrain.node.agent import Agent
+    from packtrain.node.node import Node
     from packtrain.run.run import Run
 
 _KNOWN_ADDRESSES = 3  # machines of a run whose addresses a new one asks for; all of them could be many requests
@@ -118,18 +118,18 @@ def node(
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets start this; you can, too."""
     from packtrain.errors import Mistake, NotFound
-    from packtrain.node.preemption import say_why, switch_off
+    from packtrain.node.preemption import record_crash, switch_off
     from packtrain.report import write_report
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
 
-    run, agent = Run(find_store(store), name), None
+    run, joined = Run(find_store(store), name), None
     over = True  # for this machine, also if the node crashes: nobody would start another here
     try:
         power_off = power_off or run.job.fleet.kind.power_off
-        agent = _agent(run, address, interface, workers)
-        agent.work()
-        over = agent.has_done_its_part
+        joined = _node(run, address, interface, workers)
+        joined.work()
+        over = joined.has_done_its_part
         result = run.result()
         if result is not None:
             over = True
@@ -138,30 +138,30 @@ def node(
         over = False
         raise
     except Mistake:
-        over = agent is not None  # before that a person has to fix it, who may be logged in on this machine
+        over = joined is not None  # before that a person has to fix it, who may be logged in on this machine
         raise
     except NotFound:
         raise
     except Exception as error:
         if over:
-            say_why(run, error)
+            record_crash(run, error)
         raise
     finally:
         switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
 
 
-def _agent(run: Run, address: str | None, interface: str | None, workers: int | None) -> Agent:
+def _node(run: Run, address: str | None, interface: str | None, workers: int | None) -> Node:
     from packtrain.fleet import fleet_of
     from packtrain.node.address import check_private, choose_address
-    from packtrain.node.agent import Agent
+    from packtrain.node.node import Node
     from packtrain.node.telemetry import gpu_count
 
     fleet = run.job.fleet
     own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
-    return Agent(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices())
+    return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices())
 
 
 def _some_addresses(run: Run) -> list[str]:

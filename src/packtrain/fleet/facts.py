@@ -84,13 +84,10 @@ def _test_store(location: str, key: str) -> tuple[str, bool | None]:
 
 
 def _address() -> str:
-    """The address that ssh reached if it is private, else the one that a node would choose."""
-    from packtrain.node.address import choose_address, is_private
+    """Return the address as ssh reached it, or as the node would choose it."""
+    from packtrain.node.address import choose_address, ssh_address
 
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    if len(parts) == 4 and is_private(parts[2]):
-        return parts[2]
     try:
-        return choose_address(None, None, False, None)
+        return ssh_address(os.environ) or choose_address(None, None, False, None)
     except PacktrainError:
         return "127.0.0.1"

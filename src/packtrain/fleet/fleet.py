@@ -17,7 +17,7 @@ from packtrain.fleet.facts import Facts
 from packtrain.job.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import matching
-from packtrain.node.preemption import Notices
+from packtrain.node.preemption import NoticeSource
 from packtrain.run.run import Run
 from packtrain.store import Store
 
@@ -126,7 +126,7 @@ class Fleet(ABC):
         """Return the run's state in the queue, for fleets that have one that can be asked from here."""
         return None
 
-    def notices(self) -> Sequence[Notices]:
+    def notices(self) -> Sequence[NoticeSource]:
         """Return sources of preemption notices for a node on one of its machines."""
         return ()
 

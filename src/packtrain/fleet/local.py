@@ -273,17 +273,12 @@ def _read_secrets() -> None:
 
 
 def _with_address(arguments: list[str]) -> list[str]:
-    """Add the address that ssh reached: other machines see it too, unlike that of docker0.
+    """Add the address at which ssh reached this machine: other machines reach it there, too."""
+    from packtrain.node.address import ssh_address
 
-    A public address is left out; the node then looks for a private one, or refuses.
-    """
-    from packtrain.node.address import is_private
-
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    named = "--interface" in arguments or "--address" in arguments
-    if named or len(parts) != 4 or ":" in parts[2] or parts[2].startswith("127.") or not is_private(parts[2]):
-        return arguments
-    return [*arguments, "--address", parts[2]]
+    address = ssh_address(os.environ)
+    is_given = "--interface" in arguments or "--address" in arguments
+    return arguments if is_given or address is None else [*arguments, "--address", address]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Where other machines reach this one. What workers say to each other is neither encrypted nor checked, so the
-address is a private one unless the job says otherwise."""
+"""The address at which other machines reach this one.
+
+Collectives are neither encrypted nor authenticated, so it is a private address unless the job says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,20 @@ import psutil
 from packtrain.errors import Mistake
 
 LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "198.51.100.1"  # an address for documentation, of no network: the way to it is the default route
-_OPEN = "set `fleet.public_address: true` if the line between the machines is safe, or tunnel it (docs/reliability.md)"
+_ELSEWHERE = "198.51.100.1"  # reserved for documentation: the way to it is the default route
+_SHARED = ipaddress.ip_network("100.64.0.0/10")  # carrier-grade NAT; overlay networks such as Tailscale use it, too
 
 
 def choose_address(
     given: str | None, interface: str | None, alone: bool, store_endpoint: str | None, others: Sequence[str] = ()
 ) -> str:
-    """The address to register: as asked for, or a private one of an interface that leads to other machines.
+    """Return the address to register: as given, or a private one of an interface that leads to other machines.
 
-    That is the one that leads to `others` of the run, to the store, or to the rest of the world; then any. Bridges
-    that only join what runs on this machine, such as docker0, lead to nobody. A machine that is alone in its run needs
-    no other, and so no network.
+    That is the interface towards `others` of the run, the store, or the rest of the world; then any. Bridges within
+    this machine, such as docker0, lead to no other. A machine that is alone in its run needs no network.
     """
     if given is not None and interface is not None:
-        raise Mistake("--address and --interface: give one of the two")
+        raise Mistake("--address and --interface: give only one of them")
     if given is not None:
         return _number_of(given)
     if interface is not None:
@@ -43,16 +44,30 @@ def choose_address(
         if not ipaddress.ip_address(address).is_loopback
     ]
     if others and all(ipaddress.ip_address(other).is_loopback for other in others):
-        return LOOPBACK  # all of the run is on this machine
+        return LOOPBACK  # the whole run is on this machine
     routed = [_routed_to(host) for host in (*others, urlsplit(store_endpoint or "").hostname, _ELSEWHERE) if host]
     leading = [address for address in routed if address in outward]
     private = [address for address in (*leading, *outward) if is_private(address)]
     return next(iter([*private, *leading, *outward]), LOOPBACK)
 
 
+def ssh_address(environment: Mapping[str, str]) -> str | None:
+    """Return the address at which ssh reached this machine, if other machines can use it, too.
+
+    None for IPv6 and loopback, which other machines do not use, and for public addresses, which the node refuses.
+    """
+    parts = environment.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
+    if len(parts) != 4 or ":" in parts[2] or parts[2].startswith("127.") or not is_private(parts[2]):
+        return None
+    return parts[2]
+
+
 def check_private(address: str, public_address: bool) -> None:
     if not public_address and not is_private(address):
-        raise Mistake(f"{address} is a public address, and collectives are open to whoever reaches it: {_OPEN}")
+        raise Mistake(
+            f"{address} is a public address, and collectives are not protected; set `fleet.public_address: true` if "
+            "the network between the machines is safe, or tunnel it (docs/reliability.md)"
+        )
 
 
 def is_private(address: str) -> bool:
@@ -60,11 +75,8 @@ def is_private(address: str) -> bool:
     return number.is_private or number.is_loopback or number.is_link_local or number in _SHARED
 
 
-_SHARED = ipaddress.ip_network("100.64.0.0/10")  # between carriers and their customers; overlay networks use it too
-
-
 def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> bool:
-    """A bridge without a network card among its ports: for containers and virtual machines of this computer."""
+    """True for a bridge without a network card among its ports: for containers and VMs on this machine."""
     ports = devices / interface / "brif"
     if not (devices / interface / "bridge").exists():
         return False
@@ -72,7 +84,7 @@ def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> b
 
 
 def interface_addresses() -> Mapping[str, list[str]]:
-    """The IPv4 addresses of each interface that is up."""
+    """Return the IPv4 addresses of each interface that is up."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     return {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
@@ -84,14 +96,13 @@ def interface_addresses() -> Mapping[str, list[str]]:
 def _address_on(interface: str) -> str:
     known = interface_addresses()
     if interface not in known:
-        raise Mistake(f"--interface {interface}: there is none of that name that is up; known: {', '.join(known)}")
+        raise Mistake(f"--interface {interface}: no such interface is up; available: {', '.join(known)}")
     if not known[interface]:
         raise Mistake(f"--interface {interface}: it has no IPv4 address")
     return known[interface][0]
 
 
 def _number_of(given: str) -> str:
-    """An address as numbers; a name is looked up."""
     try:
         return str(ipaddress.ip_address(given))
     except ValueError:
@@ -99,11 +110,11 @@ def _number_of(given: str) -> str:
     try:
         return socket.gethostbyname(given)
     except OSError:
-        raise Mistake(f"--address {given}: it is neither an address nor a name that is known here") from None
+        raise Mistake(f"--address {given}: not an IP address, and the name cannot be resolved") from None
 
 
 def _routed_to(host: str) -> str | None:
-    """This machine's address on the way there. Nothing is sent: connecting a datagram socket only routes."""
+    """Return this machine's address on the way to the host. Connecting a datagram socket routes, but sends nothing."""
     for family, address in _resolved(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:

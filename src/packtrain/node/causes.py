@@ -1,4 +1,7 @@
-"""Why workers ended, and whether to try again: pure decisions over what they left behind."""
+"""Why workers ended, and whether to try again: pure decisions over what they left behind.
+
+One worker that fails takes the others with it, on all machines: most of what is reported is a consequence.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from packtrain.units import counted
 
 FAILURE = "failure: "
 
-# Every other reason for a new generation is nobody's failure.
+# Failures that count towards `fleet.failures`; every other cause passes by itself.
 COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
-# The most telling first: one worker that gives up takes the others with it, and they only know that it is gone.
+# The most telling first: what explains the others stands before them.
 _TELLING: tuple[Cause, ...] = (
     "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "preempted", "joined",
     "ended", "resumed", "start",
@@ -32,10 +35,10 @@ _MEMORY = re.compile(r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]a
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
-# What torch's launcher says of each worker that failed, the one that did so first at the end.
+# How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
 _ERROR = re.compile(r"^(?!.*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
-# What gloo, NCCL and torch's store say when it is another worker that is gone.
+# What gloo, NCCL and torch's store say if another worker is gone.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
     r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError",
@@ -44,85 +47,83 @@ _CONSEQUENCE = re.compile(
 
 
 def is_consequence(text: str) -> bool:
-    """Whether an error only says that another worker is gone."""
+    """True if an error only says that another worker is gone."""
     return _CONSEQUENCE.search(text) is not None
 
 
 def is_own_failure(report: NodeReport) -> bool:
-    """Whether a machine tells of an error that came up on itself, and counts."""
+    """True if the error came up on the reporting node, and counts."""
     return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
 
 
 def why_they_ended(
-    generation: int, code: int, errors: Sequence[WorkerError], said: str, out_of_memory_kills: int
+    generation: int, code: int, errors: Sequence[WorkerError], output: str, out_of_memory_kills: int
 ) -> NodeReport:
-    """How the workers of this machine ended: from what they told, what launcher and workers last wrote (`said`), and
-    how often the kernel killed for want of memory meanwhile."""
+    """Judge by what the workers told, the last output of launcher and workers, and how many processes the kernel killed
+    meanwhile because memory was full."""
     if code == 0:
-        return NodeReport(generation, "ended", "the workers ended before the goal")
+        return NodeReport(generation, "ended", "the workers exited before the run was complete")
     told = sorted(errors, key=lambda error: (not error.fatal, is_consequence(error.text), error.time))
     first = told[0] if told else None
     if first is not None and (first.fatal or first.cause != "program"):
         return NodeReport(generation, first.cause, first.text, first.step, first.fatal)
-    if out_of_memory_kills and _KILLED.search(said):
+    if out_of_memory_kills and _KILLED.search(output):
         return NodeReport(generation, "memory", "the kernel killed a worker: this machine is out of memory")
-    if _PORT.search(said):
-        return NodeReport(generation, "port", "the port at which the workers were to meet was taken meanwhile")
+    if _PORT.search(output):
+        return NodeReport(generation, "port", "the rendezvous port was taken by another process")
     if first is None or is_consequence(first.text):
-        # Without a step: it would be the step of another's error.
-        text = _ended_by_signal(said) or (first.text if first is not None else _ended_with(code, said))
+        # Without a step: it would be that of another worker's error.
+        text = _killed_by(output) or (first.text if first is not None else _exited_with(code, output))
         step = None
     else:
         text, step = first.text, first.step
     for cause, pattern in (("memory", _MEMORY), ("disk", _DISK)):
-        if pattern.search(said if first is None else text):
+        if pattern.search(output if first is None else text):
             return NodeReport(generation, cause, text, step)  # type: ignore[arg-type]
     return NodeReport(generation, "program", text, step)
 
 
-def _ended_by_signal(said: str) -> str | None:
-    """Who was killed, by what the launcher says; it ends the others itself, by SIGTERM."""
-    killed = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(said) if int(number) != signal.SIGTERM]
+def _killed_by(output: str) -> str | None:
+    # Not SIGTERM: the launcher ends the other workers with it.
+    killed = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(output) if int(number) != signal.SIGTERM]
     if not killed:
         return None
     rank, number = killed[-1]
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"rank {rank} was ended by {name}"
+    return f"rank {rank} was killed ({name})"
 
 
-def _ended_with(code: int, said: str) -> str:
-    own = [line for line in _ERROR.findall(said) if not is_consequence(line)]
+def _exited_with(code: int, output: str) -> str:
+    own = [line for line in _ERROR.findall(output) if not is_consequence(line)]
     error = f" ({own[-1]})" if own else ""
-    return f"a worker ended with exit code {code}{error}; `packtrain logs` has its output"
+    return f"a worker exited with code {code}{error}; see `packtrain logs`"
 
 
 def why_not_started(generation: int, error: OSError) -> NodeReport:
-    """That this machine could not even start its workers."""
     cause: Cause = "disk" if error.errno in _DISK_ERRORS else "machine"
     return NodeReport(generation, cause, f"this machine cannot start its workers: {error}")
 
 
 def most_telling(reports: Sequence[NodeReport]) -> NodeReport:
-    """Of all that machines say about how a generation ended, what explains the rest."""
+    """Return the report that explains the others."""
     return min(reports, key=lambda one: (not one.fatal, _rank(one), is_consequence(one.text)))
 
 
 def _rank(report: NodeReport) -> int:
-    # That a machine is gone, or was asked to go, explains that its peers lost the connection to it.
+    # A lost or preempted machine explains that the others lost the connection to it.
     if report.cause == "program" and is_consequence(report.text):
         return _TELLING.index("joined") * 2 + 1
     return _TELLING.index(report.cause) * 2
 
 
 def reason_for(report: NodeReport) -> str:
-    """What the next generation's record says."""
     return f"{FAILURE}{report.text}" if report.cause in COUNTED else report.text
 
 
 def verdict(tried: Sequence[Generation], failed: NodeReport, step: int, failures: int) -> str | None:
-    """Why the run is given up after this failure; None: it is tried again. `step` is the one committed by now.
+    """Return why the run is given up after this failure; None to try again.
 
-    `tried` are all generations up to the one that failed.
+    `tried` are all generations up to the one that failed, `step` is the last committed step.
     """
     if failed.fatal:
         return failed.text
@@ -135,7 +136,7 @@ def verdict(tried: Sequence[Generation], failed: NodeReport, step: int, failures
         if same_step or failed.cause == "memory":
             return _with_advice(f"{failed.text} ({at} twice in the same way)", failed.cause)
     if failures_in_a_row(tried, step) >= failures:
-        return _with_advice(f"{failed.text} (after {counted(failures, 'more attempt')})", failed.cause)
+        return _with_advice(f"{failed.text} (after {counted(failures, 'restart')})", failed.cause)
     return None
 
 
@@ -144,10 +145,10 @@ def _with_advice(text: str, cause: Cause) -> str:
 
 
 def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
-    """How many generations up to the latest began because the one before had failed, with nothing committed since.
+    """Count the generations that started because of a failure, with nothing committed since.
 
-    Those that began for other reasons (a notice, a store that was away) neither count nor start the count anew,
-    but a person who resumes the run does.
+    Other causes (a preemption, a store that was away) neither count nor reset the count; a person who resumes the run
+    resets it.
     """
     count = 0
     for generation in reversed(generations):
@@ -158,7 +159,7 @@ def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory: on the machine, and in this process's group."""
+    """Return how many processes the kernel has killed because memory was full: on the machine, and in our cgroup."""
     groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
     files = [root / "proc/vmstat", root / "sys/fs/cgroup/memory/memory.oom_control"]
     for line in groups:

@@ -1,4 +1,4 @@
-"""The budget as a deadline that a machine holds by its own clock, whatever the store and everybody else are doing."""
+"""The budget as a deadline that each node keeps by its own clock, whatever the store and other nodes do."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
 
 
 def seconds_left(
-    budget: Settings, fleet: FleetSettings, nodes: Iterable[Lease], used_seconds: float, there: int
+    budget: Settings, fleet: FleetSettings, leases: Iterable[Lease], used_seconds: float, machines: int
 ) -> float | None:
-    """How long the machines that are `there` may go on together; None without a budget.
+    """Return how long that many machines may still train together; None without a budget.
 
-    Hours are the run's, by the clock; dollars are paid for every machine, also for those that are gone.
+    Hours are wall time of the run; dollars are paid for every machine, also for those that are gone.
     """
     limits = []
     if budget.hours is not None:
         limits.append(budget.hours * 3600 - used_seconds)
     price = fleet.dollars_per_hour
     if budget.dollars is not None and price is not None:
-        paid = sum(node.machine_seconds for node in nodes)
-        limits.append((budget.dollars / price * 3600 - paid) / max(1, there))
+        paid = sum(lease.machine_seconds for lease in leases)
+        limits.append((budget.dollars / price * 3600 - paid) / max(1, machines))
     return max(0.0, min(limits)) if limits else None
 
 
 def first_bound(budget: Settings, fleet: FleetSettings) -> float | None:
-    """What a machine holds to before it knows of any generation: all machines may have begun at once."""
+    """Return the limit of a node that knows of no generation: all machines may have started at the same time."""
     limits = []
     if budget.hours is not None:
         limits.append(budget.hours * 3600)
@@ -45,8 +45,8 @@ def first_bound(budget: Settings, fleet: FleetSettings) -> float | None:
 
 
 def left_at_start(run: Run, latest: Generation | None) -> float | None:
-    """What a machine holds to when it comes: what the latest generation left, less the time that went by since as
-    the lease of its first machine last told it."""
+    """Return the limit of a node that joins: what the latest generation had left, less the time since then by the lease
+    of its first node."""
     if latest is None or latest.seconds_left is None:
         return first_bound(run.job.budget, run.job.fleet)
     first = run.lease(latest.members[0].node)
@@ -54,14 +54,14 @@ def left_at_start(run: Run, latest: Generation | None) -> float | None:
     return max(0.0, latest.seconds_left - used)
 
 
-def in_words(budget: Settings) -> str:
+def used_up(budget: Settings) -> str:
     parts = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     parts += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
     return f"the budget of {' and '.join(parts)} is used up"
 
 
 class Deadline:
-    """Calls `warn` a while before the time is over, and `end` when it is; both from a thread of its own.
+    """Calls `warn` some time before the deadline and `end` at it, both from a thread of its own.
 
     Whatever `warn` raises, `end` is called.
     """
@@ -76,8 +76,8 @@ class Deadline:
         self._warned = self._over = False
         self._thread: threading.Thread | None = None
 
-    def hold(self, seconds: float | None) -> None:
-        """The time that is left from now on; what was held before is replaced. None: there is no budget."""
+    def set(self, seconds: float | None) -> None:
+        """Set the deadline, in seconds from now, in place of an earlier one. None: there is no budget."""
         if seconds is None:
             return
         with self._changed:
@@ -90,8 +90,12 @@ class Deadline:
             self._changed.notify_all()
 
     @property
+    def seconds_left(self) -> float | None:
+        return None if self._at is None else self._at - self._clock()
+
+    @property
     def is_near(self) -> bool:
-        """Whether it is time to commit and end."""
+        """True if it is time to commit and end."""
         return self._at is not None and self._clock() >= self._at - self._margin
 
     def close(self) -> None:
@@ -116,4 +120,4 @@ class Deadline:
             try:
                 self._warn()
             except Exception as error:
-                say(f"warning: the workers could not be told of the deadline: {type(error).__name__}: {error}")
+                say(f"warning: cannot tell the workers about the deadline: {type(error).__name__}: {error}")

@@ -1,4 +1,7 @@
-"""Starting and ending the workers of one generation on this machine, by torch's own launcher."""
+"""The node's side of a launch: starts the launcher process (launcher.py), which starts the workers, and ends them.
+
+Nothing here imports torch: this runs in the node.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ from packtrain.train.control import (
 
 _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192
-# Below those that systems give to connections by themselves: who gets one of these has asked for it by number.
+# Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# By these libraries take a worker for a rank of MPI, or a task of srun, which it is not: the agent may be one.
+# With these set, libraries take a worker for an MPI rank or a task of srun. The node may be one; its workers are not.
 _RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_")
 _RANK_VARIABLES = {
     "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS",
@@ -44,7 +47,7 @@ _RANK_VARIABLES = {
 
 @dataclass(frozen=True)
 class Directories:
-    """Where a generation's files are on this machine."""
+    """The directories of a generation on this machine."""
 
     logs: Path
     control: Path
@@ -52,7 +55,7 @@ class Directories:
 
 
 def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ...] | None, logs: Path) -> list[str]:
-    """The launcher's command line: it meets the others at the first member, and does not start workers again."""
+    """Return the launcher's command line: rendezvous at the first member, and no restarts of its own."""
     member = generation.members[rank]
     arguments = [
         "--nnodes", str(len(generation.members)),
@@ -76,16 +79,16 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
 def worker_environment(
     run: Run, generation: Generation, rank: int, directories: Directories, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """What workers find in their environment beside what the launcher adds (RANK, MASTER_ADDR and so on)."""
+    """Return the workers' environment, without what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
     kept = _without_other_launchers(inherited)
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
-    # What a machine has set for all its programs may name another network than the one that was checked.
+    # The machine's own setting may name another network than the one that was checked: only the job overrides ours.
     bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
     return {
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin steal the core of the worker beside them
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the core of the next worker
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **kept,
@@ -107,7 +110,7 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has the address."""
+    """Return the name of the network interface with that address."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
@@ -115,39 +118,39 @@ def interface_of(address: str) -> str | None:
 
 
 class Launchers:
-    """Starts launchers; the next one may be made ready while the workers of one are at work."""
+    """Starts launchers; the next one can be prepared while workers run."""
 
     def __init__(self, run: Run, home: Path, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
         self._environment = {**_without_other_launchers(inherited), **marks}
-        self._ready: subprocess.Popen[bytes] | None = None
+        self.ready: subprocess.Popen[bytes] | None = None  # a launcher without work
 
-    def make_ready(self) -> None:
-        """Costs some seconds of a core, once, and the memory of torch. Where it cannot be, there is none ready."""
-        with suppress(OSError):
-            self._ready = self._ready or self._start()
+    def prepare(self) -> None:
+        """Start the next launcher. Costs some seconds of a core, once, and the memory of torch."""
+        with suppress(OSError):  # then the next launch starts it
+            self.ready = self.ready or self._start()
 
     def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
-        """A launcher that dies before it has its work is a launch that failed: its log says why."""
+        """A launcher that dies before it has read its work is a failed launch: its log says why."""
         work = {
             "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
             "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
         }
-        if self._ready is not None and self._ready.poll() is not None:
-            self.dismiss()
-        process, self._ready = self._ready or self._start(), None
+        if self.ready is not None and self.ready.poll() is not None:
+            self.close()
+        process, self.ready = self.ready or self._start(), None
         self._log.rename(directories.logs / "launcher.log")
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(json.dumps(work).encode() + b"\n")
         return Launch(process, str(directories.control))
 
-    def dismiss(self) -> None:
-        if self._ready is not None:
-            self._ready.kill()
-            self._ready.wait()
-            self._ready = None
+    def close(self) -> None:
+        if self.ready is not None:
+            self.ready.kill()
+            self.ready.wait()
+            self.ready = None
 
     @property
     def _log(self) -> Path:
@@ -163,7 +166,7 @@ class Launchers:
                 cwd=self._home / "code",
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_end_with_agent,  # noqa: PLW1509 - prctl alone, before any thread of the child
+                preexec_fn=_end_with_node,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
 
 
@@ -171,47 +174,49 @@ class Launch:
     """The launcher of one generation and its workers."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
-        self._process, self._mark = process, mark
+        self.process, self._mark = process, mark
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self.process.poll()
 
     def has_workers(self) -> bool:
         try:
-            return bool(psutil.Process(self._process.pid).children())
+            return bool(psutil.Process(self.process.pid).children())
         except psutil.NoSuchProcess:
             return False
 
     def terminate(self) -> None:
-        """Asks politely: the launcher passes it on to the workers and gives them half a minute."""
-        self._process.terminate()
+        """Send SIGTERM: the launcher passes it on to the workers and gives them half a minute."""
+        self.process.terminate()
 
     def kill(self) -> None:
-        """Ends the launcher and all that came of it, now."""
+        """Kill the launcher and every process that it and its workers started."""
         family = self._family()
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel ends when that lets go of it
-            self._process.wait(_KILL_WAIT_SECONDS)
+        self.process.kill()
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # a process that hangs in the kernel ends when the kernel lets go of it
+            self.process.wait(_KILL_WAIT_SECONDS)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
-        """What the launcher and its workers started; those whose parents are gone are known by their environment."""
+        """All descendants; those whose parent is gone are found by the mark in their environment."""
         family = {process for process in psutil.process_iter() if _mark_of(process) == self._mark}
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             with suppress(psutil.NoSuchProcess):
-                family.update(psutil.Process(self._process.pid).children(recursive=True))
+                family.update(psutil.Process(self.process.pid).children(recursive=True))
         return list(family)
 
 
-def last_words(logs: Path) -> str:
-    """The ends of what the launcher and its workers wrote to their files of errors."""
+def last_output(logs: Path) -> str:
+    """Return the ends of the launcher's log and of the workers' stderr."""
     paths = [logs / "launcher.log", *sorted(logs.rglob("stderr.log"))]
     return "\n".join(_tail(path) for path in paths if path.exists())
 
@@ -223,7 +228,7 @@ def _tail(path: Path) -> str:
 
 
 def kill_marked(directory: Path) -> None:
-    """Ends every process that was started for a control directory below this one."""
+    """Kill every process that was started for a control directory below this one."""
     marked = [process for process in psutil.process_iter() if _mark_of(process).startswith(f"{directory}/")]
     for process in marked:
         with suppress(psutil.NoSuchProcess):
@@ -239,8 +244,8 @@ def _mark_of(process: psutil.Process) -> str:
 
 
 def free_port() -> int:
-    """A port on which this machine could host the next generation's meeting."""
-    start = random.randrange(len(_PORTS))  # noqa: S311 - so that agents of one machine do not all try the same
+    """Return a port on which this machine could host the next rendezvous."""
+    start = random.randrange(len(_PORTS))  # noqa: S311 - so that nodes on one machine do not all try the same
     for offset in range(len(_PORTS)):
         port = _PORTS[(start + offset) % len(_PORTS)]
         with socket.socket() as probe:
@@ -249,13 +254,13 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise PacktrainError(f"no port between {_PORTS.start} and {_PORTS.stop} is free on this machine")
+    raise PacktrainError(f"no free port between {_PORTS.start} and {_PORTS.stop} on this machine")
 
 
-def _end_with_agent() -> None:
-    """If the agent dies, the launcher hears SIGTERM, and ends its workers.
+def _end_with_node() -> None:
+    """Have the launcher get SIGTERM, and end its workers, if the node dies.
 
-    Slurm sends its notice to every process of a step: it must not end the launcher, whose workers are to commit.
+    Slurm sends its notice (SIGUSR1) to every process of a step: it must not end the launcher before its workers.
     """
     end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,7 +1,8 @@
-"""torch's launcher, ready before it is needed: to import torch takes seconds, which a run that lost a worker misses.
+"""The launcher process, `python -m packtrain.node.launcher`: torch's launcher, imported before it is needed.
 
-The agent starts it, and gives it its work on the standard input: one line, so that a password in the environment of
-the workers stands in no file and no list of processes. Without one it ends when the agent does.
+The node starts it ahead (launch.py), because importing torch takes seconds that a restart would have to wait for. Its
+work comes as one line on standard input, so that a password in the workers' environment is in no file and no process
+list; without one it ends with the node. It starts the workers, who meet the others' at rendezvous.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, sys.stdin.fileno())
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)  # the workers must not inherit the node's pipe
+    os.dup2(null, sys.stdin.fileno())
+    os.close(null)
     work = json.loads(line)
     os.environ.clear()
     os.environ.update(work["environment"])

@@ -1,4 +1,4 @@
-"""The lease: a record that a thread renews as long as the agent lives, with what the machine is doing."""
+"""Renews the node's lease in the store, with the machine's telemetry, as long as the node lives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from packtrain.node.telemetry import TelemetrySampler
@@ -17,125 +16,129 @@ from packtrain.run.run import Run
 from packtrain.store import StoreError, open_store
 from packtrain.system import say
 
-ANSWER_SECONDS = 3.0  # a request that is not answered is repeated, twice ...
-OUTAGE_SECONDS = 6.0  # ... before others take the machine for lost
+ANSWER_SECONDS = 3.0  # a request without an answer is repeated, twice ...
+OUTAGE_SECONDS = 6.0  # ... before other nodes take this one for lost
 
 
-def hurried(run: Run) -> Run:
-    """The run by a store of its own that gives up soon: one request without an answer must not cost the lease."""
+def hurried(run: Run, answer_seconds: float = ANSWER_SECONDS) -> Run:
+    """Return the run with a store of its own that gives up soon: one slow request must not cost the lease."""
     if run.store.is_directory:
         return run
-    store = open_store(run.store.url, outage_seconds=OUTAGE_SECONDS, answer_seconds=ANSWER_SECONDS)
-    return Run(store, run.name)
+    return Run(open_store(run.store.url, outage_seconds=OUTAGE_SECONDS, answer_seconds=answer_seconds), run.name)
 
 
 class LeaseRenewer:
-    """Renews `node` every few seconds; a store that is away is tried again at the next renewal.
+    """Renews `lease` every few seconds; if the store is away, the next renewal tries again.
 
-    The machine is measured in a thread of its own: `history` has no gap where the store is slow. Without a
-    `background` nothing happens by itself, and whoever made the lease calls `renew`.
+    Telemetry has a thread of its own, so that its history has no gap while the store is slow. Without `background` the
+    caller calls `renew`.
     """
 
     def __init__(
         self,
         run: Run,
-        node: Lease,
-        disk: Path,
+        lease: Lease,
+        sampler: TelemetrySampler,
         history: ChunkWriter[TelemetrySample] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seconds: float = LEASE_SECONDS,
         background: bool = True,
     ) -> None:
-        self._run, self._node, self._history, self._clock = run, node, history, clock
-        self.sampler = TelemetrySampler(disk)
+        self._run, self._lease, self._history, self._clock, self._seconds = run, lease, history, clock, seconds
+        self.sampler = sampler
         self._telemetry = Telemetry()
         self._started = self._counted_from = clock()
-        self._used_before = node.used_seconds
-        self._over, self._hurry, self._writing = threading.Event(), threading.Event(), threading.Lock()
-        run.renew(node)
+        self._used_before = lease.used_seconds
+        self._over, self._news, self._writing = threading.Event(), threading.Event(), threading.Lock()
+        run.renew(lease)
         self._threads = [
-            threading.Thread(target=self._work, name="lease", daemon=True),
-            threading.Thread(target=self._measure, name="telemetry", daemon=True),
+            threading.Thread(target=self._renew_often, name="lease", daemon=True),
+            threading.Thread(target=self._measure_often, name="telemetry", daemon=True),
         ]
         for thread in self._threads if background else ():
             thread.start()
 
     @property
-    def node(self) -> Lease:
-        return self._node
+    def lease(self) -> Lease:
+        return self._lease
+
+    @property
+    def has_news(self) -> bool:
+        """True if something changed that other nodes have not read yet."""
+        return self._news.is_set()
 
     def used_seconds(self) -> float:
-        """How long the run has had a machine, earlier attempts included."""
+        """Return the run's time so far, earlier generations included."""
         return self._used_before + self._clock() - self._counted_from
 
     def count_from(self, used_seconds: float) -> None:
-        """The run's time so far, as a generation's record tells it."""
+        """Take over the run's time so far from a generation's record."""
         self._used_before, self._counted_from = used_seconds, self._clock()
 
     def offer_port(self, port: int) -> None:
-        """A fresh port, on which this node could host the next generation."""
+        """Offer a fresh port for the next rendezvous: the last one may still be in use."""
         self._change(port=port)
 
-    def say_leaving(self) -> None:
-        if not self._node.leaving:
+    def set_leaving(self) -> None:
+        if not self._lease.leaving:
             self._change(leaving=True)
 
-    def say_stopping(self, generation: int) -> None:
+    def set_stopping(self, generation: int) -> None:
         self._change(stopping=generation)
 
-    def say_report(self, report: NodeReport) -> None:
+    def set_report(self, report: NodeReport) -> None:
         self._change(report=report)
 
     def _change(self, **fields: Any) -> None:
-        """Others hear of it with the next renewal, which comes at once."""
+        """Change the lease; the next renewal, which comes without a pause, writes it."""
         with self._writing:
-            self._node = replace(self._node, **fields)
-        self._hurry.set()
+            self._lease = replace(self._lease, **fields)
+        self._news.set()
 
     def leave(self) -> None:
         self._over.set()
-        self._hurry.set()
+        self._news.set()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
         self.renew(left=True)
 
-    def _work(self) -> None:
+    def _renew_often(self) -> None:
         while not self._over.is_set():
-            self._hurry.wait(LEASE_SECONDS)
+            self._news.wait(self._seconds)
             if self._over.is_set():
                 return
-            self._hurry.clear()
             try:
                 self.renew()
-            except Exception as error:  # without this thread the others take the machine for lost
-                say(f"warning: the lease could not be renewed: {type(error).__name__}: {error}")
+            except Exception as error:  # without this thread other nodes take this one for lost
+                say(f"warning: cannot renew the lease: {type(error).__name__}: {error}")
+
+    def _measure_often(self) -> None:
+        while not self._over.wait(self._seconds):
+            try:
+                self._measure()
+            except Exception as error:
+                say(f"warning: cannot measure this machine: {type(error).__name__}: {error}")
 
     def _measure(self) -> None:
-        while not self._over.wait(LEASE_SECONDS):
-            try:
-                self._sample()
-            except Exception as error:
-                say(f"warning: this machine could not be measured: {type(error).__name__}: {error}")
-
-    def _sample(self) -> None:
         self._telemetry = self.sampler.sample()
         if self._history is not None:
-            self._history.append(TelemetrySample(time.time(), self._node.node, self._telemetry))
+            self._history.append(TelemetrySample(time.time(), self._lease.node, self._telemetry))
 
     def renew(self, left: bool = False) -> None:
+        self._news.clear()  # before the lease is read: a change after this sets it again
         if self._telemetry.memory_bytes == 0:
-            self._sample()
+            self._measure()
         with self._writing:
-            self._node = replace(
-                self._node,
-                renewal=self._node.renewal + 1,
+            lease = self._lease = replace(
+                self._lease,
+                renewal=self._lease.renewal + 1,
                 used_seconds=self.used_seconds(),
                 machine_seconds=self._clock() - self._started,
                 left=left,
                 telemetry=self._telemetry,
             )
-            node = self._node
         try:
-            self._run.renew(node)
+            self._run.renew(lease)
         except StoreError as error:
-            say(f"warning: the lease could not be renewed: {error}")
+            say(f"warning: cannot renew the lease: {error}")

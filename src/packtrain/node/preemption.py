@@ -1,6 +1,7 @@
-"""Notices that this machine is to leave: signals, and whatever a fleet can ask its cloud about.
+"""Preemption notices (a machine is about to be taken away), and how a node and its machine end early.
 
-A handler only sets a flag; everything else happens at the agent's next look at the world.
+Notices come as signals and from sources of the fleet, such as a cloud's metadata service. A signal handler only sets a
+flag; everything else happens at the node's next look.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from packtrain.store import StoreError
 from packtrain.system import say
 
 POLL_SECONDS = 3.0
-SECONDS_VARIABLE = "PACKTRAIN_NOTICE_SECONDS"  # how long whoever sends a signal waits before it kills
+SECONDS_VARIABLE = "PACKTRAIN_NOTICE_SECONDS"  # how long the sender of a signal waits before it kills
+POWER_OFF = ("systemctl", "poweroff")
+_POWER_OFF_SECONDS = 60.0
 _SIGNALS = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "SIGINT",
@@ -34,19 +37,27 @@ _SIGNALS = {
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Why this machine has to go, and when it will be gone, as far as that is known."""
+class PreemptionNotice:
+    """Why this machine will be taken away, and in how many seconds, if known."""
 
     reason: str
     seconds: float | None = None
 
 
-Notices = Callable[[], Notice | None]
-"""Asks whoever knows whether this machine is to go; called every few seconds. What it raises counts as no answer."""
+NoticeSource = Callable[[], PreemptionNotice | None]
+"""Asks whether this machine will be taken away; called every few seconds. An exception counts as no answer."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Why workers end early: a stop request and the budget end the run, a preemption only this node's part."""
+
+    kind: Literal["stop", "budget", "preemption"]
+    reason: str
 
 
 def seconds_from(environment: Mapping[str, str]) -> float | None:
-    """How long a signal leaves this machine, where whoever started the agent has said so."""
+    """Return how long a signal leaves this machine, if whoever started the node said so."""
     try:
         seconds = float(environment.get(SECONDS_VARIABLE, ""))
     except ValueError:
@@ -54,12 +65,17 @@ def seconds_from(environment: Mapping[str, str]) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
-class NoticeBoard:
-    """The first notice that came, from any side."""
+class PreemptionWatch:
+    """Keeps the first notice, whichever way it came."""
 
-    def __init__(self, sources: Sequence[Notices] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        self._sources, self._clock = sources, clock
-        self._notice: Notice | None = None
+    def __init__(
+        self,
+        sources: Sequence[NoticeSource] = (),
+        clock: Callable[[], float] = time.monotonic,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self._sources, self._clock, self._poll_seconds = sources, clock, poll_seconds
+        self._notice: PreemptionNotice | None = None
         self._at = 0.0
         self._signal_seconds: float | None = None
         self._over = threading.Event()
@@ -70,63 +86,50 @@ class NoticeBoard:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         if self._sources:
-            threading.Thread(target=self._ask, name="notices", daemon=True).start()
+            threading.Thread(target=self._poll, name="preemption", daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
 
     @property
-    def notice(self) -> Notice | None:
+    def notice(self) -> PreemptionNotice | None:
         return self._notice
 
     def seconds_left(self) -> float | None:
-        """Until this machine is gone, where the notice said so."""
+        """Return the seconds until this machine is gone, if the notice said so."""
         if self._notice is None or self._notice.seconds is None:
             return None
         return max(0.0, self._at + self._notice.seconds - self._clock())
 
-    def post(self, notice: Notice) -> None:
+    def post(self, notice: PreemptionNotice) -> None:
         if self._notice is None:
             self._at, self._notice = self._clock(), notice
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        reason = f"this machine is to leave ({_SIGNALS[signal.Signals(number)]})"
-        self.post(Notice(reason, self._signal_seconds))
+        self.post(PreemptionNotice(f"preemption notice: {_SIGNALS[signal.Signals(number)]}", self._signal_seconds))
 
-    def _ask(self) -> None:
-        while not self._over.wait(POLL_SECONDS):
+    def _poll(self) -> None:
+        while not self._over.wait(self._poll_seconds):
             for source in self._sources:
                 try:
                     notice = source()
                 except Exception as error:
-                    say(f"warning: a source of notices does not answer: {error}")
+                    say(f"warning: cannot check for preemption notices: {error}")
                     continue
                 if notice is not None:
                     self.post(notice)
                     return
 
 
-# How a machine's part in a run ends before the goal.
-
-
-POWER_OFF = ("systemctl", "poweroff")
-_OFF_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """Why the workers are to end before the goal: a person's stop and the budget end the run, a notice only a part."""
-
-    kind: Literal["stop", "budget", "notice"]
-    reason: str
+# Ending.
 
 
 def complain(error: StoreError) -> None:
     say(f"warning: {error}")
 
 
-def go_through(*steps: Callable[[], object]) -> None:
-    """One after the other, whatever one of them raises."""
+def run_all(*steps: Callable[[], object]) -> None:
+    """Run every step in order, whatever one of them raises."""
     for step in steps:
         try:
             step()
@@ -134,16 +137,16 @@ def go_through(*steps: Callable[[], object]) -> None:
             say(f"warning: {type(error).__name__}: {error}")
 
 
-def say_why(run: Run, error: Exception) -> None:
-    """What an agent died of, for those who cannot look at its machine any more."""
+def record_crash(run: Run, error: Exception) -> None:
+    """Write down why a node crashed: its machine may soon be out of reach."""
     machine = socket.gethostname()
     writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
-    writer.append(Event(time.time(), "failure", f"the agent on {machine} ended: {type(error).__name__}: {error}"))
-    go_through(writer.flush)
+    writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))
+    run_all(writer.flush)
 
 
-def end_at_once(reason: str, power_off: bool) -> None:
-    """The end of this process, and of the machine where the fleet says so, with nobody told about it."""
+def exit_immediately(reason: str, power_off: bool) -> None:
+    """End this process, and the machine if the fleet says so, without the store."""
     try:
         say(f"failed: {reason}, and the store does not answer")
         switch_off(power_off)
@@ -152,22 +155,22 @@ def end_at_once(reason: str, power_off: bool) -> None:
 
 
 def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> bool:
-    """Ends this machine, where the fleet says so: by the command, or by sudo where that needs no password.
+    """Shut this machine down if the fleet says so: by the command, or by sudo if that needs no password.
 
-    Raises nothing; whether it ended well.
+    Raises nothing; returns True if a command succeeded.
     """
     if not wanted:
         return False
-    say("machine: this machine is switched off")
+    say("machine: shutting down")
     for tried in (command, ("sudo", "-n", *command)):
         words = " ".join(tried)
         try:
-            code = subprocess.run(tried, check=False, timeout=_OFF_SECONDS).returncode
+            code = subprocess.run(tried, check=False, timeout=_POWER_OFF_SECONDS).returncode
         except (OSError, subprocess.SubprocessError) as error:
             say(f"warning: `{words}`: {error}")
             continue
         if code == 0:
             return True
-        say(f"warning: `{words}` ended with exit code {code}")
-    say("failed: this machine could not be switched off and goes on costing: end it by hand")
+        say(f"warning: `{words}` exited with code {code}")
+    say("failed: cannot shut down this machine; it is still running and billing; shut it down manually")
     return False

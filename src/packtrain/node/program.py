@@ -1,7 +1,7 @@
-"""The checkpoint directory of a person's own program: committed to the store, and brought back.
+"""The checkpoint directory of a user's own program: committed to the store and restored from it.
 
-The program writes its files there as it likes. What is committed is a state in which nothing changed while
-it was copied; the program's own rank 0 is taken to be the one that writes.
+The program writes its files there as it likes; its rank 0 is assumed to be the one that writes. A commit is a copy
+during which nothing changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from packtrain.job.job import Checkpoint as Settings
@@ -20,19 +21,26 @@ from packtrain.store import is_key
 from packtrain.units import counted
 
 Fingerprint = dict[str, tuple[int, int]]
-_ATTEMPTS = 5
+_TRIES = 5
 
 
 class ProgramCheckpoints:
-    def __init__(self, run: Run, directory: Path, settings: Settings, tell: TellEvent) -> None:
-        self._run, self._directory, self._settings, self._tell = run, directory, settings, tell
+    def __init__(
+        self,
+        run: Run,
+        directory: Path,
+        settings: Settings,
+        tell: TellEvent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._directory, self._settings, self._tell, self._clock = run, directory, settings, tell, clock
         self._committed: Fingerprint = {}
-        self._last = time.monotonic()
+        self._last = clock()
         self._restoring = threading.Lock()
 
     def restore(self) -> None:
-        """The directory as it was last committed; empty for a new run."""
-        with self._restoring:  # one that nobody waits for any more may still be at it
+        """Restore the directory as it was last committed; empty for a new run."""
+        with self._restoring:  # an earlier restore that is no longer needed may still be running
             self._restore()
 
     def _restore(self) -> None:
@@ -41,21 +49,17 @@ class ProgramCheckpoints:
         found = fetch_newest(self._run, self._directory, lambda text: self._tell("warning", text))
         self._committed = fingerprint(self._directory)
         if found is not None:
-            self._tell("restored", f"the program's checkpoint directory is back as of {found.name}")
+            self._tell("restored", f"restored checkpoint {found.step}")
 
     def is_due(self) -> bool:
         every = self._settings.every
         assert every != "auto", "a program's job has a time here"
-        return time.monotonic() - self._last >= every.value
-
-    def commit_if_due(self, generation: int) -> None:
-        if self.is_due():
-            self.commit(generation)
+        return self._clock() - self._last >= every.value
 
     def commit(self, generation: int) -> None:
-        """Commits the directory, if it has changed and holds still."""
-        self._last = time.monotonic()
-        for _ in range(_ATTEMPTS):
+        """Commit the directory if it has changed."""
+        self._last = self._clock()
+        for _ in range(_TRIES):
             before = fingerprint(self._directory)
             if before == self._committed:
                 return
@@ -64,10 +68,10 @@ class ProgramCheckpoints:
                     self._put(Path(name), before, generation)
                     return
             time.sleep(0.2)
-        self._tell("warning", "the checkpoint directory changes all the time: it is not committed this time")
+        self._tell("warning", "the checkpoint directory keeps changing; skipped this commit")
 
     def _copied(self, copy: Path, expected: Fingerprint) -> bool:
-        """Whether the copy is of one moment: nothing changed while it was made."""
+        """Copy the files; True if nothing changed meanwhile."""
         try:
             for file in expected:
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +84,12 @@ class ProgramCheckpoints:
         number = 1 + max((one.step for one in committed(self._run)), default=0)
         checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state})
         self._committed = state
-        self._tell("checkpoint", f"committed {checkpoint.name} ({counted(len(state), 'file')} of the program)")
+        self._tell("checkpoint", f"committed checkpoint {checkpoint.step} ({counted(len(state), 'file')})")
         prune(self._run, self._settings.keep_last, 0)
 
 
 def fingerprint(directory: Path) -> Fingerprint:
-    """The size and time of every plain file below the directory that a store can hold by its name."""
+    """Return size and time of every regular file whose name a store can hold."""
     found: Fingerprint = {}
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))

@@ -1,7 +1,7 @@
-"""Where launchers meet: as torch's static meeting, but it listens on the address that machines agreed on and no other.
+"""The rendezvous at which the launchers of a generation find each other; runs in the launcher process.
 
-torch's own listens on every interface of the first machine, and whoever reaches it can join. The launcher finds this
-one by the package's entry point `torchrun.handlers`.
+As torch's static rendezvous, but it listens only on the address that the first node registered. torch's own listens on
+every interface, and anybody who reaches one can join. torch finds this one by the entry point `torchrun.handlers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 _TIMEOUT_SECONDS = 900
 
 
-class Meeting(StaticTCPRendezvous):
+class Rendezvous(StaticTCPRendezvous):
     def get_backend(self) -> str:
         return "packtrain"
 
@@ -41,16 +41,16 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     timeout = int(parameters.config.get("timeout", _TIMEOUT_SECONDS))
     rank = int(parameters.config["rank"])
-    return Meeting(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+    return Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What the entry point names."""
+    """The entry point."""
     return create
 
 
 def _bound(address: str, port: int) -> int | None:
-    """A socket at that address; None where it is none of this machine's own, as behind a router that translates it."""
+    """Return a socket bound to the address; None if it is not this machine's own, as behind a router with NAT."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What the machine and its workers are doing, sampled between two calls."""
+"""Telemetry of this machine, its GPUs and its workers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from packtrain.run.records import Gpu, Telemetry, WorkerUse
 
 
 class TelemetrySampler:
+    """Rates and fractions are of the time between two calls of `sample`."""
+
     def __init__(self, disk: Path) -> None:
         self._disk = disk
-        psutil.cpu_percent()  # the first call only sets the mark that later ones measure from
+        psutil.cpu_percent()  # the first call only sets the start of the next one's interval
         self._network, self._when = psutil.net_io_counters(), time.monotonic()
         self._gpus = GpuSampler()
         self._launcher: int | None = None
         self._workers: dict[int, tuple[int, psutil.Process]] = {}
 
     def watch_workers_of(self, launcher: int | None) -> None:
-        """The launcher whose workers are measured from now on."""
         self._launcher, self._workers = launcher, {}
 
     def sample(self) -> Telemetry:
@@ -43,7 +44,7 @@ class TelemetrySampler:
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
-        """A worker and what it started count together; all of them know their rank by their environment."""
+        """A worker and its children count together: all have its rank in their environment."""
         launcher = self._launcher
         if launcher is None:
             return ()
@@ -66,10 +67,9 @@ class TelemetrySampler:
         return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()) if rank >= 0)
 
 
-# What NVIDIA's driver says about the GPUs of this machine; nothing, where there is none.
-
-
 class GpuSampler:
+    """Reads the GPUs from NVIDIA's driver; none if there is no driver."""
+
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
@@ -101,7 +101,7 @@ class GpuSampler:
         )
 
     def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
-        """Cards do not answer every question: some have no power meter, and some fall off the bus."""
+        """Not every GPU answers every question: some have no power meter, and some fall off the bus."""
         try:
             return question()
         except self._nvml.NVMLError:

@@ -1,12 +1,11 @@
-"""Checkpoints in the store: files under a new unique name, then the manifest with their hashes, last of all.
+"""Checkpoints in the store: files under a new unique name, then the manifest with their digests, last of all.
 
-A checkpoint without a manifest does not exist. The latest is found by listing manifests, never by a
-pointer. What is deleted loses its manifest first.
+A checkpoint without a manifest does not exist. The latest is found by listing manifests, never by a pointer. A
+checkpoint that is deleted loses its manifest first.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -20,16 +19,17 @@ from pydantic import TypeAdapter, ValidationError
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.run import Run
 from packtrain.store import ObjectNotFound, is_key
+from packtrain.system import sha256_of
 
 FORMAT = 1
 
 
 class CorruptCheckpoint(PacktrainError):
-    """A checkpoint that is not what its manifest says."""
+    """A checkpoint does not match its manifest."""
 
 
 class Superseded(PacktrainError):
-    """A newer generation has begun: this one commits nothing any more."""
+    """A newer generation has started: this one commits nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A manifest. `score` is the measure that keep_best goes by: more is better."""
+    """A manifest. `score` is what keep_best compares: higher is better."""
 
     format: int
     name: str
@@ -51,13 +51,20 @@ class Checkpoint:
     files: tuple[StoredFile, ...]
 
 
-def commit(run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path]) -> Checkpoint:
-    """Puts the files and then the manifest, unless a newer generation has begun meanwhile.
+def checkpoint_name(step: int, generation: int) -> str:
+    """Return a new unique name, which starts with step and generation."""
+    return f"{step:09d}-{generation:06d}-{uuid.uuid4().hex[:12]}"
 
-    The manifest itself may have waited for a store that was away. If a generation has begun without it by then, it is
-    taken back: one line of commits survives.
-    """
-    name = f"{step:09d}-{generation:06d}-{uuid.uuid4().hex[:12]}"
+
+def generation_of(name: str) -> int | None:
+    """Return the generation in a checkpoint's name; None if the name is of something else."""
+    parts = name.split("-")
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+
+
+def commit(run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path]) -> Checkpoint:
+    """Put the files and then the manifest, unless a newer generation has started meanwhile."""
+    name = checkpoint_name(step, generation)
     stored = []
     for file_name, path in sorted(files.items()):
         run.store.put_file(_file_key(run, name, file_name), path)
@@ -65,17 +72,19 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     checkpoint = Checkpoint(FORMAT, name, step, generation, score, tuple(stored))
     latest = run.latest_generation()
     if latest is not None and latest.number > generation:
-        raise Superseded(f"generation {latest.number} has begun; step {step} of {generation} is not committed")
+        raise Superseded(f"generation {latest.number} has started; not committing step {step} of {generation}")
     run.store.put(_manifest_key(run, name), json.dumps(asdict(checkpoint), indent=1).encode())
+    # The put may have waited for a store that was away. A generation that started without this checkpoint wins: the
+    # commits of a run form one line.
     latest = run.latest_generation(latest)
     if latest is not None and latest.number > generation and latest.step < step:
         run.store.delete(_manifest_key(run, name))
-        raise Superseded(f"generation {latest.number} has begun without step {step} of {generation}: it is taken back")
+        raise Superseded(f"generation {latest.number} has started without step {step} of {generation}; withdrawn")
     return checkpoint
 
 
 def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:
-    """All checkpoints with a readable manifest, the oldest first; order is by generation and step, not by time."""
+    """Return all checkpoints with a readable manifest, oldest first: by generation and step, not by time."""
     found = []
     for name in run.store.folders(run.key("checkpoints/")):
         data = run.store.find(_manifest_key(run, name))
@@ -93,15 +102,15 @@ def _read_manifest(name: str, data: bytes) -> Checkpoint:
     except ValidationError as error:
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} cannot be read") from error
     if checkpoint.name != name:
-        raise CorruptCheckpoint(f"the manifest of checkpoint {name} is that of another one")
+        raise CorruptCheckpoint(f"the manifest of checkpoint {name} belongs to another checkpoint")
     return checkpoint
 
 
 def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
-    """Brings the files into the empty directory; raises CorruptCheckpoint unless every hash holds."""
+    """Fetch the files into an empty directory; raise CorruptCheckpoint unless every digest matches."""
     if checkpoint.format != FORMAT:
         raise Mistake(
-            f"checkpoint {checkpoint.name} has format {checkpoint.format}, and this version reads {FORMAT}: "
+            f"checkpoint {checkpoint.name} has format {checkpoint.format}, but this version reads {FORMAT}; "
             "upgrade Packtrain"
         )
     for file in checkpoint.files:
@@ -110,23 +119,23 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
         try:
             run.store.get_file(_file_key(run, checkpoint.name, file.name), path)
         except ObjectNotFound as error:
-            raise CorruptCheckpoint(f"checkpoint {checkpoint.name} lacks its file {file.name}") from error
+            raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} is missing") from error
         if sha256_of(path) != file.sha256:
-            raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not have the hash it should")
+            raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not match its digest")
 
 
 def fetch_newest(
     run: Run, directory: Path, complain: Callable[[str], None], check: Callable[[Path], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Brings the newest checkpoint that holds into the empty directory; those passed over are complained of.
+    """Fetch the newest valid checkpoint into an empty directory, and complain about those that are skipped.
 
-    `check` may refuse what was brought: CorruptCheckpoint if it cannot be used, Mistake if it is of something else.
-    Where there is nothing but what is refused, nothing is begun anew: that would lose what a person may still mend.
+    `check` may refuse a checkpoint: CorruptCheckpoint if it is damaged, Mistake if it belongs to something else. If all
+    are refused, this raises instead of starting over: a person may still be able to fix one.
     """
     refused: list[str] = []
 
     def refuse(text: str) -> None:
-        complain(f"{text}; passed over")
+        complain(f"{text}; skipped")
         refused.append(text)
 
     for checkpoint in reversed(committed(run, refuse)):
@@ -147,7 +156,7 @@ def fetch_newest(
 
 
 def best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the best score, of equals the newest; where none has one, the newest."""
+    """Return the checkpoint with the best score, the newest of equals; without scores, the newest."""
     return max(checkpoints, key=_merit, default=None)
 
 
@@ -161,7 +170,7 @@ def is_scored(checkpoint: Checkpoint) -> bool:
 
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
-    """Those that neither rule keeps. `checkpoints` are in the order of `committed`; those of another version stay."""
+    """Return the checkpoints that no rule keeps, given those of `committed`. Those of another format stay."""
     newest = checkpoints[-max(1, keep_last) :]
     scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
     kept = {one.name for one in [*newest, *scored[:keep_best]]}
@@ -169,16 +178,11 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
 
 
 def prune(run: Run, keep_last: int, keep_best: int) -> None:
-    """Deletes what the rules do not keep, once the newest manifest has been read back."""
+    """Delete what no rule keeps. Listing reads the newest manifest back first."""
     for checkpoint in superfluous(committed(run), keep_last, keep_best):
         run.store.delete(_manifest_key(run, checkpoint.name))
         for file in checkpoint.files:
             run.store.delete(_file_key(run, checkpoint.name, file.name))
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _manifest_key(run: Run, name: str) -> str:
@@ -186,14 +190,14 @@ def _manifest_key(run: Run, name: str) -> str:
 
 
 def _file_key(run: Run, name: str, file_name: str) -> str:
-    """Files have a folder of their own: a person's program may call one of them manifest.json."""
+    # In a folder of their own: a program may name one of its files manifest.json.
     return run.key(f"checkpoints/{name}/files/{file_name}")
 
 
 def _safe(name: str) -> Path:
-    """A file's name out of a manifest as a path that cannot leave the directory it is put into."""
+    """Return a file name from a manifest as a path that cannot leave its directory."""
     if not is_key(name):
-        raise CorruptCheckpoint(f"a manifest names the file {name!r}, which no checkpoint can have")
+        raise CorruptCheckpoint(f"a manifest names the invalid file {name!r}")
     return Path(name)
 
 

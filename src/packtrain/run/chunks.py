@@ -1,7 +1,7 @@
-"""Append-only records in the store: every flush is a new object, so nothing is ever rewritten.
+"""Append-only streams of records in the store: every flush is a new object, and nothing is rewritten.
 
-A stream (`runs/en-de-1/metrics`) has one folder for each writer, and numbered chunks of JSON lines in
-it. Readers remember the last chunk they saw of each writer, so following costs one listing per writer.
+A stream (`runs/en-de-1/metrics`) has a folder for each writer, with numbered chunks of JSON lines. Readers remember the
+last chunk of each writer, so following costs one listing per writer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def adapter(kind: type[Record]) -> TypeAdapter[Record]:
-    """Reads and checks what was written of that kind. Making one takes far longer than using it."""
+    """Return the validator of a record type. Kept, because making one takes far longer than using it."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
 
 
 class ChunkWriter(Generic[Record]):
-    """Collects records of one writer; `flush` puts them into the store. Safe to use from several threads.
+    """Collects records of one writer; `flush` puts them into the store. Thread-safe.
 
-    A writer's name is used once: a process that starts again takes another one.
+    A writer's name is used once: a process that restarts takes another one.
     """
 
     def __init__(self, store: Store, stream: str, writer: str) -> None:
@@ -46,9 +46,9 @@ class ChunkWriter(Generic[Record]):
             self._records.append(line)
 
     def flush(self) -> None:
-        """Puts what was collected; what fails is kept for the next flush.
+        """Put what was collected; what fails is kept for the next flush.
 
-        A put that failed may have reached the store and been read there, so it is repeated as it was.
+        A put that failed may have reached the store and been read there, so exactly the same bytes are put again.
         """
         with self._flushing:
             self._put(self._unsure)
@@ -64,7 +64,7 @@ class ChunkWriter(Generic[Record]):
 
 
 class ChunkReader(Generic[Record]):
-    """Reads a stream; each call of `read` returns what has come since the last one."""
+    """Reads a stream; each call of `read` returns what is new since the last one."""
 
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
@@ -79,13 +79,13 @@ class ChunkReader(Generic[Record]):
             for entry in self._store.list(folder, after=self._seen.get(writer)):
                 records += self._parse(entry.key)
                 seen[writer] = entry.key
-        self._seen = seen  # only now: after an error the next call reads all of it again
+        self._seen = seen  # not before: after an error the next call reads all of it again
         return records
 
     def backward(self) -> Iterator[list[Record]]:
-        """The chunks of each writer from its last to its first; the writer whose name sorts last comes first.
+        """Yield the chunks from last to first, starting with the writer whose name sorts last.
 
-        For whoever wants the end of a stream: what is not asked for is not read. `read` knows nothing of it.
+        Reads only what is consumed, for readers of the end of a stream. Independent of `read`.
         """
         for writer in reversed(self._store.folders(f"{self._stream}/")):
             for entry in reversed(self._store.list(f"{self._stream}/{writer}/")):
@@ -96,7 +96,7 @@ class ChunkReader(Generic[Record]):
         try:
             return self._adapter.validate_json(b"[" + b",".join(lines) + b"]")
         except ValueError as error:
-            raise PacktrainError(f"{key} in {self._store.url} is damaged: it does not hold records") from error
+            raise PacktrainError(f"{key} in {self._store.url} is damaged") from error
 
 
 class Flushable(Protocol):
@@ -104,10 +104,10 @@ class Flushable(Protocol):
 
 
 class Flusher:
-    """Flushes writers in the background, so that a slow or absent store never holds up the work.
+    """Flushes writers in the background, so that a slow or absent store never delays the work.
 
-    The time between flushes grows with the age of the run, from `seconds` to `most_seconds`: the start is
-    seen at once, and a run of days does not fill its folder with crumbs.
+    The interval grows with the age of the run, from `seconds` to `most_seconds`: the start is seen immediately, and a
+    run of days does not fill its folder with small objects.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Flusher:
         return True
 
     def close(self) -> bool:
-        """Flushes what is left; whether all of it reached the store."""
+        """Flush what is left; True if all of it reached the store."""
         self._over.set()
         self._thread.join()
         return self._flush()

@@ -1,4 +1,4 @@
-"""The snapshot of a person's code that a run carries, as a compressed tar of plain files."""
+"""The snapshot of the user's code that a run carries: a compressed tar of regular files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _SECRETS = (
 
 
 def snapshot(directory: Path, leave_out: Path | None = None) -> bytes:
-    """The directory's files that git does not ignore (all, without git), without anything that holds keys.
+    """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
-    `leave_out` is a folder in it that is no code: a store that lies beside the job file.
-
-    The same files give the same bytes: names are sorted, owners and times left out.
+    `leave_out` is a folder that is no code: a store beside the job file. The same files give the same bytes: names are
+    sorted, owners and times omitted.
     """
     candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
     paths = sorted(path for path in candidates if _wanted(directory, path))
@@ -35,8 +34,8 @@ def snapshot(directory: Path, leave_out: Path | None = None) -> bytes:
     if total > LARGEST_BYTES:
         largest = max(paths, key=lambda path: path.stat().st_size)
         raise Mistake(
-            f"the code in {directory} takes {show_bytes(total)}, more than {show_bytes(LARGEST_BYTES)} (largest:"
-            f" {largest.relative_to(directory)}); point `code:` to a smaller directory or let .gitignore leave data out"
+            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(LARGEST_BYTES)} (largest:"
+            f" {largest.relative_to(directory)}); point `code:` to a smaller directory or exclude data in .gitignore"
         )
     files = {str(path.relative_to(directory)): path for path in paths}
     executable = {name for name, path in files.items() if path.stat().st_mode & 0o100}
@@ -56,19 +55,19 @@ def archive(files: Mapping[str, bytes], executable: Set[str] = frozenset()) -> b
 
 
 def unpack(data: bytes, directory: Path) -> None:
-    """Writes the snapshot's files. Anything but plain files inside the directory is refused."""
+    """Write the snapshot's files. Anything but regular files inside the directory is refused."""
     import zstandard
 
     try:
-        # Not decompress(): it believes the size that the data itself claims.
+        # Not decompress(): it allocates the size that the data claims.
         content = zstandard.ZstdDecompressor().stream_reader(data).read(_UNPACKED_BYTES + 1)
         if len(content) > _UNPACKED_BYTES:
-            raise PacktrainError(f"the run's code takes more than {show_bytes(_UNPACKED_BYTES)}, which is refused")
+            raise PacktrainError(f"the run's code is larger than {show_bytes(_UNPACKED_BYTES)} unpacked; refusing it")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)
                 if not entry.isfile() or entry.issparse() or name.is_absolute() or ".." in name.parts:
-                    raise PacktrainError(f"the run's code has the entry {entry.name!r}, which is refused")
+                    raise PacktrainError(f"the run's code has an unsafe entry {entry.name!r}; refusing it")
                 path = directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 reader = tar.extractfile(entry)
@@ -76,7 +75,7 @@ def unpack(data: bytes, directory: Path) -> None:
                 path.write_bytes(reader.read())
                 path.chmod(0o755 if entry.mode & 0o100 else 0o644)
     except (zstandard.ZstdError, tarfile.TarError, OSError, ValueError) as error:
-        raise PacktrainError(f"the run's code cannot be unpacked ({error})") from error
+        raise PacktrainError(f"cannot unpack the run's code: {error}") from error
 
 
 def _candidates(directory: Path) -> Iterable[Path]:
@@ -86,7 +85,7 @@ def _candidates(directory: Path) -> Iterable[Path]:
             capture_output=True,
             check=False,
         )
-    except FileNotFoundError:  # git itself is not there
+    except FileNotFoundError:  # git is not installed
         return directory.rglob("*")
     if listed.returncode == 0:
         return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]

@@ -10,8 +10,6 @@ A node renews its lease every `LEASE_SECONDS`. There are two ways to judge it:
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 import time
 import uuid
@@ -26,7 +24,7 @@ from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISH
 from packtrain.run.records import Lease
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.system import nodes_directory
+from packtrain.system import FileLock, nodes_directory
 
 LEASE_SECONDS = 2.0  # between two renewals of a lease
 LEASE_LOST_SECONDS = 12.0  # without a renewal, until a node counts as lost
@@ -233,15 +231,9 @@ def holds_lock(run: Run, node: str) -> bool | None:
     if not (directory / "owner.json").exists():  # the node has yet to take its lock
         return None
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        FileLock(directory / "lock", shared=True, wait=False).close()
     except BlockingIOError:
         return True
     except OSError:
         return None
-    finally:
-        os.close(descriptor)
     return False

@@ -1,4 +1,4 @@
-"""A run's folder in the store: its names, and reading and writing what is in them.
+"""A run's folder in the store: the names of its objects, and how they are read and written.
 
 Any machine that can read the store can follow a run; nothing about it is kept anywhere else.
 """
@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, store: Store, name: str) -> None:
         if not is_name(name):
-            raise NotFound(f"{name!r} is not the name of a run: names are made of a-z, 0-9 and -")
+            raise NotFound(f"{name!r} is not a valid run name; names consist of a-z, 0-9 and -")
         self.store, self.name = store, name
         self.folder = f"runs/{name}"
         self._job: Job | None = None
@@ -56,7 +56,7 @@ class Run:
         if self._job is None:
             data = self.store.find(self.key("job.json"))
             if data is None:
-                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` shows those there")
+                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` lists the runs")
             try:
                 self._job = Job.model_validate_json(data)
             except ValidationError as error:
@@ -64,7 +64,7 @@ class Run:
         return self._job
 
     def pack_name(self) -> str:
-        """The pack that the run learns from."""
+        """Return the name of the pack that a recipe trains on."""
         return self.store.get(self.key("pack.txt")).decode()
 
     # Streams.
@@ -100,14 +100,14 @@ class Run:
         return ChunkWriter(self.store, self.key("telemetry"), writer)
 
     def metrics(self) -> list[Point]:
-        """The history of the line that survived, in order: no step twice, none of a lost attempt."""
+        """Return the points that count, in order: no step twice, and none that a restart threw away."""
         return surviving(self.points().read())
 
     def recent_points(self, steps: int, evaluated: bool) -> list[Point]:
-        """The end of `metrics`, back to so many steps and, where it is `evaluated`, to the last evaluation.
+        """Return the end of `metrics`: that many steps and, if the run is `evaluated`, back to the last evaluation.
 
-        Writers are named after their generation: all of one is read before any of an older one, so it is known which
-        of its points were lost.
+        Writers are named after their generation, so all of a generation is read before any older one, and it is known
+        which points of the older one were thrown away.
         """
         kept: list[Point] = []
         starts: dict[int, int] = {}
@@ -129,13 +129,13 @@ class Run:
         return [self._read(entry.key, Generation) for entry in entries]
 
     def latest_generation(self, known: Generation | None = None) -> Generation | None:
-        """What is `known` already is not read again: then this is one listing of what came after it."""
+        """With `known`, this is one listing of what came after it, and only a newer one is read."""
         after = None if known is None else self._generation_key(known.number)
         entries = self.store.list(self.key("generations/"), after)
         return self._read(entries[-1].key, Generation) if entries else known
 
     def propose(self, generation: Generation) -> bool:
-        """Whether this proposal is the first for its number, and so holds."""
+        """True if this proposal is the first for its number, and so wins."""
         return self.store.put_if_absent(self._generation_key(generation.number), _json(generation))
 
     def _generation_key(self, number: int) -> str:
@@ -147,7 +147,6 @@ class Run:
         return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
 
     def leases(self) -> list[Lease]:
-        """Every lease there is."""
         return _each(lambda entry: self._read(entry.key, Lease), self.store.list(self.key("nodes/")))
 
     def lease(self, name: str) -> Lease | None:
@@ -160,7 +159,7 @@ class Run:
         return self._find("result.json", Result)
 
     def finish(self, result: Result) -> bool:
-        """Whether this result is the first, and so holds."""
+        """True if this result is the first, and so counts."""
         return self.store.put_if_absent(self.key("result.json"), _json(result))
 
     def stop_request(self) -> StopRequest | None:
@@ -170,7 +169,7 @@ class Run:
         self.store.put_if_absent(self.key("stop.json"), _json(StopRequest(reason, time.time())))
 
     def reopen(self) -> None:
-        """Takes back the end of a run, so that nodes go on with it."""
+        """Remove the end of a run, so that nodes resume it."""
         self.store.delete(self.key("stop.json"))
         self.store.delete(self.key("result.json"))
 
@@ -189,11 +188,11 @@ class Run:
 
     def _damaged(self, name: str) -> PacktrainError:
         what = name.removeprefix(self.key(""))
-        return PacktrainError(f"{what} of run {self.name} in {self.store.url} is damaged, or of another version")
+        return PacktrainError(f"{what} of run {self.name} in {self.store.url} is damaged, or from another version")
 
 
 def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    """The answers in order. Many are asked for at once: the answer to one request takes long, not the request."""
+    """Return the answers in order; many requests run in parallel, because each waits long for its answer."""
     if len(items) <= _FEW:
         return [read(item) for item in items]
     with ThreadPoolExecutor(_READERS) as readers:
@@ -205,10 +204,10 @@ def _json(record: Any) -> bytes:
 
 
 def surviving(points: Iterable[Point]) -> list[Point]:
-    """The points that later generations went on from, in the order of training.
+    """Return the points that later generations resumed from, in the order of training.
 
-    A generation that starts from step s makes every point after s of those before it void, and what it
-    measures at s again replaces what was measured before.
+    A generation that starts at step s voids every point after s of earlier ones, and what it measures at s again
+    replaces what was measured before.
     """
     ordered = sorted(points, key=lambda point: (point.generation, point.step))
     starts = _starts(ordered)
@@ -217,17 +216,17 @@ def surviving(points: Iterable[Point]) -> list[Point]:
 
 
 def _starts(points: Iterable[Point]) -> dict[int, int]:
-    """The step that each generation goes on from."""
+    """Return the step that each generation resumed from."""
     return {point.generation: point.step for point in points if point.kind == "start"}
 
 
 def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
-    """Whether every later generation went on from this point's step or one after it."""
+    """True if every later generation resumed from this point's step or a later one."""
     return all(point.step <= step for generation, step in starts.items() if generation > point.generation)
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
-    """A new folder named after the job with the next free number; `pack` is what a recipe learns from."""
+    """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
     for number in range(1 + last_number(store, job.name), 1_000_000):
         run = Run(store, f"{_stem(job.name)}-{number}")
         if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
@@ -244,7 +243,7 @@ def last_number(store: Store, job_name: str) -> int:
 
 
 def _stem(job_name: str) -> str:
-    """What the names of a job's runs begin with: there is room for a number behind it."""
+    """Return the start of the names of a job's runs; it leaves room for a number."""
     return job_name[:56]
 
 
@@ -254,7 +253,7 @@ def _split(run_name: str) -> tuple[str, int]:
 
 
 def run_names(store: Store) -> list[str]:
-    """The names of the runs in a store, the oldest first; servers know times to the second only."""
+    """Return the names of all runs, oldest first; by number within a second, the resolution of object stores."""
     names = [name for name in store.folders("runs/") if is_name(name)]
     entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
     created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]
@@ -262,12 +261,12 @@ def run_names(store: Store) -> list[str]:
 
 
 def open_run(store: Store, name: str | None) -> Run:
-    """The run of that name, the newest run of the job of that name, or the newest of all."""
+    """Return the run of that name, the newest run of the job of that name, or the newest of all."""
     if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
         return Run(store, name)
     names = run_names(store)
     if not names:
-        raise NotFound(f"no runs in {store.url}; `packtrain run JOB` starts one")
+        raise NotFound(f"no runs in {store.url}; start one with `packtrain run JOB`")
     if name is None:
         return Run(store, names[-1])
     of_job = [known for known in names if _split(known)[0] == _stem(name)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.node.logs import LogShipper
+from packtrain.node.workers import LogShipper
 from packtrain.run.records import LogLine
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -27,13 +27,13 @@ class Shipping:
         with (self.folder / name).open("ab") as file:
             file.write(data)
 
-    def arrived(self, all_of_it: bool = False) -> list[LogLine]:
-        self._shipper.ship(all_of_it)
+    def arrived(self, is_complete: bool = False) -> list[LogLine]:
+        self._shipper.ship(is_complete)
         self._writer.flush()
         return self._reader.read()
 
-    def texts(self, all_of_it: bool = False) -> list[str]:
-        return [line.text for line in self.arrived(all_of_it)]
+    def texts(self, is_complete: bool = False) -> list[str]:
+        return [line.text for line in self.arrived(is_complete)]
 
 
 @pytest.fixture
@@ -41,27 +41,27 @@ def shipping(directory_store: Store, tmp_path: Path) -> Shipping:
     return Shipping(directory_store, tmp_path / "logs")
 
 
-def test_whole_lines_are_shipped_once(shipping: Shipping) -> None:
+def test_complete_lines_are_shipped_once(shipping: Shipping) -> None:
     assert shipping.texts() == []
     shipping.write(b"one\ntwo\n")
     assert shipping.texts() == ["one", "two"]
     assert shipping.texts() == []
 
 
-def test_a_line_waits_for_its_end(shipping: Shipping) -> None:
+def test_an_incomplete_line_is_not_shipped_yet(shipping: Shipping) -> None:
     shipping.write(b"one\nhalf a ")
     assert shipping.texts() == ["one"]
     shipping.write(b"line\n\n")
     assert shipping.texts() == ["half a line", ""]
 
 
-def test_a_last_line_without_an_end_is_shipped_when_nothing_more_comes(shipping: Shipping) -> None:
+def test_a_last_line_without_a_newline_is_shipped_at_the_end(shipping: Shipping) -> None:
     shipping.write(b"one\nkilled in the mid")
-    assert shipping.texts(all_of_it=True) == ["one", "killed in the mid"]
-    assert shipping.texts(all_of_it=True) == []
+    assert shipping.texts(is_complete=True) == ["one", "killed in the mid"]
+    assert shipping.texts(is_complete=True) == []
 
 
-def test_of_a_progress_bar_its_last_word_is_kept(shipping: Shipping) -> None:
+def test_only_the_last_state_of_a_progress_bar_is_kept(shipping: Shipping) -> None:
     shipping.write(b"\r 10%\r 50%")
     assert shipping.texts() == []
     shipping.write(b"\r100%\nwindows\r\n\rgone back\r\n")
@@ -74,7 +74,7 @@ def test_bytes_that_are_not_text_do_not_stop_the_rest(shipping: Shipping) -> Non
     assert shipping.texts() == ["\ufffd\ufffd", "ä", "after"]
 
 
-def test_lines_tell_their_rank_their_stream_and_where_they_come_from(directory_store: Store, tmp_path: Path) -> None:
+def test_lines_carry_their_generation_node_rank_and_stream(directory_store: Store, tmp_path: Path) -> None:
     """Ranks are counted over all machines: the first worker of this one is number 4."""
     shipping = Shipping(directory_store, tmp_path / "logs", first_rank=4)
     shipping.write(b"a\n", "run/attempt_0/0/stdout.log")
@@ -89,7 +89,7 @@ def test_lines_tell_their_rank_their_stream_and_where_they_come_from(directory_s
     assert {(line.node, line.generation) for line in lines.values()} == {("node-a", 3)}
 
 
-def test_files_that_appear_later_are_followed_too(shipping: Shipping) -> None:
+def test_files_that_appear_later_are_followed(shipping: Shipping) -> None:
     shipping.write(b"first\n", "run/attempt_0/0/stdout.log")
     assert shipping.texts() == ["first"]
     shipping.write(b"second\n", "run/attempt_0/1/stdout.log")
@@ -98,7 +98,7 @@ def test_files_that_appear_later_are_followed_too(shipping: Shipping) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([b"a", "ü".encode(), b"\n", b"bc\n", b"\r\n", b"\xff", None]), max_size=25))
-def test_nothing_is_lost_and_nothing_comes_twice_however_it_is_cut(tmp_path_factory, pieces) -> None:  # type: ignore[no-untyped-def]
+def test_no_line_is_lost_or_repeated_however_the_output_is_cut(tmp_path_factory, pieces) -> None:  # type: ignore[no-untyped-def]
     """None stands for a look at the file between two pieces."""
     folder = tmp_path_factory.mktemp("shipping")
     shipping = Shipping(open_store(str(folder / "store")), folder / "logs")
@@ -108,7 +108,7 @@ def test_nothing_is_lost_and_nothing_comes_twice_however_it_is_cut(tmp_path_fact
             texts += shipping.texts()
         else:
             shipping.write(piece)
-    texts += shipping.texts(all_of_it=True)
+    texts += shipping.texts(is_complete=True)
     written = b"".join(piece for piece in pieces if piece is not None)
     lines = written.split(b"\n")
     expected = lines if lines[-1] else lines[:-1]

@@ -1,6 +1,6 @@
-"""Agents as fleets start them, each a process of its own, with torch's launcher and programs that need no torch.
+"""Nodes as fleets start them, each a process of its own, with torch's launcher and programs that need no torch.
 
-Moments that cannot be hit with real processes come last: there an agent lives in the test and looks at the world
+Moments that cannot be hit with real processes come last: there a node lives in the test and looks at the world
 when it is told to, and its workers end when the test says so.
 """
 
@@ -20,16 +20,15 @@ import psutil
 import pytest
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED
-from packtrain.node import agent as agent_module
-from packtrain.node.agent import Agent
 from packtrain.node.causes import FAILURE
+from packtrain.node.node import Node
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import committed, fetch_newest
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.train.control import CONTROL_VARIABLE
-from parts.agents import StandIns, look_through
 from parts.faulty import FaultyStore
+from parts.nodes import FakeLaunchers, fake_node, look_until_settled
 from parts.runs import a_generation, a_lease, new_run, program_job, read_files, recipe_job
 
 PATIENCE_SECONDS = 120.0
@@ -70,7 +69,7 @@ class Machine:
     """This one, with a cache and a store of the test's own, and what was started on it."""
 
     directory: Path
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
@@ -90,21 +89,21 @@ class Machine:
             "SCRATCH": str(self.scratch),
             "OMP_NUM_THREADS": "1",
         }
-        with (self.directory / "agent.log").open("ab") as log:
-            agent = subprocess.Popen(
+        with (self.directory / "node.log").open("ab") as log:
+            node = subprocess.Popen(
                 [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
                 env=environment,
                 stdout=log,
                 stderr=log,
             )
-        self.agents.append(agent)
-        return agent
+        self.nodes.append(node)
+        return node
 
-    def exit_code(self, agent: subprocess.Popen[bytes]) -> int:
+    def exit_code(self, node: subprocess.Popen[bytes]) -> int:
         try:
-            return agent.wait(PATIENCE_SECONDS)
+            return node.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the agent does not end:\n{(self.directory / 'agent.log').read_text()}")
+            pytest.fail(f"the node does not end:\n{(self.directory / 'node.log').read_text()}")
 
     def working(self, *ranks: int) -> bool:
         return all((self.scratch / str(rank)).exists() for rank in ranks)
@@ -127,9 +126,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     made = Machine(tmp_path)
     made.scratch.mkdir()
     yield made
-    for agent in made.agents:
-        agent.kill()
-        agent.wait()
+    for node in made.nodes:
+        node.kill()
+        node.wait()
     for process in made.processes():
         process.kill()
 
@@ -144,13 +143,13 @@ def said(run: Run) -> list[tuple[int | None, str]]:
     return sorted((line.rank, line.text) for line in run.log_lines().read() if line.text.startswith("I am"))
 
 
-def test_a_program_that_ends_well_finishes_the_run(machine: Machine) -> None:
+def test_a_program_that_exits_with_code_0_finishes_the_run(machine: Machine) -> None:
     save = "\nimport pathlib; (pathlib.Path(os.environ['PACKTRAIN_CHECKPOINTS']) / os.environ['RANK']).write_text('x')"
     run = machine.run_of(SAY_WHO + save, fleet={"local": {}, "workers": 2})
     assert machine.exit_code(machine.start(run)) == EXIT_DONE
     result = run.result()
     assert result is not None
-    assert (result.status, result.reason) == ("finished", "the program ended with exit code 0")
+    assert (result.status, result.reason) == ("finished", "the program exited with code 0")
     assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 1")]
     assert committed_files(run, machine.directory / "back") == {"0": b"x", "1": b"x"}
     assert [node.left for node in run.leases()] == [True]
@@ -158,15 +157,15 @@ def test_a_program_that_ends_well_finishes_the_run(machine: Machine) -> None:
     assert list((machine.directory / "cache" / "nodes").iterdir()) == []
 
 
-def test_a_program_that_fails_is_tried_again_and_then_the_run_is_failed(machine: Machine) -> None:
+def test_a_program_that_fails_is_restarted_and_then_the_run_fails(machine: Machine) -> None:
     script = "import sys; print('it broke', file=sys.stderr); sys.exit(3)"
     run = machine.run_of(script, fleet={"local": {}, "workers": 1, "failures": 1})
     assert machine.exit_code(machine.start(run)) == EXIT_FAILED
     result = run.result()
     assert result is not None
     assert result.status == "failed"
-    assert result.reason.startswith("a worker ended with exit code")
-    assert result.reason.endswith("(after 1 more attempt)")
+    assert result.reason.startswith("a worker exited with code")
+    assert result.reason.endswith("(after 1 more group)")
     reasons = [generation.reason for generation in run.generations()]
     assert reasons[0] == "start"
     assert len(reasons) == 2
@@ -176,12 +175,12 @@ def test_a_program_that_fails_is_tried_again_and_then_the_run_is_failed(machine:
     assert machine.processes() == []
 
 
-def test_a_stop_commits_what_the_program_last_wrote_and_resume_brings_it_back(machine: Machine) -> None:
+def test_a_stop_commits_what_the_program_last_wrote_and_resume_restores_it(machine: Machine) -> None:
     run = machine.run_of(WORK)
-    agent = machine.start(run)
+    node = machine.start(run)
     until(lambda: machine.working(0), "the worker")
     run.request_stop("enough")
-    assert machine.exit_code(agent) == EXIT_STOPPED
+    assert machine.exit_code(node) == EXIT_STOPPED
     result = run.result()
     assert result is not None
     assert (result.status, result.reason, result.step) == ("stopped", "enough", 1)
@@ -194,35 +193,35 @@ def test_a_stop_commits_what_the_program_last_wrote_and_resume_brings_it_back(ma
     assert machine.processes() == []
 
 
-def test_a_machine_that_has_to_leave_commits_and_leaves_the_run_open(machine: Machine) -> None:
+def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Machine) -> None:
     run = machine.run_of(WORK)
-    agent = machine.start(run)
+    node = machine.start(run)
     until(lambda: machine.working(0), "the worker")
-    agent.send_signal(signal.SIGTERM)
-    assert machine.exit_code(agent) == EXIT_UNFINISHED
+    node.send_signal(signal.SIGTERM)
+    assert machine.exit_code(node) == EXIT_UNFINISHED
     assert run.result() is None
     assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
     assert [node.left for node in run.leases()] == [True]
     assert machine.processes() == []
 
 
-def test_a_stop_is_answered_even_by_a_machine_that_has_to_leave(machine: Machine) -> None:
+def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine) -> None:
     """Whoever asked for the stop waits for the result."""
     run = machine.run_of(WORK)
-    agent = machine.start(run)
+    node = machine.start(run)
     until(lambda: machine.working(0), "the worker")
     run.request_stop("enough")
-    agent.send_signal(signal.SIGTERM)
-    assert machine.exit_code(agent) == EXIT_STOPPED
+    node.send_signal(signal.SIGTERM)
+    assert machine.exit_code(node) == EXIT_STOPPED
     assert machine.processes() == []
 
 
-def test_launcher_and_workers_end_with_an_agent_that_is_killed(machine: Machine) -> None:
+def test_launcher_and_workers_end_with_a_killed_node(machine: Machine) -> None:
     run = machine.run_of(WORK, fleet={"local": {}, "workers": 2})
-    agent = machine.start(run)
+    node = machine.start(run)
     until(lambda: machine.working(0, 1), "the workers")
     assert len(machine.processes()) == 3
-    agent.kill()
+    node.kill()
     until(lambda: machine.processes() == [], "the end of all processes")
     assert run.result() is None
 
@@ -230,20 +229,20 @@ def test_launcher_and_workers_end_with_an_agent_that_is_killed(machine: Machine)
 def test_two_machines_form_one_generation_and_their_common_failure_counts_once(machine: Machine) -> None:
     script = "import os, sys\nif os.environ['PACKTRAIN_GENERATION'] == '1': sys.exit(3)\n" + SAY_WHO
     run = machine.run_of(script, fleet={"local": {"machines": 2}, "workers": 1, "failures": 1})
-    agents = [machine.start(run) for _ in range(2)]
-    assert [machine.exit_code(agent) for agent in agents] == [EXIT_DONE, EXIT_DONE]
+    nodes = [machine.start(run) for _ in range(2)]
+    assert [machine.exit_code(node) for node in nodes] == [EXIT_DONE, EXIT_DONE]
     assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 0")]
     generations = run.generations()
     assert [len(generation.members) for generation in generations] == [2, 2]
     assert machine.processes() == []
 
 
-def test_a_stop_of_two_machines_waits_for_the_last_words_of_the_first(machine: Machine) -> None:
+def test_a_stop_of_two_machines_waits_for_the_last_commit_of_the_first(machine: Machine) -> None:
     run = machine.run_of(WORK, fleet={"local": {"machines": 2}, "workers": 1})
-    agents = [machine.start(run) for _ in range(2)]
+    nodes = [machine.start(run) for _ in range(2)]
     until(lambda: machine.working(0, 1), "the workers")
     run.request_stop("enough")
-    assert [machine.exit_code(agent) for agent in agents] == [EXIT_STOPPED, EXIT_STOPPED]
+    assert [machine.exit_code(node) for node in nodes] == [EXIT_STOPPED, EXIT_STOPPED]
     assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
     assert machine.processes() == []
 
@@ -252,23 +251,32 @@ def test_a_stop_of_two_machines_waits_for_the_last_words_of_the_first(machine: M
 
 
 @dataclass
-class Stepped:
-    """An agent that looks at the world only when it is told to."""
+class Clock:
+    now: float = 1000.0
 
-    agent: Agent
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Stepped:
+    """A node that looks at the world only when it is told to."""
+
+    node: Node
     store: FaultyStore
+    clock: Clock
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            look_through(self.agent)
+            look_until_settled(self.node)
 
     def end_workers(self, code: int) -> None:
-        assert self.agent._attempt is not None
-        self.agent._attempt.launch.code = code  # type: ignore[attr-defined]
+        assert self.node.group is not None
+        self.node.group.launch.code = code  # type: ignore[attr-defined]
 
     def checkpoint(self, **files: str) -> None:
         for name, text in files.items():
-            (self.agent._home.path / "checkpoints" / name).write_text(text)
+            (self.node.directory.path / "checkpoints" / name).write_text(text)
 
 
 @pytest.fixture
@@ -276,28 +284,28 @@ def stepped(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Stepped]]:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(agent_module, "Launchers", StandIns)
-    agents: list[Agent] = []
+    nodes: list[Node] = []
 
     def make(run: Run) -> Stepped:
         store = FaultyStore(directory_store)
-        agents.append(Agent(Run(store, run.name), "127.0.0.1", 1, {}, background=False))
-        return Stepped(agents[-1], store)
+        clock = Clock()
+        nodes.append(fake_node(Run(store, run.name), clock=clock))
+        return Stepped(nodes[-1], store, clock)
 
     yield make
-    for agent in agents:
-        agent._lease.leave()
+    for node in nodes:
+        node.lease.leave()
 
 
-def with_another(run: Run, name: str, agent: Agent) -> None:
-    """The agent sees another machine renew its lease."""
+def with_another(run: Run, name: str, node: Node) -> None:
+    """The node sees another machine renew its lease."""
     for _ in range(2):
         before = run.lease(name)
         run.renew(a_lease(name, 1 + (before.renewal if before else 0), joined=2))
-        agent._assembly.look_at_all()
+        node.assembly.look_at_all()
 
 
-def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_starts_again(
+def test_a_result_that_the_store_refused_is_written_later_and_nothing_restarts(
     directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:
     run = new_run(directory_store)
@@ -316,20 +324,20 @@ def test_a_result_that_the_store_could_not_take_is_written_later_and_nothing_sta
     assert len(run.generations()) == 1
 
 
-def test_the_next_launcher_is_made_ready_once_the_workers_have_made_a_step(
+def test_the_next_launcher_is_prepared_after_the_first_step(
     directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:
     one = stepped(new_run(directory_store, recipe_job()))
-    launchers: StandIns = one.agent._launchers  # type: ignore[assignment]
+    launchers: FakeLaunchers = one.node.launchers  # type: ignore[assignment]
     one.look(3)
-    assert one.agent._attempt is not None
+    assert one.node.group is not None
     assert not launchers.is_ready
-    one.agent._attempt.control.report_step()
+    one.node.group.control.report_step()
     one.look()
     assert launchers.is_ready
 
 
-def test_the_programs_directory_is_brought_back_once_and_then_left_alone(
+def test_the_programs_directory_is_restored_once(
     directory_store: Store, stepped: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restored = []
@@ -337,11 +345,11 @@ def test_the_programs_directory_is_brought_back_once_and_then_left_alone(
     monkeypatch.setattr(ProgramCheckpoints, "restore", lambda self: (restored.append(1), original(self))[0])
     one = stepped(new_run(directory_store, program_job()))
     one.look(4)
-    assert one.agent._is_working()
+    assert one.node.is_working
     assert len(restored) == 1
 
 
-def test_a_commit_that_comes_too_late_does_not_end_the_agent(
+def test_a_commit_that_comes_too_late_does_not_end_the_node(
     directory_store: Store, stepped: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next generation begins between the look at the store and the commit."""
@@ -349,8 +357,8 @@ def test_a_commit_that_comes_too_late_does_not_end_the_agent(
     one = stepped(run)
     one.look(2)
     one.checkpoint(state="some")
-    monkeypatch.setattr(one.agent._program, "_last", -1e9)
-    seen_first = iter([one.agent._latest])  # when the agent looks; the commit looks again
+    one.clock.now += 1
+    seen_first = iter([run.latest_generation()])  # when the node looks; the commit looks again
     original = Run.latest_generation
     monkeypatch.setattr(
         Run, "latest_generation", lambda run, known=None: next(seen_first, None) or original(run, known)
@@ -359,37 +367,37 @@ def test_a_commit_that_comes_too_late_does_not_end_the_agent(
     one.look()
     assert committed(run) == []
     one.look()
-    assert one.agent._attempt is None
+    assert one.node.group is None
     assert run.result() is None
 
 
-def test_a_failure_that_another_machine_has_answered_already_is_not_answered_again(
+def test_a_failure_that_another_node_has_already_answered_is_not_answered_again(
     directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:
     run = new_run(directory_store, program_job(fleet={"local": {"machines": 2}, "failures": 1}))
     one = stepped(run)
-    with_another(run, "other", one.agent)
+    with_another(run, "other", one.node)
     one.look(2)
     one.end_workers(1)
-    attempt = one.agent._attempt
-    assert attempt is not None
-    run.propose(replace(attempt.generation, number=2, reason=f"{FAILURE}as the other saw it"))
-    one.agent._after(attempt, 1)
+    group = one.node.group
+    assert group is not None
+    run.propose(replace(group.generation, number=2, reason=f"{FAILURE}as the other saw it"))
+    one.node.after_exit(group, 1)
     assert [generation.number for generation in run.generations()] == [1, 2]
     assert run.result() is None
 
 
-def test_workers_that_end_well_without_a_result_are_started_again(
+def test_workers_that_exit_with_code_0_without_a_result_are_restarted(
     directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:
     """A recipe's workers end so when somebody signals one of them: all commit and leave."""
     run = new_run(directory_store, recipe_job(fleet={"local": {"machines": 2}}))
     one = stepped(run)
-    with_another(run, "other", one.agent)
+    with_another(run, "other", one.node)
     one.look(2)
     one.end_workers(0)
     one.look()
-    with_another(run, "other", one.agent)
+    with_another(run, "other", one.node)
     one.look()
     assert [generation.rank_of("other") for generation in run.generations()] == [1, 1]
 
@@ -399,13 +407,13 @@ def test_the_next_generation_is_proposed_once_there_are_enough_machines(
 ) -> None:
     run = new_run(directory_store, program_job(fleet={"local": {"machines": 2}}))
     one = stepped(run)
-    with_another(run, "other", one.agent)
+    with_another(run, "other", one.node)
     one.look(2)
     run.renew(a_lease("other", 3, joined=2, left=True))
     one.end_workers(1)
     one.look(3)
     assert len(run.generations()) == 1
-    with_another(run, "third", one.agent)
+    with_another(run, "third", one.node)
     one.look()
     assert [generation.rank_of("third") for generation in run.generations()] == [None, 1]
     assert run.generations()[-1].reason.startswith(FAILURE)

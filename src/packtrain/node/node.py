@@ -1,0 +1,447 @@
+"""The node, `packtrain node`: one process per machine that takes part in generations until the run has a result.
+
+    renew the lease (in a thread); then, every second or two, look at the store:
+        the run has a result            leave
+        a newer generation was proposed end the workers of the older one; start workers if this node is a member
+        the workers have exited         write the result, or say in the lease how they ended
+        another node is lost, is preempted or wants to join
+                                        have the workers commit and exit, and propose the next generation
+        stop request, deadline, preemption notice
+                                        have the workers commit and exit, and leave
+
+No node is special. Proposals are put-if-absent: the first one wins, and all nodes follow it.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from packtrain.backoff import Backoff
+from packtrain.errors import Mistake
+from packtrain.node.assembly import QUIET, Assembly, LostNode
+from packtrain.node.causes import why_not_started
+from packtrain.node.deadline import Deadline, left_at_start, used_up
+from packtrain.node.directory import NodeDirectory, remove_orphans, sweep
+from packtrain.node.launch import Launchers, free_port
+from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.node.preemption import (
+    Leaving,
+    NoticeSource,
+    PreemptionWatch,
+    complain,
+    exit_immediately,
+    run_all,
+)  # fmt: skip
+from packtrain.node.program import ProgramCheckpoints
+from packtrain.node.telemetry import TelemetrySampler
+from packtrain.node.workers import STOP_GRACE_SECONDS, Task, WorkerGroup, WorkerStop
+from packtrain.run.checkpoint import Superseded, committed
+from packtrain.run.chunks import Flusher
+from packtrain.run.code import unpack
+from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
+from packtrain.run.run import Run
+from packtrain.store import StoreError
+from packtrain.system import say
+from packtrain.units import counted
+
+LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...
+IDLE_SECONDS = 1.0  # ... and while there are none
+_TICK_SECONDS = 0.2  # between two looks at this machine
+_RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
+_END_SECONDS = 20.0  # for the last records, after the deadline
+_SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
+
+
+class Node:
+    """`launchers`, `sampler` and `name` can be given by tests. Without `background` the lease is renewed by the caller,
+    who also decides when the node looks at the store."""
+
+    def __init__(
+        self,
+        run: Run,
+        address: str,
+        workers: int,
+        inherited: dict[str, str],
+        notices: Sequence[NoticeSource] = (),
+        clock: Callable[[], float] = time.monotonic,
+        background: bool = True,
+        name: str | None = None,
+        launchers: Launchers | None = None,
+        sampler: TelemetrySampler | None = None,
+    ) -> None:
+        self.run, self._job, self._clock = run, run.job, clock
+        self.name = name or f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
+        self.directory = NodeDirectory.create(run, self.name)
+        self.launchers = launchers or Launchers(run, self.directory.path, inherited)
+        self.events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
+        self._telemetry = run.telemetry_writer(self.name)
+        # Nodes that were there before the latest generation come before those that came after it.
+        latest = run.latest_generation()
+        joined = 1 + (latest.number if latest is not None else 0)
+        lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
+        sampler = sampler or TelemetrySampler(self.directory.path)
+        lease_run = hurried(run) if background else run
+        self.lease = LeaseRenewer(lease_run, lease, sampler, self._telemetry, clock, background=background)
+        self.assembly = Assembly(run, self.lease, clock, self._tell)
+        self.preemption = PreemptionWatch(notices, clock)
+        self.deadline = Deadline(self._near_deadline, self._past_deadline, clock)
+        checkpoints = self.directory.path / "checkpoints"
+        self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock)
+        self.group: WorkerGroup | None = None  # the workers that run now, or are about to
+        self.is_over = False
+        self._latest: Generation | None = None
+        self._report: NodeReport | None = None  # how the last generation ended here
+        self._ended_at = 0.0
+        self._last_tried = self._looks = 0
+        self._hurry = False  # look again without a pause
+        self._gone = threading.Event()
+        self.deadline.set(left_at_start(run, latest))
+
+    @property
+    def has_done_its_part(self) -> bool:
+        """True if nothing is left to do for this machine: the run has a result, or its time is up."""
+        return (self.is_over and self.preemption.notice is None) or self.deadline.is_near
+
+    @property
+    def is_working(self) -> bool:
+        return self.group is not None and self.group.launch is not None
+
+    def _tell(self, kind: EventKind, text: str) -> None:
+        say(f"{kind} {text}" if kind == "generation" else f"{kind}: {text}")
+        generation = self.group.generation.number if self.group else 0
+        self.events.append(Event(time.time(), kind, text, generation))
+
+    def work(self) -> None:
+        """Return when the run has a result, or when this machine has to leave it."""
+        self.preemption.listen()
+        flusher = Flusher([self.events, self._logs], complain)
+        telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
+        sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")
+        try:
+            (self.directory.path / "code").mkdir()
+            unpack(self.run.store.get(self.run.key("code.tar.zst")), self.directory.path / "code")
+            self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
+            retry = RetryPolicy()
+            while not self.is_over:
+                try:
+                    self.look()
+                    retry.succeeded()
+                except (StoreError, OSError) as error:
+                    retry.failed(error)
+                self._pause(retry.seconds)
+        finally:
+            run_all(  # the lease is given up last: until then other nodes wait for what is still being written
+                self.preemption.close,
+                self.end_workers,
+                self.launchers.close,
+                lambda: sweeping.wait(_SWEEP_SECONDS),
+                lambda: self._tell("machine", f"{self.name} is leaving"),
+                flusher.close,
+                telemetry_flusher.close,
+                self.lease.leave,
+                self.release,
+            )
+            self._gone.set()
+
+    def release(self) -> None:
+        self.directory.remove()
+        self.deadline.close()
+
+    def _pause(self, retry_seconds: float) -> None:
+        """Wait for the next look at the store; something on this machine cuts it short, unless the store is away."""
+        until = self._clock() + max(retry_seconds, LOOK_SECONDS if self.is_working else IDLE_SECONDS)
+        notice = self.preemption.notice
+        while self._clock() < until and not self.is_over and not self._hurry:
+            group = self.group
+            if group is not None and group.needs_attention and not retry_seconds:
+                break
+            if self.preemption.notice is not notice:
+                break
+            time.sleep(_TICK_SECONDS)
+        self._hurry = False
+
+    # One look at the store.
+
+    def look(self) -> None:
+        self._looks += 1
+        if (not self.is_working or self._looks % _RESULT_LOOKS == 0) and self.run.result() is not None:
+            self.is_over = True
+            return
+        known, latest = self._latest, self.run.latest_generation(self._latest)
+        if latest is not None and latest is not known:
+            self._latest = latest
+            if latest.number >= self.lease.lease.joined:  # the constructor took older ones into account
+                self.deadline.set(latest.seconds_left)
+        group = self.group
+        if group is not None:
+            group.shipper.ship()
+            if latest is not None and latest.number > group.generation.number:
+                self._tell("superseded", f"generation {latest.number} has started: {latest.reason}")
+                self.end_workers()
+                self._hurry = True
+            elif group.launch is None:
+                self._launch_or_leave(group)
+            elif (code := group.launch.poll()) is not None:
+                self.after_exit(group, code)
+            else:
+                self._look_after(group)
+        elif (leaving := self._leaving()) is not None:
+            self._finish_stopped(latest, leaving)
+        elif latest is not None and latest.rank_of(self.name) is not None and latest.number > self._last_tried:
+            self._start(latest)
+        else:
+            self._propose(latest)
+
+    def _leaving(self, check_stop: bool = True) -> Leaving | None:
+        """Return why the workers have to end early. Not every node has to ask the store for a stop request."""
+        stop = self.run.stop_request() if check_stop else None
+        if stop is not None:
+            return Leaving("stop", stop.reason)
+        if self.deadline.is_near:
+            return Leaving("budget", used_up(self._job.budget))
+        notice = self.preemption.notice
+        if notice is None:
+            return None
+        self.lease.set_leaving()
+        return Leaving("preemption", notice.reason)
+
+    def _propose(self, latest: Generation | None) -> None:
+        """Without workers: propose the next generation, or wait for the node whose turn it is."""
+        if not self.assembly.is_proposer(latest):
+            return
+        own = self._report if latest is not None and self._last_tried == latest.number else None
+        given_up = self.assembly.propose(latest, own, self._ended_at)
+        if given_up is not None:
+            self._conclude("failed", given_up)
+        self._latest = self.run.latest_generation(latest)
+        self._hurry = self._latest is not latest
+
+    # Start workers.
+
+    def _start(self, generation: Generation) -> None:
+        rank = generation.rank_of(self.name)
+        assert rank is not None
+        self._last_tried, self._report = generation.number, None
+        self.lease.count_from(generation.used_seconds)
+        if self.deadline.is_near:
+            return
+        try:
+            group = WorkerGroup.create(
+                self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock()
+            )
+        except OSError as error:
+            self._cannot_start(generation, error)
+            return
+        self.group = group
+        if self._job.program is not None:
+            group.restoring = Task(self.program.restore, "restore")
+        if group.is_first and generation.number > 1:
+            Task(lambda: remove_orphans(self.run, generation.number, complain), "orphans")
+        self._launch(group)
+
+    def _launch_or_leave(self, group: WorkerGroup) -> None:
+        """Restoring a large checkpoint takes long: a node that has to leave does not wait for it."""
+        leaving = self._leaving()
+        if leaving is None:
+            self._launch(group)
+            return
+        cause: Cause = "preempted" if leaving.kind == "preemption" else "ended"
+        self._give_up(NodeReport(group.generation.number, cause, leaving.reason))
+        self._finish_stopped(group.generation, leaving)
+
+    def _launch(self, group: WorkerGroup) -> None:
+        """Start the workers once the program's checkpoint is restored."""
+        generation = group.generation
+        if group.restoring is not None and not group.restoring.is_done:
+            return
+        try:
+            if group.restoring is not None:
+                group.restoring.result()
+                group.restoring = None
+            group.launch = self.launchers.launch(generation, group.rank, group.directories)
+        except OSError as error:
+            self._cannot_start(generation, error)
+            return
+        except Mistake as error:  # none of the checkpoints can be used
+            self._conclude("failed", str(error))
+            self.end_workers()
+            return
+        except StoreError:
+            group.restoring = Task(self.program.restore, "restore again")
+            raise
+        self.lease.sampler.watch_workers_of(group.launch.pid)
+        workers = counted(sum(member.workers for member in generation.members), "worker")
+        why = "" if generation.cause == "start" else f" ({generation.reason})"
+        self._tell("generation", f"{generation.number}: started {workers}{why}")
+
+    def _cannot_start(self, generation: Generation, error: OSError) -> None:
+        report = why_not_started(generation.number, error)
+        self._tell("failure", report.text)
+        self._give_up(report)
+        self._ended_at = self._clock()
+
+    # While workers run.
+
+    def _look_after(self, group: WorkerGroup) -> None:
+        if group.is_under_way(self._clock()):
+            self.launchers.prepare()
+        if self._job.program is not None and group.is_first:
+            group.commit_if_due(self.program, self._tell)
+        leaving = self._leaving(check_stop=group.is_first and group.stop is None)
+        if group.stop is not None and (warning := group.enforce_stop(self._clock())) is not None:
+            self._tell("warning", warning)
+        elif leaving is not None and (group.stop is None or leaving.kind == "preemption"):
+            cause: Cause = "preempted" if leaving.kind == "preemption" else "ended"
+            left = self.preemption.seconds_left() if leaving.kind == "preemption" else None
+            # A fifth of the time until the machine is gone is kept for the last records.
+            grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
+            self._request_stop(group, WorkerStop(cause, leaving.reason, self._clock(), grace))
+        has_others = len(group.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
+        if has_others and self.group is group:
+            self._watch_others(group)
+
+    def _request_stop(self, group: WorkerGroup, stop: WorkerStop) -> None:
+        if group.request_stop(stop):
+            self._tell("stopping", stop.reason)
+            self.lease.set_stopping(group.generation.number)
+
+    def _watch_others(self, group: WorkerGroup) -> None:
+        seen = self.assembly.watch_others(group)
+        if isinstance(seen, LostNode):
+            self._lose(group, seen.node)
+        elif isinstance(seen, NodeReport):
+            self._give_up(seen)
+        elif seen is not None:
+            self._request_stop(group, seen)
+
+    def _lose(self, group: WorkerGroup, node: str) -> None:
+        # A node that has finished the run is gone, too: that is no loss.
+        if self.run.result() is not None:
+            self.is_over = True
+            return
+        number, lease = group.generation.number, self.assembly.watch.leases.get(node)
+        if lease is not None and lease.leaving:
+            self._give_up(NodeReport(number, "preempted", f"machine {node} was preempted"))
+        else:
+            self._tell("lost", f"{node} stopped renewing its lease")
+            self._give_up(NodeReport(number, "machine", f"machine {node} was lost"))
+
+    # After the workers.
+
+    def end_workers(self) -> None:
+        if self.group is not None:
+            group = self.group
+            group.kill()
+            if group.stacks():  # these workers hung, and another node ended the generation
+                Task(lambda: group.upload_stacks(self.run, self._tell), "stacks")
+            self.lease.sampler.watch_workers_of(None)
+            self.group, self._ended_at = None, self._clock()
+            self.lease.offer_port(free_port())
+
+    def _give_up(self, report: NodeReport) -> None:
+        """End the workers here because of another node."""
+        self.end_workers()
+        self._report, self._hurry = report, True
+        self.lease.set_report(report)
+
+    def after_exit(self, group: WorkerGroup, code: int) -> None:
+        """Handle the exit of the workers. The group stays until the store knows how they ended."""
+        finished = self._job.program is not None and code == 0 and group.stop is None
+        program = self.program if self._job.program is not None and group.is_first else None
+        not_committed: NodeReport | None = None
+        if group.closing is None and (group.stacks() or program is not None):
+            group.kill()
+            group.closing = Task(lambda: group.close(self.run, program, self._tell), "close")
+        if group.closing is not None:
+            if not group.closing.is_done:
+                return
+            # Stays None if it raises a StoreError, so that the next look closes again.
+            closing, group.closing = group.closing, None
+            try:
+                closing.result()
+            except Superseded:
+                finished = False
+            except OSError as error:
+                finished, not_committed = False, group.not_committed(error)
+                self._tell("warning", not_committed.text)
+            group.closing = closing
+        report = not_committed or group.report(code)
+        leaving = self._leaving()
+        if self.run.result() is not None:
+            self.is_over = True
+        elif finished and group.is_first:
+            self._conclude("finished", "the program exited with code 0")
+        elif leaving is not None:
+            self._finish_stopped(group.generation, leaving)
+        elif report.fatal:
+            self._conclude("failed", report.text)
+        else:
+            self.lease.set_report(report)
+            if report.cause not in QUIET:
+                self._tell("failure", report.text)
+        self.end_workers()
+        self._report, self._hurry = report, True
+
+    # The end of the run.
+
+    def _finish_stopped(self, latest: Generation | None, leaving: Leaving) -> None:
+        """A stop request and the budget end the run; a preempted node only leaves it."""
+        if leaving.kind != "preemption" and self._speaks_for(latest):
+            self._conclude("stopped", leaving.reason)
+        self.is_over = self.is_over or self.preemption.notice is not None
+
+    def _speaks_for(self, latest: Generation | None) -> bool:
+        """True on the first node: it has the last checkpoint, so it ends the run. If it is lost, any node does."""
+        if latest is None or latest.members[0].node == self.name:
+            return True
+        self.assembly.look_at(latest.members[0].node)
+        return self.assembly.is_lost(latest.members[0].node)
+
+    def _conclude(self, status: Status, reason: str) -> None:
+        step = max((checkpoint.step for checkpoint in committed(self.run)), default=0)
+        if self.run.finish(Result(status, reason, step, self.lease.used_seconds())):
+            self._tell(status, reason)
+        self.is_over = True
+
+    # The deadline, in a thread of its own: nothing here waits for the store.
+
+    def _near_deadline(self) -> None:
+        if (group := self.group) is not None:
+            group.request_stop(WorkerStop("ended", used_up(self._job.budget), self._clock()))
+
+    def _past_deadline(self) -> None:
+        group = self.group
+        if group is not None and group.launch is not None:
+            run_all(group.launch.kill)
+        if not self._gone.wait(_END_SECONDS):
+            exit_immediately(used_up(self._job.budget), self._job.fleet.kind.power_off)
+
+
+class RetryPolicy:
+    """Pauses of the node's loop after the store or the disk failed.
+
+    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later nothing is
+    worth ending workers for: keys are renewed, clocks set and disks freed while they train.
+    """
+
+    def __init__(self) -> None:
+        self._succeeded = False
+        self._backoff = Backoff(1.0, 30.0, jitter=0.0)
+        self.seconds = 0.0  # to wait before the next try
+
+    def succeeded(self) -> None:
+        self._succeeded, self.seconds = True, 0.0
+        self._backoff.reset()
+
+    def failed(self, error: StoreError | OSError) -> None:
+        temporary = isinstance(error, StoreError) and error.temporary
+        if not self._succeeded and not temporary:
+            raise error
+        # A temporary failure may be over at any moment: look often.
+        self.seconds = self._backoff.next_pause(4.0 if temporary else math.inf) or 0.0
+        say(f"warning: {error}; retrying in {self.seconds:g} s")

@@ -1,0 +1,304 @@
+"""The workers of one generation on this machine, from the node's side: start, output, stop, report.
+
+The node never waits for them: what takes long (restoring, committing, uploading) is a `Task` in a thread, and the node
+looks at it again at its next tick.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from packtrain.node.causes import oom_kills, why_they_ended
+from packtrain.node.launch import Directories, Launch, last_output
+from packtrain.node.program import ProgramCheckpoints
+from packtrain.run.checkpoint import Superseded
+from packtrain.run.chunks import ChunkWriter
+from packtrain.run.records import Cause, Generation, LogLine, NodeReport, TellEvent
+from packtrain.run.run import Run
+from packtrain.system import say
+from packtrain.train.control import Control
+from packtrain.units import show_seconds
+
+STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
+LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
+_PROGRAM_SECONDS = 60.0
+_NOT_COMMITTED = "the program's checkpoint directory could not be committed"
+_LONGEST_LINE = 10_000
+_WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
+
+
+class Task:
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """True if it is done in that time, well or not."""
+        self._thread.join(seconds)
+        return self.is_done
+
+    def result(self) -> None:
+        """Wait for the end, and raise what the work raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+# Output. Workers write to files, so that a line is on disk whatever happens to the node; the node follows the files.
+
+
+LogSource = tuple[int, int | None, str]
+"""The file that a line comes from: generation, rank and stream."""
+
+
+def source_of(line: LogLine) -> LogSource:
+    return line.generation, line.rank, line.stream
+
+
+@dataclass
+class FileTail:
+    """A file, and how far it has been read."""
+
+    path: Path
+    rank: int | None
+    stream: Literal["out", "err"]
+    offset: int = 0
+    rest: bytes = b""
+
+    def lines(self, is_complete: bool) -> Iterator[str]:
+        """New lines; if the file is complete, also a last one without a newline."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        self.offset += len(data)
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        if is_complete and self.rest:
+            whole, self.rest = [*whole, self.rest], b""
+        for line in whole:
+            # A progress bar rewrites its line: only its last state is kept.
+            yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_LONGEST_LINE]
+
+
+class LogShipper:
+    """Sends the output of one launcher and its workers to the store. `first_rank` is the rank of the first worker.
+
+    `shipped` is the number of lines of each file that the store already has; these are skipped.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        writer: ChunkWriter[LogLine],
+        node: str,
+        generation: int,
+        first_rank: int,
+        shipped: Mapping[LogSource, int] = MappingProxyType({}),
+    ) -> None:
+        self._directory, self._writer = directory, writer
+        self._node, self._generation, self._first_rank = node, generation, first_rank
+        self._tails: dict[Path, FileTail] = {}
+        self._to_skip = dict(shipped)
+
+    def ship(self, is_complete: bool = False) -> int:
+        """Hand new lines to the writer, and return how many."""
+        count = 0
+        for path in sorted(self._directory.rglob("*.log")):
+            if path not in self._tails:
+                self._tails[path] = self._tail(path)
+            tail = self._tails[path]
+            for text in tail.lines(is_complete):
+                line = LogLine(time.time(), self._generation, self._node, tail.rank, tail.stream, text)
+                if self._to_skip.get(source_of(line), 0) > 0:
+                    self._to_skip[source_of(line)] -= 1
+                else:
+                    self._writer.append(line)
+                    count += 1
+        return count
+
+    def _tail(self, path: Path) -> FileTail:
+        match = _WORKER_FILE.search(str(path))
+        if match is None:  # the launcher's own
+            return FileTail(path, None, "err")
+        return FileTail(path, self._first_rank + int(match[1]), "out" if match[2] == "out" else "err")
+
+
+# The workers.
+
+
+@dataclass(frozen=True)
+class WorkerStop:
+    """A request that the workers commit and exit: why, since when, and how long they may take."""
+
+    cause: Cause
+    reason: str
+    at: float
+    grace_seconds: float = STOP_GRACE_SECONDS
+
+
+@dataclass
+class WorkerGroup:
+    """The workers of a generation on this machine.
+
+    `launch` is None while `restoring` (a program's checkpoint) is under way. `committing` runs beside the workers,
+    `closing` after they have exited.
+    """
+
+    generation: Generation
+    rank: int
+    directories: Directories
+    shipper: LogShipper
+    is_program: bool
+    began: float
+    restoring: Task | None = None
+    launch: Launch | None = None
+    committing: Task | None = None
+    closing: Task | None = None
+    stop: WorkerStop | None = None
+    _alone_since: float | None = None
+    _oom_kills: int = field(default_factory=oom_kills)
+    _stopping: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def create(
+        cls, run: Run, node: str, generation: Generation, rank: int, home: Path, logs: ChunkWriter[LogLine], now: float
+    ) -> WorkerGroup:
+        """Make the directories; nothing is started yet."""
+        folder = home / f"{generation.number:06d}"
+        directories = Directories(folder / "logs", folder / "control", home / "checkpoints")
+        directories.logs.mkdir(parents=True, exist_ok=True)
+        first_rank = sum(member.workers for member in generation.members[:rank])
+        shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank)
+        return cls(generation, rank, directories, shipper, run.job.program is not None, now)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def control(self) -> Control:
+        return Control(self.directories.control)
+
+    @property
+    def needs_attention(self) -> bool:
+        """True if something on this machine waits for the node's next look."""
+        if self.launch is None:
+            return self.restoring is None or self.restoring.is_done
+        return self.launch.poll() is not None and (self.closing is None or self.closing.is_done)
+
+    def is_under_way(self, now: float) -> bool:
+        """True once the first step is made. A program does not say when: it gets a fixed time."""
+        return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.has_stepped()
+
+    # Stop.
+
+    def request_stop(self, stop: WorkerStop) -> bool:
+        """Ask the workers to commit and exit. True for the first request; a later one can only shorten the time.
+
+        Needs no store, and may be called from any thread: the deadline calls it from its own.
+        """
+        with self._stopping:
+            if self.stop is not None:
+                if stop.at + stop.grace_seconds < self.stop.at + self.stop.grace_seconds:
+                    self.stop = replace(self.stop, at=stop.at, grace_seconds=stop.grace_seconds)
+                return False
+            self.stop = stop
+        self._signal_stop()
+        if self.is_program and self.launch is not None:
+            self.launch.terminate()
+        return True
+
+    def _signal_stop(self) -> None:
+        try:
+            self.control.request_stop()
+        except OSError as error:  # the disk is full: there is no room for the file that tells them
+            say(f"warning: cannot tell the workers to stop: {error}")
+
+    def enforce_stop(self, now: float) -> str | None:
+        """Kill workers that take too long; return a warning if work was lost by that."""
+        assert self.stop is not None
+        assert self.launch is not None
+        self._signal_stop()  # again: the first time the disk may have been full
+        if self.launch.has_workers():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > LAUNCHER_SECONDS:
+            self.launch.kill()
+            return None
+        if now - self.stop.at <= self.stop.grace_seconds:
+            return None
+        self.launch.kill()
+        return f"the workers did not stop within {show_seconds(self.stop.grace_seconds)} and were killed"
+
+    def kill(self) -> None:
+        if self.launch is not None:
+            self.launch.kill()
+        self.shipper.ship(is_complete=True)
+
+    # After the end.
+
+    def report(self, code: int) -> NodeReport:
+        errors, output = self.control.errors(), last_output(self.directories.logs)
+        ended = why_they_ended(self.generation.number, code, errors, output, oom_kills() - self._oom_kills)
+        if self.stop is not None and not ended.fatal:
+            return NodeReport(self.generation.number, self.stop.cause, self.stop.reason)
+        return ended
+
+    def stacks(self) -> list[Path]:
+        """The stack traces of workers that hung. A worker that was killed meanwhile leaves an empty file."""
+        return sorted(path for path in self.directories.control.glob("stacks-*.txt") if path.stat().st_size)
+
+    def upload_stacks(self, run: Run, tell: TellEvent) -> None:
+        for path in self.stacks():
+            rank = path.stem.removeprefix("stacks-")
+            name = f"stacks/{self.generation.number:06d}-{rank}.txt"
+            run.store.put_file(run.key(name), path)
+            tell("stacks", f"stack traces of rank {rank}: {name}")
+            path.unlink()
+
+    def commit_if_due(self, program: ProgramCheckpoints, tell: TellEvent) -> None:
+        """Commit a program's checkpoint directory in the background while it runs."""
+        if self.committing is not None and self.committing.is_done:
+            committing, self.committing = self.committing, None
+            try:
+                committing.result()
+            except Superseded:  # the node's next look sees the newer generation and ends this one
+                pass
+            except OSError as error:
+                tell("warning", f"{_NOT_COMMITTED}: {error}")
+        if self.committing is None and program.is_due():
+            self.committing = Task(lambda: program.commit(self.generation.number), "commit")
+
+    def close(self, run: Run, program: ProgramCheckpoints | None, tell: TellEvent) -> None:
+        """Bring into the store what the workers left."""
+        self.upload_stacks(run, tell)
+        if self.committing is not None:
+            with suppress(Exception):  # whatever it could not commit is committed now
+                self.committing.result()
+        if program is not None:
+            program.commit(self.generation.number)
+
+    def not_committed(self, error: OSError) -> NodeReport:
+        return NodeReport(self.generation.number, "disk", f"{_NOT_COMMITTED}: {error}")
