@@ -1,4 +1,4 @@
-"""What many tests of training need: a nursery for workers, and signals as they were."""
+"""What many tests of training need: a forker for workers, and signals as they were."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nursery import Nursery
+from forking import WorkerForker
 
 from packtrain.train.control import STOP_SIGNALS, Control
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerForker]:
+    forker = WorkerForker(tmp_path_factory.mktemp("forker"))
+    yield forker
+    forker.close()
 
 
 @pytest.fixture(autouse=True)

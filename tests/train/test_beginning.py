@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lives import Given, Interrupted, history, losses, weights
-from nursery import Nursery
+from forking import WorkerForker
 from tiny import tiny_job, tiny_run
 from torch import Tensor, nn
+from workers import FromFirstWeights, Interrupted, history, losses, weights
 
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -21,12 +21,12 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
 
-def test_the_model_and_its_average_begin_with_what_is_given() -> None:
+def test_the_model_and_its_ema_start_from_the_first_weights() -> None:
     job = tiny_job(train={"ema": 0.9})
-    random, begun = (Engine(Given(job), job.train, World()) for _ in range(2))
+    random, begun = (Engine(FromFirstWeights(job), job.train, World()) for _ in range(2))
     begun.load_first_weights()
     assert begun.ema is not None
-    given = Given(job).first_weights(begun.model)
+    given = FromFirstWeights(job).first_weights(begun.model)
     for model in (begun.model, begun.ema.model):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, given.get(name, random.model.state_dict()[name]))
@@ -41,14 +41,14 @@ def test_the_model_and_its_average_begin_with_what_is_given() -> None:
     ],
     ids=["ddp", "fsdp", "local"],
 )
-def test_all_workers_begin_with_what_is_given(
-    directory_store: Store, nursery: Nursery, tmp_path: Path, exchange: dict[str, Any], optimizer: str
+def test_all_workers_start_from_the_first_weights(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, exchange: dict[str, Any], optimizer: str
 ) -> None:
     def run(recipe: str, ranks: int, **train: Any) -> Run:
         job = tiny_job(train={"batch": "4 samples", "optimizer": {optimizer: {}}, **train})
         run = tiny_run(directory_store, job)
         where = {"store": directory_store.url, "run": run.name, "control": str(tmp_path / run.name)}
-        nursery.succeed("train", ranks, **where, recipe=recipe)
+        forker.succeed("train", ranks, **where, recipe=recipe)
         return run
 
     alone, random = losses(run("given", 1)), losses(run("plain", 1))
@@ -70,9 +70,7 @@ def fail() -> None:
     raise InterruptedError
 
 
-def test_a_run_that_ended_before_its_first_commit_begins_the_same_way_and_a_later_one_goes_on(
-    directory_store: Store, tmp_path: Path
-) -> None:
+def test_first_weights_are_loaded_again_only_until_the_first_commit(directory_store: Store, tmp_path: Path) -> None:
     whole, broken = tiny_run(directory_store), tiny_run(directory_store)
 
     def live(run: Run, generation: int, at: int = 0, stop: bool = False) -> int:

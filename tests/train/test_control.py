@@ -11,7 +11,7 @@ from packtrain.system import cache_directory
 from packtrain.train.control import STOP_SIGNALS, Control, WorkerError
 
 
-def test_a_request_to_stop_is_seen_by_whoever_shares_the_directory(tmp_path: Path) -> None:
+def test_workers_see_a_stop_request_of_their_node(tmp_path: Path) -> None:
     agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
     assert not worker.stop_requested()
     agent.request_stop()
@@ -19,7 +19,7 @@ def test_a_request_to_stop_is_seen_by_whoever_shares_the_directory(tmp_path: Pat
     assert worker.stop_requested()
 
 
-def test_an_agent_knows_that_its_workers_have_made_a_step(tmp_path: Path) -> None:
+def test_a_node_sees_that_its_workers_made_a_step(tmp_path: Path) -> None:
     agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
     assert not agent.has_stepped()
     worker.report_step()
@@ -27,25 +27,25 @@ def test_an_agent_knows_that_its_workers_have_made_a_step(tmp_path: Path) -> Non
     assert agent.has_stepped()
 
 
-def test_a_step_is_made_also_where_it_cannot_be_told(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_reported_does_not_fail(tmp_path: Path) -> None:
     control = Control(tmp_path / "control")
     (tmp_path / "control").rmdir()
     control.report_step()
     assert not control.has_stepped()
 
 
-def test_without_errors_there_are_none(tmp_path: Path) -> None:
+def test_a_new_control_directory_has_no_errors(tmp_path: Path) -> None:
     assert Control(tmp_path).errors() == []
 
 
-def test_errors_are_told_as_they_were_the_first_in_time_first(tmp_path: Path) -> None:
+def test_errors_are_read_back_unchanged_in_order_of_time(tmp_path: Path) -> None:
     told = [WorkerError(2, "späte\nZeilen", False, 2.0), WorkerError(10, "", False, 1.0)]
     for error in told:
         Control(tmp_path).report_error(error)
     assert Control(tmp_path).errors() == told[::-1]
 
 
-def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) -> None:
+def test_a_fatal_error_comes_before_the_errors_it_caused(tmp_path: Path) -> None:
     cause, consequence = (
         WorkerError(3, "the pack is not there", True, 2.0),
         WorkerError(0, "connection closed", False, 1.0),
@@ -55,7 +55,7 @@ def test_an_error_that_is_hopeless_comes_before_those_it_caused(tmp_path: Path) 
     assert Control(tmp_path).errors() == [cause, consequence]
 
 
-def test_an_error_tells_its_cause_and_step_where_they_are_known(tmp_path: Path) -> None:
+def test_an_error_carries_its_cause_and_step_if_known(tmp_path: Path) -> None:
     plain, known = WorkerError(0, "a", False, 1.0), WorkerError(1, "b", False, 2.0, cause="memory", step=7)
     for error in (plain, known):
         Control(tmp_path).report_error(error)
@@ -63,13 +63,13 @@ def test_an_error_tells_its_cause_and_step_where_they_are_known(tmp_path: Path) 
     assert Control(tmp_path).errors() == [plain, known]
 
 
-def test_an_error_that_is_half_written_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_half_written_error_is_ignored(tmp_path: Path) -> None:
     control = Control(tmp_path)
     (tmp_path / "error-0.part").write_text('{"rank": 0,')
     assert control.errors() == []
 
 
-def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACKTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -80,7 +80,7 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
     assert cache_directory() == tmp_path
 
 
-def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+def test_a_log_that_cannot_be_written_does_not_end_the_process() -> None:
     with Path("/dev/full").open("wb") as full:
         script = "from packtrain.system import say; say('one'); say('two'); raise SystemExit(7)"
         assert subprocess.run([sys.executable, "-u", "-c", script], stdout=full).returncode == 7
@@ -108,7 +108,7 @@ def started(before: str = "", within: str = "pass") -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_worker_that_waits_for_others_in_vain_ends_when_it_is_asked_to(number: signal.Signals) -> None:
+def test_a_signal_ends_a_worker_that_waits_for_a_dead_peer(number: signal.Signals) -> None:
     process = started(within="ctypes.CDLL(None).sleep(600)")
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"
@@ -117,13 +117,13 @@ def test_a_worker_that_waits_for_others_in_vain_ends_when_it_is_asked_to(number:
     process.stdout.close()
 
 
-def test_one_that_was_asked_before_does_not_begin_to_wait() -> None:
+def test_a_worker_signaled_before_the_rendezvous_ends_instead_of_waiting() -> None:
     process = started(before="signal.raise_signal(signal.SIGUSR1)")
     assert process.communicate(timeout=90) == ("", None)
     assert process.returncode == -signal.SIGTERM
 
 
-def test_afterwards_a_signal_is_a_notice_again() -> None:
+def test_after_the_rendezvous_a_signal_only_sets_a_flag() -> None:
     process = started()
     assert process.communicate(timeout=90) == ("waits\ngoes on\nheard True\n", None)
     assert process.returncode == 0

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lives import Plain, engine_weights
 from tiny import SAMPLES, Tiny, tiny_job
 from torch import Tensor, nn
+from workers import Plain, engine_weights
 
 from packtrain.recipes import Batch
 from packtrain.train.engine import Ema, Engine, NonFinite, StepResult
@@ -44,9 +44,7 @@ def same(first: Engine, second: Engine) -> bool:
 
 @pytest.mark.parametrize("pieces", [[range(6), range(6, 8)], [[0], range(1, 8)], [[one] for one in range(8)]])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_batch_in_pieces_however_uneven_makes_the_step_of_the_whole(
-    pieces: list[Sequence[int]], precision: str
-) -> None:
+def test_a_batch_in_uneven_micro_batches_makes_the_same_step(pieces: list[Sequence[int]], precision: str) -> None:
     whole, divided = engine_of(precision=precision), engine_of(precision=precision)
     for engine in (whole, divided):
         engine.precision.scale.value = min(engine.precision.scale.value, 2.0**8)
@@ -72,13 +70,13 @@ def test_the_gradient_is_that_of_the_mean_loss() -> None:
         assert torch.allclose(engine.model.get_parameter(name), wanted, atol=1e-7)
 
 
-def test_a_piece_of_nothing_changes_nothing() -> None:
+def test_an_empty_micro_batch_changes_nothing() -> None:
     whole, padded = engine_of(), engine_of()
     assert float(step(whole, range(4)).loss) == float(step(padded, range(4), []).loss)
     assert all(torch.equal(it, padded.model.get_parameter(name)) for name, it in whole.model.named_parameters())
 
 
-def test_clipping_bounds_the_gradient_and_tells_what_it_was() -> None:
+def test_clipping_bounds_the_gradient_and_returns_its_norm() -> None:
     free, clipped = engine_of(), engine_of(clip=0.01)
     before = {name: parameter.detach().clone() for name, parameter in clipped.model.named_parameters()}
     assert step(clipped, range(8)).gradient_norm == step(free, range(8)).gradient_norm > 0.01
@@ -86,7 +84,7 @@ def test_clipping_bounds_the_gradient_and_tells_what_it_was() -> None:
     assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01 * 0.01, rel=1e-3)
 
 
-def test_every_steps_chance_depends_on_its_number_alone() -> None:
+def test_the_random_numbers_of_a_step_depend_on_its_number_alone() -> None:
     first, second = engine_of(Tiny), engine_of(Tiny)
     step(first, range(8), number=3)
     torch.manual_seed(99)
@@ -97,7 +95,7 @@ def test_every_steps_chance_depends_on_its_number_alone() -> None:
     assert not same(first, other)
 
 
-def test_what_is_measured_is_the_average_where_there_is_one() -> None:
+def test_the_ema_is_evaluated_if_there_is_one() -> None:
     engine = engine_of(ema=0.9)
     step(engine, range(8))
     assert engine.ema is not None
@@ -131,7 +129,7 @@ def spoilt(how: str, **train: Any) -> Engine:
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_that_is_not_finite_is_refused_before_the_weights_change(how: str, precision: str) -> None:
+def test_a_step_that_is_not_finite_fails_before_the_weights_change(how: str, precision: str) -> None:
     engine = spoilt(how, precision=precision, ema=0.9)
     before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     with pytest.raises(NonFinite, match=f"^the {how} of step 6 is not finite$"):
@@ -140,7 +138,7 @@ def test_a_step_that_is_not_finite_is_refused_before_the_weights_change(how: str
     assert not engine.optimizer.state
 
 
-def test_a_step_that_fp16_cannot_hold_is_skipped_and_the_scale_halved() -> None:
+def test_a_step_that_overflows_in_fp16_is_skipped_and_halves_the_scale() -> None:
     engine = spoilt("overflow", precision="fp16")
     before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     stepped = step(engine, range(8))
@@ -149,7 +147,7 @@ def test_a_step_that_fp16_cannot_hold_is_skipped_and_the_scale_halved() -> None:
     assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
 
 
-def test_the_scale_sinks_until_the_gradient_fits() -> None:
+def test_the_scale_halves_until_the_gradient_fits() -> None:
     engine = spoilt("overflow", precision="fp16")
     for number in range(27):
         stepped = step(engine, range(8), number=number)
@@ -169,12 +167,12 @@ def test_after_two_thousand_clean_steps_the_scale_doubles() -> None:
     assert engine.precision.scale.value == 2**9
 
 
-def test_a_loss_that_is_not_a_number_stops_fp16_too() -> None:
+def test_a_nan_loss_stops_fp16_too() -> None:
     with pytest.raises(NonFinite, match=r"^the loss of step 1 is not finite$"):
         step(spoilt("loss", precision="fp16"), range(8))
 
 
-def test_a_gradient_that_overflows_whatever_the_scale_stops_fp16() -> None:
+def test_a_gradient_that_overflows_at_any_scale_stops_fp16() -> None:
     engine = spoilt("gradient", precision="fp16")
     with pytest.raises(NonFinite, match=r"^the gradient of step \d+ is not finite$"):
         for number in range(40):
@@ -182,7 +180,7 @@ def test_a_gradient_that_overflows_whatever_the_scale_stops_fp16() -> None:
     assert engine.precision.scale.exhausted
 
 
-def test_a_model_is_compiled_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_compiled_if_the_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes minutes where it is done: here it is only asked for."""
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda _module, **options: asked.append(options))
@@ -192,7 +190,7 @@ def test_a_model_is_compiled_when_asked(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [{"dynamic": True}]
 
 
-def test_the_average_follows_the_weights_and_does_not_change_them() -> None:
+def test_the_ema_follows_the_weights_and_does_not_change_them() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     average = Ema(model, decay=0.5)
@@ -205,7 +203,7 @@ def test_the_average_follows_the_weights_and_does_not_change_them() -> None:
     assert model.weight.item() == 1.0
 
 
-def test_early_steps_forget_faster() -> None:
+def test_the_decay_of_the_ema_is_smaller_in_early_steps() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     average = Ema(model, decay=0.999)
@@ -214,7 +212,7 @@ def test_early_steps_forget_faster() -> None:
     assert average.model.weight.item() == pytest.approx(1 - 1 / 10)
 
 
-def test_the_average_is_the_formula_over_many_steps() -> None:
+def test_the_ema_follows_its_formula_over_many_steps() -> None:
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
     average = Ema(model, decay=0.9)
@@ -227,7 +225,7 @@ def test_the_average_is_the_formula_over_many_steps() -> None:
     assert torch.allclose(average.model.weight, wanted, atol=1e-6)
 
 
-def test_the_average_is_no_part_of_training() -> None:
+def test_the_ema_needs_no_gradient_and_does_not_train() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     average = Ema(model, decay=0.9)
     assert not average.model.training
@@ -236,7 +234,7 @@ def test_the_average_is_no_part_of_training() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_several_steps_at_once_forget_as_much_as_one_after_the_other() -> None:
+def test_several_ema_steps_at_once_equal_single_ones() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     single, several = Ema(model, decay=0.5), Ema(model, decay=0.5)
@@ -247,7 +245,7 @@ def test_several_steps_at_once_forget_as_much_as_one_after_the_other() -> None:
     assert several.model.weight.item() == pytest.approx(single.model.weight.item())
 
 
-def test_statistics_of_norms_are_taken_over_as_they_are() -> None:
+def test_the_ema_copies_norm_statistics() -> None:
     model = nn.BatchNorm1d(2)
     average = Ema(model, decay=0.9)
     model(torch.randn(8, 2))

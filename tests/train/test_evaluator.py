@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from forking import WorkerForker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nursery import Nursery
 from tiny import Tiny, tiny_engine, tiny_job
 from torch import nn
 
@@ -19,7 +19,7 @@ from packtrain.train.world import StopRequested, World
 
 @settings(deadline=None)
 @given(st.integers(0, 2000), st.integers(0, 2000))
-def test_ids_are_spread_evenly_over_all_and_none_comes_twice(count: int, wanted: int) -> None:
+def test_evaluated_ids_are_evenly_spaced_and_unique(count: int, wanted: int) -> None:
     ids = spread(count, wanted).tolist()
     assert len(ids) == min(count, wanted)
     assert ids == sorted(set(ids))
@@ -30,13 +30,13 @@ def test_ids_are_spread_evenly_over_all_and_none_comes_twice(count: int, wanted:
         assert max(gaps) - min(gaps) <= 1
 
 
-def test_all_are_chosen_where_all_are_wanted() -> None:
+def test_all_ids_are_chosen_if_all_are_wanted() -> None:
     assert spread(7, 7).tolist() == list(range(7))
     assert spread(7, 100).tolist() == list(range(7))
     assert spread(0, 5).tolist() == []
 
 
-def test_an_evaluation_is_the_same_each_time_and_leaves_the_weights_alone() -> None:
+def test_an_evaluation_is_repeatable_and_does_not_change_the_weights() -> None:
     """Dropout must be off, or it would not be."""
     engine, recipe = tiny_engine(), Tiny(tiny_job())
     before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
@@ -47,7 +47,7 @@ def test_an_evaluation_is_the_same_each_time_and_leaves_the_weights_alone() -> N
     assert all(tensor.equal(before[name]) for name, tensor in engine.model.state_dict().items())
 
 
-def test_an_evaluation_that_is_left_early_has_no_scores() -> None:
+def test_an_evaluation_abandoned_for_a_stop_has_no_scores() -> None:
     def leave() -> None:
         raise StopRequested
 
@@ -55,7 +55,7 @@ def test_an_evaluation_that_is_left_early_has_no_scores() -> None:
     assert Evaluator(engine, recipe, World(), 1, pulse=leave).evaluate("valid", 3) is None
 
 
-def test_a_worker_that_has_done_its_part_says_so_before_it_waits_for_the_others() -> None:
+def test_the_watchdog_is_paused_before_a_rank_waits_for_the_others() -> None:
     """How long the others take is not its fault."""
     said: list[str] = []
 
@@ -86,7 +86,7 @@ class Seen(Tiny):
         return super().score(split, decode_ids, parts)
 
 
-def test_what_is_known_of_the_same_weights_is_not_measured_again() -> None:
+def test_known_measurements_of_the_same_weights_are_reused() -> None:
     recipe = Seen(tiny_job())
     evaluator = Evaluator(tiny_engine(), recipe, World(), 1)
     few = evaluator.evaluate("valid", 2)
@@ -99,7 +99,7 @@ def test_what_is_known_of_the_same_weights_is_not_measured_again() -> None:
     assert whole.seconds > few.seconds
 
 
-def test_of_a_recipe_with_outputs_of_its_own_making_all_is_measured_again() -> None:
+def test_outputs_that_match_no_samples_are_measured_again() -> None:
     class Silent(Seen):
         def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
             return replace(super().measure(model, request), outputs=["one for all"])
@@ -112,8 +112,8 @@ def test_of_a_recipe_with_outputs_of_its_own_making_all_is_measured_again() -> N
     assert recipe.scored[-1] == ([0, 1, 2, 3, 4], ["one for all"])
 
 
-def test_the_first_of_several_ranks_scores_for_all_and_numbers_arrive_as_they_are(nursery: Nursery) -> None:
-    first, second = nursery.succeed("score", 2)
+def test_the_first_rank_scores_for_all_ranks_exactly(forker: WorkerForker) -> None:
+    first, second = forker.succeed("score", 2)
     assert (first.pop("scored"), second.pop("scored")) == (1, 0)
     assert first == second
     assert first["third"] == 1 / 3

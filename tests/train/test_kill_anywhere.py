@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import history, weights
-from nursery import Nursery
+from forking import WorkerForker
 from tiny import tiny_job, tiny_run
+from workers import history, weights
 
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -24,9 +24,9 @@ UNHURT = 3  # so many lives in a row that were over before the hour came: there 
 
 
 @pytest.fixture
-def oracle(directory_store: Store, nursery: Nursery, tmp_path: Path) -> Run:
+def oracle(directory_store: Store, forker: WorkerForker, tmp_path: Path) -> Run:
     run = killed_run(directory_store)
-    nursery.succeed("perish", store=directory_store.url, run=run.name, control=str(tmp_path / "oracle"))
+    forker.succeed("train_and_die", store=directory_store.url, run=run.name, control=str(tmp_path / "oracle"))
     assert [step for kind, step in history(run) if kind == "train"] == list(range(1, STEPS + 1))
     assert [step for kind, step in history(run) if kind == "valid"] == [3, 6]
     return run
@@ -41,22 +41,22 @@ def killed_run(store: Store) -> Run:
     return tiny_run(store, job)
 
 
-def is_killed(nursery: Nursery, run: Run, control: Path, **hour: Any) -> bool:
+def is_killed(forker: WorkerForker, run: Run, control: Path, **hour: Any) -> bool:
     """Whether the first life was cut short; the second must go on from there to the same end."""
-    [first] = nursery.live("perish", store=run.store.url, run=run.name, control=f"{control}-1", **hour)
+    [first] = forker.run("train_and_die", store=run.store.url, run=run.name, control=f"{control}-1", **hour)
     assert first.code in (0, -signal.SIGKILL), first.log
     if run.result() is None:
         assert first.code
-        nursery.succeed("perish", store=run.store.url, run=run.name, control=f"{control}-2", generation=2)
+        forker.succeed("train_and_die", store=run.store.url, run=run.name, control=f"{control}-2", generation=2)
     return first.code != 0
 
 
-def kill_everywhere(nursery: Nursery, oracle: Run, tmp_path: Path, kind: str, **how: Any) -> int:
+def kill_everywhere(forker: WorkerForker, oracle: Run, tmp_path: Path, kind: str, **how: Any) -> int:
     wanted, digests = history(oracle), weights(oracle)
     unhurt = 0
     for number in count(1):
         run = killed_run(oracle.store)
-        killed = is_killed(nursery, run, tmp_path / f"control-{number}", **{kind: number}, **how)
+        killed = is_killed(forker, run, tmp_path / f"control-{number}", **{kind: number}, **how)
         result = run.result()
         assert result is not None
         assert (result.status, result.step) == ("finished", STEPS), number
@@ -70,29 +70,28 @@ def kill_everywhere(nursery: Nursery, oracle: Run, tmp_path: Path, kind: str, **
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_operation_on_the_store_a_run_ends_as_if_nothing_had_happened(
-    nursery: Nursery, oracle: Run, tmp_path: Path, after: bool
+def test_a_run_killed_at_any_store_operation_ends_like_an_uninterrupted_one(
+    forker: WorkerForker, oracle: Run, tmp_path: Path, after: bool
 ) -> None:
-    assert kill_everywhere(nursery, oracle, tmp_path, "operation", after=after) > 20
+    assert kill_everywhere(forker, oracle, tmp_path, "operation", after=after) > 20
 
 
 @pytest.mark.timeout(900)
-def test_killed_at_any_point_of_the_loop_a_run_ends_as_if_nothing_had_happened(
-    nursery: Nursery, oracle: Run, tmp_path: Path
+def test_a_run_killed_anywhere_in_the_loop_ends_like_an_uninterrupted_one(
+    forker: WorkerForker, oracle: Run, tmp_path: Path
 ) -> None:
-    assert kill_everywhere(nursery, oracle, tmp_path, "mark") > 5 * STEPS
+    assert kill_everywhere(forker, oracle, tmp_path, "mark") > 5 * STEPS
 
 
-def test_killed_again_and_again_a_run_still_ends_as_if_nothing_had_happened(
-    nursery: Nursery, oracle: Run, tmp_path: Path
+def test_a_run_killed_repeatedly_ends_like_an_uninterrupted_one(
+    forker: WorkerForker, oracle: Run, tmp_path: Path
 ) -> None:
     run = killed_run(oracle.store)
     for generation in count(1):
-        [lived] = nursery.live(
-            "perish", store=run.store.url, run=run.name, control=str(Control(tmp_path / str(generation)).directory),
-            generation=generation, mark=24, recipe="slow",
-        )  # fmt: skip
-        if lived.code == 0:
+        control = str(Control(tmp_path / str(generation)).directory)
+        where = {"store": run.store.url, "run": run.name, "control": control}
+        [exited] = forker.run("train_and_die", **where, generation=generation, mark=24, recipe="slow")
+        if exited.code == 0:
             break
         assert generation < 50, "a life is long enough for a commit"
     assert generation > 1

@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("make", [a_model, a_model_with_channels_last])
-def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(
+def test_optimizer_state_restored_from_a_file_continues_bit_for_bit(
     tmp_path: Path, make: Callable[[], nn.Module], kind: str
 ) -> None:
     settings = kind_class(OPTIMIZERS, kind).model_validate({"decay": 0.1})
@@ -64,7 +64,7 @@ def test_a_state_that_went_through_a_file_leads_to_the_same_steps_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_state_that_is_not_restored_leads_elsewhere(kind: str) -> None:
+def test_without_its_state_an_optimizer_makes_other_steps(kind: str) -> None:
     """So that the test above proves something."""
     straight, resumed = a_model(), a_model()
     settings = kind_class(OPTIMIZERS, kind).model_validate({})
@@ -76,7 +76,7 @@ def test_a_state_that_is_not_restored_leads_elsewhere(kind: str) -> None:
     assert not torch.equal(next(straight.parameters()), next(resumed.parameters()))
 
 
-def test_the_state_has_names_that_say_whose_it_is() -> None:
+def test_optimizer_state_is_named_after_its_parameters() -> None:
     model = a_model()
     optimizer = AdamSettings().build(model)
     assert optimizer_tensors(optimizer, model) == {}
@@ -86,7 +86,7 @@ def test_the_state_has_names_that_say_whose_it_is() -> None:
     assert {name.rpartition("/")[0] for name in names} == {name for name, _ in model.named_parameters()}
 
 
-def test_what_is_loaded_is_a_copy() -> None:
+def test_loaded_optimizer_state_is_a_copy() -> None:
     model = a_model()
     optimizer = AdamSettings().build(model)
     train(model, optimizer, range(1))
@@ -114,7 +114,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
 
-def test_without_a_momentum_there_is_no_state() -> None:
+def test_sgd_without_momentum_has_no_state() -> None:
     model = a_model()
     optimizer = SgdSettings(momentum=0.0).build(model)
     train(model, optimizer, range(2))
@@ -122,7 +122,7 @@ def test_without_a_momentum_there_is_no_state() -> None:
     load_optimizer(optimizer, model, {})
 
 
-def test_the_decay_of_adamw_is_taken_off_the_weights_and_that_of_adam_goes_through_its_moments() -> None:
+def test_adamw_decays_the_weights_and_adam_decays_through_its_moments() -> None:
     """With a gradient of nothing AdamW shrinks by rate x decay, and Adam steps by its rate."""
     for settings, wanted in ((AdamWSettings(decay=0.1), 1 - 0.01 * 0.1), (AdamSettings(decay=0.1), 1 - 0.01)):
         model = nn.Linear(1, 1, bias=False)
@@ -134,7 +134,7 @@ def test_the_decay_of_adamw_is_taken_off_the_weights_and_that_of_adam_goes_throu
         assert model.weight.item() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_state_of_another_model_is_refused_by_name() -> None:
+def test_optimizer_state_of_another_model_is_refused_by_name() -> None:
     model = a_model()
     optimizer = AdamSettings().build(model)
     train(model, optimizer, range(1))
@@ -152,7 +152,7 @@ def test_a_weight_that_never_had_a_gradient_has_no_state_and_needs_none() -> Non
     assert optimizer_tensors(optimizer, model).keys() == kept.keys()
 
 
-def test_all_of_a_restored_state_is_where_the_weights_are() -> None:
+def test_restored_optimizer_state_is_on_the_device_of_the_weights() -> None:
     """Its counter too: a fused optimiser refuses one that is elsewhere. Here the other device is one without memory."""
     model = nn.Linear(4, 2, device="meta")
     optimizer = torch.optim.Adam(model.parameters())

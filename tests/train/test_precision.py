@@ -28,18 +28,18 @@ def test_auto_is_fp32_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(("can_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_auto_is_what_the_gpu_can_do(monkeypatch: pytest.MonkeyPatch, can_bf16: bool, chosen: str) -> None:
+def test_auto_follows_what_the_gpu_supports(monkeypatch: pytest.MonkeyPatch, can_bf16: bool, chosen: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or can_bf16)
     assert resolve(settings("auto"), GPU) == chosen
 
 
-def test_auto_is_never_fp16_where_every_worker_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_never_fp16_with_local_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     assert resolve(settings("auto", exchange={"local": {"every": "2 steps"}}), GPU) == "fp32"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_persons_choice_is_kept(precision: str) -> None:
+def test_an_explicit_precision_is_kept(precision: str) -> None:
     assert resolve(settings(precision), CPU) == precision
     assert resolve(settings(precision), GPU) == precision
 
@@ -47,7 +47,7 @@ def test_a_persons_choice_is_kept(precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_products_are_computed_in_the_precision_and_weights_stay(name: str, dtype: torch.dtype) -> None:
+def test_matrix_products_use_the_precision_and_weights_stay_fp32(name: str, dtype: torch.dtype) -> None:
     layer = torch.nn.Linear(4, 4)
     with Precision(settings(name), CPU).compute():
         assert layer(torch.ones(1, 4)).dtype == dtype
@@ -67,7 +67,7 @@ def test_only_fp16_scales_the_loss(name: str) -> None:
     assert Precision(settings("fp16"), CPU).scale.value == FIRST_LOSS_SCALE == 2**14
 
 
-def test_an_overflow_halves_and_two_thousand_clean_steps_double() -> None:
+def test_an_overflow_halves_the_scale_and_two_thousand_clean_steps_double_it() -> None:
     scale = LossScale(enabled=True)
     scale.overflowed()
     assert scale.value == 2**13
@@ -78,7 +78,7 @@ def test_an_overflow_halves_and_two_thousand_clean_steps_double() -> None:
     assert (scale.value, scale.clean_steps) == (2**14, 0)
 
 
-def test_an_overflow_begins_the_count_anew() -> None:
+def test_an_overflow_resets_the_count_of_clean_steps() -> None:
     scale = LossScale(enabled=True)
     for _ in range(CLEAN_STEPS_TO_DOUBLE - 1):
         scale.fitted()
@@ -87,7 +87,7 @@ def test_an_overflow_begins_the_count_anew() -> None:
     assert (scale.value, scale.clean_steps) == (2**13, 1)
 
 
-def test_a_scale_that_sinks_too_far_is_given_up() -> None:
+def test_a_scale_below_the_minimum_is_exhausted() -> None:
     scale = LossScale(enabled=True)
     while not scale.exhausted:
         scale.overflowed()

@@ -47,7 +47,7 @@ def fired_in_time(every: float, ends: list[float], takes: float, start: float = 
     return answers
 
 
-def test_every_so_many_steps_means_at_each_multiple() -> None:
+def test_an_interval_in_steps_is_due_at_each_multiple() -> None:
     assert fired(Duration(3, "steps"), list(range(11))) == [3, 6, 9]
 
 
@@ -56,7 +56,7 @@ def test_nothing_is_due_at_the_start() -> None:
     assert fired(Duration(1, "steps"), [0, 1]) == [1]
 
 
-def test_what_has_no_interval_is_never_due() -> None:
+def test_without_an_interval_nothing_is_ever_due() -> None:
     assert not Recurring(None, 7.0).due(at(0), at(1_000_000))
 
 
@@ -64,37 +64,37 @@ def test_what_has_no_interval_is_never_due() -> None:
 @pytest.mark.parametrize(
     "every", [Fraction(1, 10), Fraction(3, 10), Fraction(1, 100), Fraction(11, 10), Fraction(1, 3)]
 )
-def test_a_fraction_of_an_epoch_misses_no_mark_by_rounding(batches: int, every: Fraction) -> None:
+def test_rounding_skips_no_multiple_of_a_fraction_of_an_epoch(batches: int, every: Fraction) -> None:
     exact = [Fraction(number, batches) for number in range(12 * batches)]
     values = [number // batches + number % batches / batches for number in range(12 * batches)]
     wanted = [values[number] for number in range(1, len(exact)) if exact[number] // every > exact[number - 1] // every]
     assert fired(Duration(float(every), "epochs"), values) == wanted
 
 
-def test_a_time_is_due_at_the_first_step_after_it_and_from_then_on_until_it_is_over() -> None:
+def test_an_interval_in_time_stays_due_until_it_is_done() -> None:
     assert fired(Duration(10, "seconds"), [0.0, 4.0, 9.9, 10.1, 19.0]) == [10.1, 19.0]
 
 
-def test_a_time_is_counted_from_the_end_of_what_was_due() -> None:
+def test_an_interval_in_time_counts_from_the_end_of_the_last_occurrence() -> None:
     """What is due at 10 is begun at 12, when that is known, and ends at 18; the next clock is that of 20."""
     seconds = [float(number) for number in range(2, 60, 2)]
     assert fired_in_time(10, seconds, takes=6) == [10.0, 30.0, 50.0, 70.0]
 
 
 @pytest.mark.parametrize("takes", [0.0, 0.1, 0.25, 3.0])
-def test_what_takes_longer_than_its_interval_still_lets_training_go_on(takes: float) -> None:
+def test_an_evaluation_longer_than_its_interval_still_lets_training_continue(takes: float) -> None:
     steps = [0.02 * number for number in range(1, 200)]
     answers = fired_in_time(0.2, steps, takes)
     assert 15 <= len(answers) <= 18, "every ten steps, and a step or two to hear of the clock"
 
 
-def test_a_run_that_goes_on_counts_from_the_multiple_before() -> None:
+def test_a_resumed_run_counts_time_from_the_previous_multiple() -> None:
     assert fired_in_time(600, [1190.0, 1195.0, 1201.0, 1300.0], 0.0, start=1150.0) == [1201.0]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 50), st.lists(st.integers(0, 60), min_size=1, max_size=40))
-def test_each_multiple_that_is_passed_is_answered_once_whatever_the_size_of_steps(every: int, sizes: list[int]) -> None:
+def test_each_multiple_is_due_exactly_once_whatever_the_step_size(every: int, sizes: list[int]) -> None:
     values = list(accumulate(sizes, initial=0))
     for before, now in pairwise(values):
         multiples = [one for one in range(before + 1, now + 1) if one % every == 0]
@@ -107,7 +107,7 @@ def test_each_multiple_that_is_passed_is_answered_once_whatever_the_size_of_step
     st.lists(st.floats(0, 50, allow_nan=False), min_size=1, max_size=40),
     st.floats(0, 500),
 )
-def test_of_times_too_none_comes_too_early(every: float, pauses: list[float], takes: float) -> None:
+def test_an_interval_in_time_is_never_due_early(every: float, pauses: list[float], takes: float) -> None:
     answers = fired_in_time(every, list(accumulate(pauses)), takes)
     assert all(later - earlier >= (takes + every) * (1 - 1e-9) for earlier, later in pairwise(answers))
 
@@ -118,7 +118,7 @@ def test_of_times_too_none_comes_too_early(every: float, pauses: list[float], ta
     st.lists(st.integers(1, 30), min_size=2, max_size=30),
     st.data(),
 )
-def test_a_run_that_is_resumed_anywhere_answers_as_one_that_was_not(
+def test_a_resumed_run_is_due_at_the_same_steps_as_an_uninterrupted_one(
     every: int, sizes: list[int], data: st.DataObject
 ) -> None:
     """There is no state but how far the run has come."""
@@ -139,14 +139,14 @@ def test_a_goal_is_reached_in_its_own_unit(unit: str) -> None:
 
 
 @pytest.mark.parametrize(("goal", "epoch", "batch", "batches"), [(1.36, 1, 9, 25), (2.28, 2, 7, 25), (0.3, 0, 3, 10)])
-def test_a_goal_in_parts_of_an_epoch_is_not_missed_by_rounding(
+def test_rounding_does_not_miss_a_goal_in_fractions_of_an_epoch(
     goal: float, epoch: int, batch: int, batches: int
 ) -> None:
     assert reached(Duration(goal, "epochs"), at(epoch + batch / batches, "epochs"))
     assert not reached(Duration(goal, "epochs"), at(epoch + (batch - 1) / batches, "epochs"))
 
 
-def test_saves_are_the_further_apart_the_longer_one_takes_and_the_closer_the_more_fails() -> None:
+def test_the_save_interval_grows_with_the_cost_of_a_save_and_shrinks_with_failures() -> None:
     assert save_interval(2.0, 1.0, 0, 3600.0) == pytest.approx((2 * 2.0 * (4 * 3600 + 3600)) ** 0.5)
     assert save_interval(2.0, 1.0, 4, 3600.0) == pytest.approx((2 * 2.0 * 5 * 3600 / 5) ** 0.5)
     assert save_interval(8.0, 1.0, 0, 0.0) == pytest.approx(2 * save_interval(2.0, 1.0, 0, 0.0))
@@ -154,7 +154,7 @@ def test_saves_are_the_further_apart_the_longer_one_takes_and_the_closer_the_mor
 
 @settings(deadline=None)
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.integers(0, 1000), st.floats(0, 1e7))
-def test_saves_are_never_too_close_nor_too_far_apart(save: float, commit: float, failures: int, elapsed: float) -> None:
+def test_the_save_interval_stays_within_its_bounds(save: float, commit: float, failures: int, elapsed: float) -> None:
     interval = save_interval(save, commit, failures, elapsed)
     assert SHORTEST_SAVE_INTERVAL <= interval <= LONGEST_SAVE_INTERVAL
     assert interval >= min(LONGEST_SAVE_INTERVAL, 2 * commit), (

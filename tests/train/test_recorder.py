@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from lives import Slow
-from nursery import Nursery
+from forking import WorkerForker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import tiny_job, tiny_run
+from workers import Slow
 
 from packtrain.run.records import Point, TimeSpent
 from packtrain.run.run import Run
@@ -22,7 +22,7 @@ from parts.faulty import FaultyStore
 from parts.runs import new_run
 
 
-def test_marks_leave_nothing_out() -> None:
+def test_clock_marks_leave_no_gap() -> None:
     began = time.perf_counter()
     clock = Clock()
     for span in ("data", "forward", "data", "backward"):
@@ -36,7 +36,7 @@ def test_marks_leave_nothing_out() -> None:
     assert clock.take() == {}
 
 
-def test_what_is_taken_begins_anew_and_time_from_before_can_be_added() -> None:
+def test_taking_resets_the_clock_and_earlier_time_can_be_added() -> None:
     clock = Clock()
     clock.add("start", 2.0)
     assert clock.spent("start") == 2.0
@@ -44,7 +44,7 @@ def test_what_is_taken_begins_anew_and_time_from_before_can_be_added() -> None:
     assert clock.spent("start") == 0.0
 
 
-def test_who_waits_for_the_slowest_is_told_from_who_exchanges() -> None:
+def test_waiting_for_the_slowest_rank_is_told_from_communication() -> None:
     """All are done at once: what the slowest took is the exchange, and what others took more they waited."""
     outcome = StepTotals(0.0, False, False, False, 0.0, (0.5, 0.125, 0.25))
     assert [outcome.waited(rank) for rank in range(3)] == [0.375, 0.0, 0.125]
@@ -87,7 +87,7 @@ def test_the_spans_of_a_run_add_up_to_its_time(directory_store: Store, control: 
     assert min(total.values()) >= 0
 
 
-def test_a_step_says_where_its_time_went(directory_store: Store, control: Control) -> None:
+def test_every_step_records_where_its_time_went(directory_store: Store, control: Control) -> None:
     run = tiny_run(directory_store, SLOW)
     Trainer(run, Slow(run.job), World(), 1, control).train()
     for point in run.metrics():
@@ -97,12 +97,12 @@ def test_a_step_says_where_its_time_went(directory_store: Store, control: Contro
             assert point.values["forward_seconds"] >= Slow.forward_seconds
 
 
-def test_every_rank_says_where_its_time_went_and_who_waited_for_whom(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+def test_every_rank_records_its_time_and_what_it_waited_for(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
     """The second rank is the slow one: the first waits for it at every step, and it for nobody."""
     run = tiny_run(directory_store, tiny_job())
-    nursery.succeed("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "control"), recipe="lame")
+    forker.succeed("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "control"), recipe="lame")
     spent = of_rank(run)
     assert spent.keys() == {0, 1}
     assert spent[0]["wait"] > 8 * Slow.forward_seconds
@@ -138,7 +138,7 @@ def scalars(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float, f
     return [(one.step, one.value, one.wall_time) for one in accumulator.Scalars(tag)]
 
 
-def test_tensorboard_reads_what_was_written_over_several_files_in_order(any_store: Store, tmp_path: Path) -> None:
+def test_tensorboard_reads_several_event_files_in_order(any_store: Store, tmp_path: Path) -> None:
     run = new_run(any_store)
     writer = TensorBoardWriter(run, generation=1)
     writer.append(a_point(1, 4.0))
@@ -154,7 +154,7 @@ def test_tensorboard_reads_what_was_written_over_several_files_in_order(any_stor
     assert scalars(accumulator, "valid/loss") == [(3, 9.0, 1003.0)]
 
 
-def test_a_later_generation_takes_over_from_the_step_it_goes_on_from(directory_store: Store, tmp_path: Path) -> None:
+def test_tensorboard_shows_a_later_generation_from_its_first_step_on(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for generation, steps, loss in ((1, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
         writer = TensorBoardWriter(run, generation)
@@ -165,7 +165,7 @@ def test_a_later_generation_takes_over_from_the_step_it_goes_on_from(directory_s
     assert values == {1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
 
 
-def test_files_are_few_unless_one_is_wanted_now(directory_store: Store) -> None:
+def test_event_files_are_written_rarely_unless_requested_now(directory_store: Store) -> None:
     run = new_run(directory_store)
     writer = TensorBoardWriter(run, 1)
     writer.flush(now=True)
@@ -177,7 +177,7 @@ def test_files_are_few_unless_one_is_wanted_now(directory_store: Store) -> None:
     assert len(files(run)) == 1
 
 
-def test_points_that_could_not_be_put_come_later(directory_store: Store, tmp_path: Path) -> None:
+def test_points_that_could_not_be_put_are_put_later(directory_store: Store, tmp_path: Path) -> None:
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     writer = TensorBoardWriter(run, 1)

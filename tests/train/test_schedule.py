@@ -34,7 +34,7 @@ def at(step: int, epoch: float = 0.0) -> Progress:
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_schedule_has_a_rate_at_every_moment_that_depends_on_nothing_else(kind: str) -> None:
+def test_the_rate_of_every_schedule_depends_on_progress_alone(kind: str) -> None:
     first, second = (rate(kind, duration="10 steps", **EXAMPLES[kind]) for _ in range(2))
     forwards = [first(at(step)) for step in range(15)]
     backwards = [second(at(step)) for step in reversed(range(15))]
@@ -65,12 +65,12 @@ def test_the_peak_is_reached_at_the_end_of_the_warm_up_and_nowhere_else(warmup: 
         assert noam(at(warmup - 2)) < noam(at(warmup - 1))
 
 
-def test_the_warm_up_is_a_straight_line() -> None:
+def test_the_warm_up_is_linear() -> None:
     noam = rate("noam", warmup="100 steps", peak=1.0)
     assert [noam(at(step)) for step in range(100)] == pytest.approx([(step + 1) / 100 for step in range(100)])
 
 
-def test_scale_and_peak_say_the_same_in_different_words() -> None:
+def test_scale_and_peak_describe_the_same_curve() -> None:
     by_scale = rate("noam", 256, warmup="400 steps", scale=2.0)
     by_peak = rate("noam", 256, warmup="400 steps", peak=2.0 * 256**-0.5 * 400**-0.5)
     assert [by_scale(at(step)) for step in range(1000)] == pytest.approx([by_peak(at(step)) for step in range(1000)])
@@ -83,7 +83,7 @@ def test_a_constant_rate_does_not_change() -> None:
     assert {rate("constant", rate=0.25)(at(step)) for step in (0, 1, 10_000)} == {0.25}
 
 
-def test_one_cycle_goes_up_and_down_along_a_cosine() -> None:
+def test_one_cycle_rises_and_falls_along_a_cosine() -> None:
     cycle = rate("one_cycle", peak=2.0, warmup=0.25, start=0.1, end=0.01)
     assert cycle(at(0)) == pytest.approx(0.2)
     assert cycle(at(25)) == pytest.approx(2.0)
@@ -93,7 +93,7 @@ def test_one_cycle_goes_up_and_down_along_a_cosine() -> None:
     assert cycle(at(70)) == pytest.approx(2.0 * (0.01 + (1.0 - 0.01) * (1 + math.cos(math.pi * 45 / 75)) / 2))
 
 
-def test_one_cycle_goes_by_epochs_where_the_run_does() -> None:
+def test_one_cycle_counts_epochs_if_the_run_does() -> None:
     cycle = rate("one_cycle", duration="10 epochs", peak=2.0, warmup=0.5)
     assert cycle(at(0, 5.0)) == pytest.approx(2.0)
     assert cycle(at(12345, 5.0)) == cycle(at(0, 5.0))
@@ -108,7 +108,7 @@ def test_a_cosine_warms_up_falls_to_its_floor_and_stays_there() -> None:
     assert cosine(at(101)) == pytest.approx(0.1)
 
 
-def test_a_cosine_without_a_warm_up_begins_at_its_peak() -> None:
+def test_a_cosine_without_warm_up_starts_at_its_peak() -> None:
     assert rate("cosine", peak=1.0)(at(0)) == 1.0
 
 
@@ -118,25 +118,25 @@ def test_a_rate_steps_down_by_its_factor_every_so_often() -> None:
     assert [down(at(0, epoch)) for epoch in epochs] == pytest.approx([0.05, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
-def test_a_factor_may_halve() -> None:
+def test_a_step_factor_may_be_one_half() -> None:
     down = rate("step", rate=0.8, every="10 steps", factor=0.5)
     assert [down(at(step)) for step in (0, 9, 10, 25, 39)] == pytest.approx([0.8, 0.8, 0.4, 0.2, 0.1])
 
 
-def test_a_rate_steps_down_at_every_mark_that_is_a_fraction_of_an_epoch() -> None:
+def test_a_rate_steps_down_at_every_multiple_of_a_fraction_of_an_epoch() -> None:
     down = rate("step", duration="2 epochs", rate=1.0, every="0.1 epochs", factor=0.5)
     moments = [at(10 * epoch + batch, epoch + batch / 10) for epoch in range(2) for batch in range(10)]
     assert [down(one) for one in moments] == [0.5**number for number in range(20)]
 
 
-def test_a_phase_begins_with_its_own_rate_also_at_a_fraction_of_an_epoch() -> None:
+def test_a_phase_starts_with_its_own_rate_also_within_an_epoch() -> None:
     lines = [{"until": "1.36 epochs", "rate": [0.1, 0.1]}, {"until": "2 epochs", "rate": [0.25, 0.5]}]
     rates = rate("phases", duration="2 epochs", phases=lines)
     assert rates(at(33, 1 + 8 / 25)) == pytest.approx(0.1)
     assert rates(at(34, 1 + 9 / 25)) == 0.25
 
 
-def test_phases_are_straight_lines() -> None:
+def test_phases_are_linear() -> None:
     lines = rate("phases", **EXAMPLES["phases"])
     assert lines(at(0)) == pytest.approx(0.01)
     assert lines(at(4)) == pytest.approx(0.01 + 0.09 * 4 / 5)

@@ -58,7 +58,7 @@ def taken(engine: Engine, description: Description = DESCRIPTION, copier: Snapsh
     return snapshot
 
 
-def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_restored_state_continues_bit_for_bit(tmp_path: Path) -> None:
     straight = saved(tmp_path / "saved")
     resumed = tiny_engine(tiny_job(train={"ema": 0.9}))
     assert restore(resumed, tmp_path / "saved", DESCRIPTION, 0) == PROGRESS
@@ -67,7 +67,7 @@ def test_a_state_that_is_restored_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor, resumed.evaluation_model().state_dict()[name]), name
 
 
-def test_a_snapshot_is_of_its_moment_though_it_is_copied_while_the_next_step_computes() -> None:
+def test_a_snapshot_is_consistent_although_it_is_copied_during_the_next_step() -> None:
     engine, copier, held = tiny_engine(AVERAGED), SnapshotCopier(), threading.Event()
     step(engine, range(3))
     expected = {
@@ -90,7 +90,7 @@ def test_a_snapshot_is_of_its_moment_though_it_is_copied_while_the_next_step_com
             assert torch.equal(tensor, expected[name][key]), f"{name} {key}"
 
 
-def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
+def test_a_state_consists_of_safetensors_and_json_only(tmp_path: Path) -> None:
     files = taken(saved(tmp_path / "saved")).write(tmp_path)
     assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, EMA_FILE}
     assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
@@ -106,7 +106,9 @@ def test_a_state_is_made_of_safetensors_and_json_alone(tmp_path: Path) -> None:
         ({"model": {"size": "base"}}, "the checkpoint's model is .*, but the run's is {'size': 'base'}"),
     ],
 )
-def test_a_state_is_not_loaded_into_something_else(tmp_path: Path, change: dict[str, object], line: str) -> None:
+def test_a_state_of_another_recipe_pack_or_model_is_refused(
+    tmp_path: Path, change: dict[str, object], line: str
+) -> None:
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
     before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
@@ -118,13 +120,13 @@ def test_a_state_is_not_loaded_into_something_else(tmp_path: Path, change: dict[
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
 
 
-def test_other_versions_and_another_progress_do_not_matter(tmp_path: Path) -> None:
+def test_versions_and_progress_may_differ(tmp_path: Path) -> None:
     saved(tmp_path / "saved", replace(DESCRIPTION, versions={"torch": "1.0"}))
     expected = replace(DESCRIPTION, progress=Progress())
     assert restore(tiny_engine(AVERAGED), tmp_path / "saved", expected, 0).step == 7
 
 
-def test_a_model_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
     engine.model.out = torch.nn.Linear(5, 1)
@@ -135,7 +137,7 @@ def test_a_model_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None
         check(engine, tmp_path / "saved", DESCRIPTION)
 
 
-def test_a_model_with_other_parts_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_missing_or_extra_weights_are_refused_in_one_line(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     engine = tiny_engine(AVERAGED)
     engine.model.more = torch.nn.Linear(1, 1, bias=False)
@@ -145,7 +147,7 @@ def test_a_model_with_other_parts_is_refused_in_one_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", [STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, EMA_FILE])
 @pytest.mark.parametrize("damage", ["missing", "garbage", "cut off", "pickle"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     saved(tmp_path / "saved")
     path = tmp_path / "saved" / name
     data = path.read_bytes()
@@ -161,7 +163,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: 
         check(engine, tmp_path / "saved", DESCRIPTION)
 
 
-def test_what_was_saved_passes_the_check(tmp_path: Path) -> None:
+def test_a_saved_state_passes_the_check(tmp_path: Path) -> None:
     check(saved(tmp_path / "saved"), tmp_path / "saved", DESCRIPTION)
 
 
@@ -178,7 +180,7 @@ def test_the_loss_scale_of_fp16_survives_a_restart(tmp_path: Path) -> None:
     assert other.precision.scale.value == 1.0
 
 
-def test_a_state_of_local_steps_is_not_loaded_where_gradients_are_averaged(tmp_path: Path) -> None:
+def test_a_state_of_local_steps_is_refused_by_ddp(tmp_path: Path) -> None:
     local = tiny_engine(tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
     step(local, range(2))
     taken(local).write(tmp_path)
@@ -186,7 +188,7 @@ def test_a_state_of_local_steps_is_not_loaded_where_gradients_are_averaged(tmp_p
         restore(tiny_engine(), tmp_path, DESCRIPTION, 0)
 
 
-def test_what_is_copied_at_once_may_change_the_next_moment() -> None:
+def test_tensors_copied_at_once_may_change_immediately() -> None:
     statistic, weight = torch.zeros(3), torch.ones(3)
     copies = SnapshotCopier().begin({"model": {"statistic": statistic, "weight": weight}}, {("model", "statistic")})
     statistic += 1
@@ -196,7 +198,7 @@ def test_what_is_copied_at_once_may_change_the_next_moment() -> None:
     assert copied["weight"].tolist() == [1, 1, 1]
 
 
-def test_memory_that_is_given_back_is_used_again_and_no_other() -> None:
+def test_only_returned_memory_is_reused() -> None:
     copier, weights = SnapshotCopier(), {"model": {"weight": torch.arange(4.0)}}
     first = copier.begin(weights)
     copier.give_back(first)
@@ -207,7 +209,7 @@ def test_memory_that_is_given_back_is_used_again_and_no_other() -> None:
     assert second["model"]["weight"].tolist() == [1, 2, 3, 4]
 
 
-def test_what_does_not_fit_a_copy_gets_memory_of_its_own() -> None:
+def test_a_tensor_of_another_shape_gets_new_memory() -> None:
     copier = SnapshotCopier()
     copier.give_back(copier.begin({"model": {"weight": torch.zeros(4)}}))
     files = {"model": {"weight": torch.ones(5), "bias": torch.ones(1)}, "other": {"x": torch.ones(2)}}
@@ -215,7 +217,7 @@ def test_what_does_not_fit_a_copy_gets_memory_of_its_own() -> None:
     assert {name: len(it) for part in copied.values() for name, it in part.items()} == {"weight": 5, "bias": 1, "x": 2}
 
 
-def test_numbers_keep_their_kind_and_need_no_gradient() -> None:
+def test_copies_keep_their_dtype_and_need_no_gradient() -> None:
     tensors = {
         "half": torch.ones(2, dtype=torch.float16),
         "count": torch.tensor(3),

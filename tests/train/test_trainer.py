@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from lives import Interrupted, history, losses, weights
+from forking import WorkerForker
 from numpy.typing import NDArray
-from nursery import Nursery
 from test_schedule import EXAMPLES
 from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
+from workers import Interrupted, history, losses, weights
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
@@ -59,7 +59,7 @@ def train_to_the_end(run: Run, tmp_path: Path) -> None:
     assert result.status == "finished"
 
 
-def test_a_stop_is_heard_while_data_does_not_come(directory_store: Store, control: Control, tmp_path: Path) -> None:
+def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, control: Control, tmp_path: Path) -> None:
     class Starved(Interrupted):
         batches, go_on = 0, threading.Event()
 
@@ -77,7 +77,7 @@ def test_a_stop_is_heard_while_data_does_not_come(directory_store: Store, contro
     assert list(losses(run)) == list(range(1, STEPS + 1))
 
 
-def test_a_score_that_is_not_a_number_is_never_the_best(directory_store: Store, control: Control) -> None:
+def test_a_nan_score_is_never_the_best(directory_store: Store, control: Control) -> None:
     class Scored(Tiny):
         scores = iter([math.nan, 1.0, 5.0, math.nan, 0.5, 0.5])
 
@@ -90,9 +90,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best(directory_store: Store, 
     assert [(one.step, one.score) for one in committed(run)] == [(6, 5.0), (10, 0.5)]
 
 
-def test_at_the_goal_the_run_is_finished_and_the_result_is_the_last_thing_written(
-    directory_store: Store, control: Control
-) -> None:
+def test_the_result_is_the_last_thing_written_at_the_goal(directory_store: Store, control: Control) -> None:
     """Whoever sees the result may end this process at once: nothing else may be missing by then."""
     store = FaultyStore(directory_store)
     run = tiny_run(store)
@@ -108,7 +106,7 @@ def test_at_the_goal_the_run_is_finished_and_the_result_is_the_last_thing_writte
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, IN_EPOCH, STEPS - 1, STEPS])
-def test_a_run_that_is_stopped_at_any_step_goes_on_bit_for_bit(
+def test_a_run_stopped_at_any_step_resumes_bit_for_bit(
     directory_store: Store, control: Control, tmp_path: Path, at: int
 ) -> None:
     straight, stopped = tiny_run(directory_store), tiny_run(directory_store)
@@ -122,7 +120,7 @@ def test_a_run_that_is_stopped_at_any_step_goes_on_bit_for_bit(
     assert weights(stopped) == weights(straight)
 
 
-def test_a_step_that_dies_is_made_again_from_the_last_checkpoint(directory_store: Store, control: Control) -> None:
+def test_a_failed_step_is_repeated_from_the_last_checkpoint(directory_store: Store, control: Control) -> None:
     def die() -> None:
         raise KeyboardInterrupt
 
@@ -136,7 +134,7 @@ def test_a_step_that_dies_is_made_again_from_the_last_checkpoint(directory_store
     assert history(broken) == history(straight)
 
 
-def test_a_run_that_was_at_its_goal_already_only_writes_the_result(directory_store: Store, control: Control) -> None:
+def test_a_run_already_at_its_goal_only_writes_the_result(directory_store: Store, control: Control) -> None:
     run = tiny_run(directory_store)
     train(run, control)
     run.reopen()
@@ -172,7 +170,7 @@ def test_a_superseded_generation_writes_no_result(directory_store: Store, contro
 # Ends.
 
 
-def test_a_stop_at_an_epochs_end_neither_repeats_nor_skips(
+def test_a_stop_at_the_end_of_an_epoch_neither_repeats_nor_skips_samples(
     directory_store: Store, control: Control, tmp_path: Path
 ) -> None:
     """The vote of step 5 is counted with step 6, which ends the epoch."""
@@ -188,10 +186,8 @@ def test_a_stop_at_an_epochs_end_neither_repeats_nor_skips(
     assert weights(stopped) == weights(straight)
 
 
-def test_an_evaluation_that_was_left_for_a_stop_is_made_when_the_run_goes_on(
-    directory_store: Store, tmp_path: Path
-) -> None:
-    class Called(Tiny):
+def test_an_evaluation_abandoned_for_a_stop_is_made_after_the_resume(directory_store: Store, tmp_path: Path) -> None:
+    class Signaled(Tiny):
         """Is told to go in the middle of its first evaluation."""
 
         def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
@@ -201,10 +197,10 @@ def test_an_evaluation_that_was_left_for_a_stop_is_made_when_the_run_goes_on(
     job = tiny_job(evaluate={"every": "3 steps"})
     straight, stopped = tiny_run(directory_store, job), tiny_run(directory_store, job)
     train(straight, new_control(tmp_path, "straight"))
-    train(stopped, new_control(tmp_path, "first"), Called(job))
+    train(stopped, new_control(tmp_path, "first"), Signaled(job))
     assert [one.step for one in committed(stopped)] == [3]
     assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
-    train(stopped, new_control(tmp_path, "second"), Called(job), generation=2)
+    train(stopped, new_control(tmp_path, "second"), Signaled(job), generation=2)
     assert stopped.result() is None
     assert losses(stopped).keys() == {1, 2, 3}
     train_to_the_end(stopped, tmp_path)
@@ -212,7 +208,7 @@ def test_an_evaluation_that_was_left_for_a_stop_is_made_when_the_run_goes_on(
     assert weights(stopped) == weights(straight)
 
 
-def test_with_nothing_left_a_run_makes_no_step_and_no_second_evaluation(
+def test_a_finished_run_makes_no_step_and_no_second_evaluation(
     directory_store: Store, control: Control, tmp_path: Path
 ) -> None:
     run = tiny_run(directory_store)
@@ -225,7 +221,7 @@ def test_with_nothing_left_a_run_makes_no_step_and_no_second_evaluation(
 
 
 @pytest.mark.parametrize("schedule", [{"constant": {"rate": 0.01}}, {"noam": {"warmup": "4 steps", "peak": 0.01}}])
-def test_a_run_whose_duration_is_extended_goes_on_as_if_it_had_been_so_from_the_start(
+def test_an_extended_run_equals_one_with_the_longer_duration_from_the_start(
     directory_store: Store, control: Control, tmp_path: Path, schedule: dict[str, Any]
 ) -> None:
     settings = {"train": {"schedule": schedule}, "evaluate": {"every": "5 steps"}}
@@ -253,7 +249,7 @@ def test_a_goal_in_time_ends_the_run(directory_store: Store, control: Control) -
     assert list(losses(run)) == list(range(1, result.step + 1))
 
 
-def test_batches_change_with_the_epoch_and_a_run_goes_on_within_any_of_them(
+def test_a_run_resumes_within_any_epoch_although_batches_change_by_epoch(
     directory_store: Store, control: Control, tmp_path: Path
 ) -> None:
     phases = [
@@ -280,9 +276,7 @@ def test_batches_change_with_the_epoch_and_a_run_goes_on_within_any_of_them(
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_committed(
-    directory_store: Store, control: Control, value: str
-) -> None:
+def test_a_loss_that_is_not_finite_is_never_committed(directory_store: Store, control: Control, value: str) -> None:
     class Broken(Interrupted):
         def loss(self, model: nn.Module, batch: Batch) -> Tensor:
             loss = super().loss(model, batch)
@@ -323,14 +317,14 @@ def leaves_well(run: Run, do: Callable[[], StopSignal]) -> None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_a_step_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+def test_a_signal_during_a_step_commits_and_exits(directory_store: Store, control: Control, number: int) -> None:
     run = tiny_run(directory_store)
     leaves_well(run, lambda: train(run, control, Interrupted(run.job, 3, lambda: os.kill(os.getpid(), number))))
     assert 3 <= committed(run)[-1].step <= 4
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_before_the_start_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+def test_a_signal_before_the_start_commits_and_exits(directory_store: Store, control: Control, number: int) -> None:
     run = tiny_run(directory_store)
 
     def told_at_once() -> StopSignal:
@@ -344,7 +338,7 @@ def test_a_signal_before_the_start_commits_and_leaves(directory_store: Store, co
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_a_save_commits_and_leaves(directory_store: Store, control: Control, number: int) -> None:
+def test_a_signal_during_a_save_commits_and_exits(directory_store: Store, control: Control, number: int) -> None:
     job = tiny_job(train={"duration": "500 steps"}, checkpoint={"every": "2 steps"})
     run = tiny_run(Signalled(directory_store, "put_file", number).store, job)
     leaves_well(run, lambda: train(run, control))
@@ -352,7 +346,7 @@ def test_a_signal_in_a_save_commits_and_leaves(directory_store: Store, control: 
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_a_load_commits_and_leaves(
+def test_a_signal_while_loading_data_commits_and_exits(
     directory_store: Store, control: Control, tmp_path: Path, number: int
 ) -> None:
     run = tiny_run(directory_store)
@@ -364,7 +358,7 @@ def test_a_signal_in_a_load_commits_and_leaves(
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_the_last_measure_leaves_it_for_later(
+def test_a_signal_during_the_final_evaluation_defers_it(
     directory_store: Store, control: Control, tmp_path: Path, number: int
 ) -> None:
     class Last(Tiny):
@@ -386,7 +380,7 @@ def test_a_signal_in_the_last_measure_leaves_it_for_later(
 
 
 @pytest.mark.parametrize(("samples", "decoded"), [(2, [[0, 2], [1, 3, 4]]), (100, [[0, 1, 2, 3, 4]])])
-def test_without_a_test_split_the_result_is_of_all_of_the_validation_split_measured_once(
+def test_without_a_test_split_the_full_validation_split_is_evaluated_once(
     directory_store: Store, control: Control, samples: int, decoded: list[list[int]]
 ) -> None:
     class Noted(Tiny):
@@ -405,7 +399,7 @@ def test_without_a_test_split_the_result_is_of_all_of_the_validation_split_measu
     assert result.scores == {f"valid.{name}": point.values[name] for name in ("closeness", "loss")}
 
 
-def test_no_thread_is_left_behind_by_an_end_or_a_failure(directory_store: Store, control: Control) -> None:
+def test_no_thread_is_left_after_success_or_failure(directory_store: Store, control: Control) -> None:
     before = set(threading.enumerate())
     train(tiny_run(directory_store), control)
     assert set(threading.enumerate()) <= before
@@ -490,7 +484,7 @@ PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06
         (STATE_FILE, {"model": {"size": "big"}}, "the checkpoint's model is {'size': 'big'}, but the run's is"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_newest_that_can(
+def test_an_unusable_checkpoint_is_skipped_for_the_newest_usable_one(
     directory_store: Store, control: Control, tmp_path: Path, file: str, data: bytes | dict[str, Any], line: str
 ) -> None:
     straight = tiny_run(directory_store)
@@ -507,7 +501,7 @@ def test_a_checkpoint_that_cannot_be_used_is_passed_over_in_one_line_for_the_new
     assert weights(run)[MODEL_FILE] == weights(straight)[MODEL_FILE]
 
 
-def test_where_all_checkpoints_are_of_something_else_nothing_is_begun_anew(
+def test_a_run_never_starts_over_if_all_its_checkpoints_are_unusable(
     directory_store: Store, control: Control, tmp_path: Path
 ) -> None:
     run, _ = saved_run(directory_store, control)
@@ -521,7 +515,7 @@ def test_where_all_checkpoints_are_of_something_else_nothing_is_begun_anew(
 
 
 @pytest.mark.parametrize(("best_by", "sign"), [(None, 1), ("closeness", 1), ("loss", -1)])
-def test_the_best_is_kept_by_the_measure_that_the_job_says(
+def test_keep_best_follows_the_metric_named_in_the_job(
     directory_store: Store, control: Control, best_by: str | None, sign: int
 ) -> None:
     kept = {"keep_best": 1, "keep_last": 1, **({"best_by": best_by} if best_by else {})}
@@ -535,7 +529,7 @@ def test_the_best_is_kept_by_the_measure_that_the_job_says(
     assert all(score == measured[step] for step, score in scores.items())
 
 
-def test_saves_are_left_to_the_trainer_where_the_interval_is(
+def test_the_trainer_chooses_the_save_interval_if_it_is_auto(
     directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("packtrain.train.checkpointer.save_interval", lambda *_: 0.0)
@@ -567,25 +561,25 @@ SHARED: dict[str, dict[str, Any]] = {
 SHARED |= {f"fsdp-{kind}": {"exchange": {"fsdp": {}}, "optimizer": {kind: {"decay": 0.01}}} for kind in OPTIMIZERS}
 
 
-class Lines:
+class StraightAndStopped:
     """Two runs of the same job: one straight to its end, and one that is stopped and goes on."""
 
-    def __init__(self, store: Store, nursery: Nursery, directory: Path, train: dict[str, Any]) -> None:
+    def __init__(self, store: Store, forker: WorkerForker, directory: Path, train: dict[str, Any]) -> None:
         job = tiny_job(train=train, evaluate={"every": "3 steps"}, checkpoint={"every": "4 steps"})
         self.straight, self.stopped = tiny_run(store, job), tiny_run(store, job)
-        self._nursery, self._directory = nursery, directory
+        self._forker, self._directory = forker, directory
 
-    def live(self, run: Run, generation: int = 1, ranks: int = 1, **more: Any) -> None:
+    def run(self, run: Run, generation: int = 1, ranks: int = 1, **more: Any) -> None:
         control = str(self._directory / f"{run.name}-{generation}")
         where = {"store": run.store.url, "run": run.name, "control": control, "generation": generation}
-        self._nursery.succeed("train", ranks, **where, **more)
+        self._forker.succeed("train", ranks, **where, **more)
 
     def compare(self, ranks: int = 1, stop_at: int = 5, recipe: str = "tiny") -> None:
-        self.live(self.straight, ranks=ranks, recipe=recipe)
-        self.live(self.stopped, ranks=ranks, stop_at=stop_at, recipe=recipe)
+        self.run(self.straight, ranks=ranks, recipe=recipe)
+        self.run(self.stopped, ranks=ranks, stop_at=stop_at, recipe=recipe)
         assert self.stopped.result() is None
         assert stop_at <= committed(self.stopped)[-1].step < 10
-        self.live(self.stopped, 2, ranks, recipe=recipe)
+        self.run(self.stopped, 2, ranks, recipe=recipe)
         assert self.stopped.result() is not None
         assert list(losses(self.stopped)) == list(range(1, 11))
         assert history(self.stopped) == history(self.straight)
@@ -593,83 +587,85 @@ class Lines:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_goes_on_bit_for_bit(directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str) -> None:
-    Lines(directory_store, nursery, tmp_path, KINDS[kind]).compare()
+def test_every_schedule_optimizer_and_exchange_resumes_bit_for_bit(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, kind: str
+) -> None:
+    StraightAndStopped(directory_store, forker, tmp_path, KINDS[kind]).compare()
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_every_exchange_goes_on_bit_for_bit_on_three_workers(
-    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str
+def test_every_exchange_resumes_bit_for_bit_on_three_workers(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, kind: str
 ) -> None:
     """Two would not do: of two numbers the sum is the same in any order."""
-    Lines(directory_store, nursery, tmp_path, SHARED[kind]).compare(ranks=3)
+    StraightAndStopped(directory_store, forker, tmp_path, SHARED[kind]).compare(ranks=3)
 
 
 @pytest.mark.parametrize("recipe", ["sparing", "normed", "looking"])
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_weights_without_gradients_statistics_and_channels_last_go_on_bit_for_bit(
-    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, recipe: str
+def test_unused_weights_norm_statistics_and_channels_last_resume_bit_for_bit(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, kind: str, recipe: str
 ) -> None:
     settings = {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}}
-    Lines(directory_store, nursery, tmp_path, settings).compare(ranks=2, recipe=recipe)
+    StraightAndStopped(directory_store, forker, tmp_path, settings).compare(ranks=2, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["sparing", "looking"])
-def test_weights_without_gradient_and_channels_last_go_on_bit_for_bit_on_one_worker(
-    directory_store: Store, nursery: Nursery, tmp_path: Path, recipe: str
+def test_unused_weights_and_channels_last_resume_bit_for_bit_on_one_worker(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, recipe: str
 ) -> None:
-    Lines(directory_store, nursery, tmp_path, {}).compare(recipe=recipe)
+    StraightAndStopped(directory_store, forker, tmp_path, {}).compare(recipe=recipe)
 
 
-def test_a_worker_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_for_bit(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+def test_a_killed_worker_ends_the_others_and_the_run_resumes_bit_for_bit(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
-    lines = Lines(directory_store, nursery, tmp_path, {})
-    lines.live(lines.straight, ranks=2)
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {})
+    lines.run(lines.straight, ranks=2)
     run = lines.stopped
-    lived = nursery.live("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)
-    assert [one.code for one in lived][1] == -9
-    assert lived[0].code != 0
+    exited = forker.run("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)
+    assert [one.code for one in exited][1] == -9
+    assert exited[0].code != 0
     assert run.result() is None
-    lines.live(run, 2, ranks=2)
+    lines.run(run, 2, ranks=2)
     assert history(run) == history(lines.straight)
     assert weights(run) == weights(lines.straight)
 
 
 @pytest.mark.parametrize(("kind", "told"), [*((kind, "cut-off") for kind in EXCHANGES), ("ddp", "cut-off-first-told")])
-def test_a_stop_is_heard_while_one_of_three_workers_has_no_data_and_the_run_goes_on_bit_for_bit(
-    directory_store: Store, nursery: Nursery, tmp_path: Path, kind: str, told: str
+def test_a_stop_works_while_one_of_three_workers_has_no_data(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, kind: str, told: str
 ) -> None:
-    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}})
-    lines.live(lines.straight, ranks=3, recipe="plain")
-    lines.live(lines.stopped, ranks=3, recipe=told)
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {"exchange": {kind: WAYS_TO_EXCHANGE[kind][0]}})
+    lines.run(lines.straight, ranks=3, recipe="plain")
+    lines.run(lines.stopped, ranks=3, recipe=told)
     assert [one.step for one in committed(lines.stopped)].count(4) == 1, "what was saved is not saved again"
     assert committed(lines.stopped)[-1].step == 4
-    lines.live(lines.stopped, 2, ranks=3, recipe="plain")
+    lines.run(lines.stopped, 2, ranks=3, recipe="plain")
     assert lines.stopped.result() is not None
     assert history(lines.stopped) == history(lines.straight)
     assert weights(lines.stopped) == weights(lines.straight)
 
 
-def test_between_meetings_workers_without_data_wait_for_it_also_when_they_are_to_stop(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+def test_between_syncs_of_local_steps_a_stop_waits_for_data(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
     """Their weights differ there: there is nothing that all of them could go on from."""
-    lines = Lines(directory_store, nursery, tmp_path, {"exchange": {"local": {"every": "3 steps"}}})
-    lines.live(lines.stopped, ranks=2, recipe="cut-off-shortly")
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {"exchange": {"local": {"every": "3 steps"}}})
+    lines.run(lines.stopped, ranks=2, recipe="cut-off-shortly")
     assert committed(lines.stopped)[-1].step == 6
 
 
-def test_a_signal_to_one_worker_in_an_evaluation_takes_all_along_and_the_run_goes_on_bit_for_bit(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+def test_a_signal_to_one_worker_during_an_evaluation_stops_all_of_them(
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
-    lines = Lines(directory_store, nursery, tmp_path, {})
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {})
     run = lines.stopped
-    lines.live(run, ranks=2, recipe="called")
+    lines.run(run, ranks=2, recipe="called")
     assert run.result() is None
     assert committed(run)[-1].step == 3
     assert not [point for point in run.metrics() if point.kind == "valid"]
-    lines.live(run, 2, ranks=2)
-    lines.live(lines.straight, ranks=2)
+    lines.run(run, 2, ranks=2)
+    lines.run(lines.straight, ranks=2)
     assert history(run) == history(lines.straight)
     assert weights(run) == weights(lines.straight)

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from lives import losses
-from nursery import Nursery
+from forking import WorkerForker
 from tiny import tiny_job, tiny_run
+from workers import losses
 
 from packtrain.store import Store
 from packtrain.train.control import Control
@@ -36,14 +36,14 @@ def test_a_watchdog_that_sees_no_hang_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_step_that_hangs_leaves_its_stacks_and_reports_why(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
     run = tiny_run(directory_store, tiny_job(checkpoint={"every": "2 steps"}))
     control = tmp_path / "control"
-    [lived] = nursery.live("hang", store=directory_store.url, run=run.name, control=str(control), at=7)
-    assert lived.code == EXIT_HANG
+    [exited] = forker.run("hang", store=directory_store.url, run=run.name, control=str(control), at=7)
+    assert exited.code == EXIT_HANG
     stacks = (control / "stacks-0.txt").read_text()
-    assert "wait_for_what_never_comes" in stacks
+    assert "wait_forever" in stacks
     [told] = Control(control).errors()
     assert (told.cause, told.fatal, told.rank, told.step) == ("hang", False, 0, 7)
     assert told.text.startswith("step 7 has taken ")
@@ -51,31 +51,31 @@ def test_a_step_that_hangs_leaves_its_stacks_and_reports_why(
     assert run.result() is None
 
 
-def test_a_process_stuck_in_c_code_is_ended_too(directory_store: Store, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_process_stuck_in_c_code_is_ended_too(directory_store: Store, forker: WorkerForker, tmp_path: Path) -> None:
     run = tiny_run(directory_store)
     control = tmp_path / "control"
-    [lived] = nursery.live("hang", store=directory_store.url, run=run.name, control=str(control), at=7, deaf=True)
-    assert lived.code == 1
+    [exited] = forker.run("hang", store=directory_store.url, run=run.name, control=str(control), at=7, deaf=True)
+    assert exited.code == 1
     assert "hold_the_interpreter" in (control / "stacks-0.txt").read_text()
 
 
 def test_ranks_waiting_for_a_rank_without_data_are_not_a_hang(
-    directory_store: Store, nursery: Nursery, tmp_path: Path
+    directory_store: Store, forker: WorkerForker, tmp_path: Path
 ) -> None:
     run = tiny_run(directory_store, tiny_job(train={"patience": "2 s"}))
     where = {"store": directory_store.url, "run": run.name, "control": str(tmp_path / "control")}
-    nursery.succeed("train", 2, **where, recipe="starved")
+    forker.succeed("train", 2, **where, recipe="starved")
     assert run.result() is not None
     assert Control(tmp_path / "control").errors() == []
 
 
-def test_searching_for_a_bad_sample_may_take_long(directory_store: Store, nursery: Nursery, tmp_path: Path) -> None:
+def test_searching_for_a_bad_sample_may_take_long(directory_store: Store, forker: WorkerForker, tmp_path: Path) -> None:
     run = tiny_run(directory_store, tiny_job(train={"patience": "1 s", "batch": "2 samples"}))
-    [lived] = nursery.live(
+    [exited] = forker.run(
         "train", store=directory_store.url, run=run.name, control=str(tmp_path / "control"), recipe="accused"
     )
-    assert lived.code == 1
-    assert "bad samples: 7 of data.train.0" in lived.log
+    assert exited.code == 1
+    assert "bad samples: 7 of data.train.0" in exited.log
     assert max(losses(run)) >= 3, "the usual time of a step was known"
 
 

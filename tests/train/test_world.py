@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nursery import Nursery
+from forking import WorkerForker
 
 from packtrain.train.world import DataBarrier, StopRequested, World
 
 
-def test_alone_a_worker_needs_no_others() -> None:
+def test_a_single_worker_needs_no_process_group() -> None:
     world = World()
     values = torch.tensor([1.0, 2.0])
     assert world.is_first
@@ -25,8 +25,8 @@ def test_alone_a_worker_needs_no_others() -> None:
     world.leave()
 
 
-def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(nursery: Nursery) -> None:
-    first, second = nursery.succeed("talk", 2)
+def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(forker: WorkerForker) -> None:
+    first, second = forker.succeed("communicate", 2)
     assert (first["rank"], second["rank"]) == (0, 1)
     assert (first["first"], second["first"]) == (True, False)
     for one in (first, second):
@@ -59,13 +59,13 @@ class Others(World):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_where_all_have_data_they_go_on_and_a_stop_is_left_to_the_step(stop: bool) -> None:
+def test_ranks_that_all_have_data_pass_the_barrier_even_during_a_stop(stop: bool) -> None:
     assert DataBarrier(World(), lambda: stop).all_ready(ready=True)
     assert DataBarrier(Others(lacks=False, stops=stop), lambda: False).all_ready(ready=True)
 
 
 @pytest.mark.parametrize(("ready", "lacks"), [(False, False), (True, True), (False, True)])
-def test_where_one_lacks_its_data_all_wait_and_leave_for_the_stop_of_any(ready: bool, lacks: bool) -> None:
+def test_if_one_rank_lacks_data_all_wait_and_leave_together_for_a_stop(ready: bool, lacks: bool) -> None:
     assert not DataBarrier(Others(lacks, stops=False), lambda: False).all_ready(ready)
     for here, there in ((True, False), (False, True)):
         with pytest.raises(StopRequested):

@@ -1,6 +1,6 @@
-"""A process in which everything is imported already, and workers that are forked from it: each begins in milliseconds.
+"""A process that has imported everything, and workers forked from it: each starts in milliseconds.
 
-Nothing is opened before the fork, and there is one thread. What a worker does is a function in lives.py.
+Nothing is opened before the fork, and there is one thread. What a worker does is a function in workers.py.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _LEFT_ALONE_SECONDS = 15.0  # for the others to go, when one worker has failed
 
 
 @dataclass(frozen=True)
-class Lived:
-    """How a worker ended (negative: the signal), what its function returned, and what it wrote."""
+class WorkerExit:
+    """A worker's exit code (negative: the signal), what its function returned, and its log."""
 
     code: int
-    said: Any
+    returned: Any
     log: str
 
 
-class Nursery:
+class WorkerForker:
     def __init__(self, directory: Path) -> None:
         self._directory, self._count = directory, 0
         here = Path(__file__)
@@ -41,7 +41,7 @@ class Nursery:
             text=True,
         )
 
-    def live(self, call: str, ranks: int = 1, **arguments: Any) -> list[Lived]:
+    def run(self, call: str, ranks: int = 1, **arguments: Any) -> list[WorkerExit]:
         """One worker for each rank, at the same time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -51,13 +51,13 @@ class Nursery:
         request = {"call": call, "ranks": ranks, "arguments": arguments, "directory": str(directory)}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         codes = json.loads(self._process.stdout.readline())
-        return [Lived(code, *_left_in(directory, rank)) for rank, code in enumerate(codes)]
+        return [WorkerExit(code, *_left_in(directory, rank)) for rank, code in enumerate(codes)]
 
     def succeed(self, call: str, ranks: int = 1, **arguments: Any) -> list[Any]:
         """What the workers' functions returned, all of them."""
-        lived = self.live(call, ranks, **arguments)
-        assert [one.code for one in lived] == [0] * ranks, "\n".join(one.log for one in lived)
-        return [one.said for one in lived]
+        exited = self.run(call, ranks, **arguments)
+        assert [one.code for one in exited] == [0] * ranks, "\n".join(one.log for one in exited)
+        return [one.returned for one in exited]
 
     def close(self) -> None:
         """It has nothing to put away."""
@@ -66,18 +66,18 @@ class Nursery:
 
 
 def _left_in(directory: Path, rank: int) -> tuple[Any, str]:
-    said = directory / f"said-{rank}.json"
+    returned = directory / f"returned-{rank}.json"
     log = (directory / f"log-{rank}").read_text("utf-8", "replace")
-    return json.loads(said.read_text()) if said.exists() else None, log
+    return json.loads(returned.read_text()) if returned.exists() else None, log
 
 
 # In the process itself.
 
 
 def serve() -> None:
-    import lives
+    import workers
 
-    lives.warm_up()
+    workers.warm_up()
     for line in sys.stdin:
         print(json.dumps(_bring_up(**json.loads(line))), flush=True)
 
@@ -90,7 +90,7 @@ def _bring_up(call: str, ranks: int, arguments: dict[str, Any], directory: str) 
     for rank in range(ranks):
         child = os.fork()
         if not child:
-            _live(call, arguments, Path(directory), rank, place)
+            _run_worker(call, arguments, Path(directory), rank, place)
         children[child] = rank
     return _wait(children)
 
@@ -123,7 +123,7 @@ def _ended(children: list[int]) -> tuple[int, int] | None:
     return None
 
 
-def _live(call: str, arguments: dict[str, Any], directory: Path, rank: int, place: dict[str, str]) -> None:
+def _run_worker(call: str, arguments: dict[str, Any], directory: Path, rank: int, place: dict[str, str]) -> None:
     """Never returns: what was forked must not go on as its parent."""
     code = 1
     try:
@@ -132,10 +132,11 @@ def _live(call: str, arguments: dict[str, Any], directory: Path, rank: int, plac
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
-        import lives
 
-        said = getattr(lives, call)(**arguments)
-        (directory / f"said-{rank}.json").write_text(json.dumps(said))
+        import workers
+
+        returned = getattr(workers, call)(**arguments)
+        (directory / f"returned-{rank}.json").write_text(json.dumps(returned))
         code = 0
     except BaseException:
         traceback.print_exc()

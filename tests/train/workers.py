@@ -57,14 +57,14 @@ class Interrupted(Tiny):
         return super().loss(model, batch)
 
 
-class Given(Plain):
+class FromFirstWeights(Plain):
     """Does not begin at random."""
 
     def first_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
         return {"out.weight": torch.arange(4.0)[None], "mean": torch.ones(WIDTH)}
 
 
-class Sparing(Plain):
+class WithUnusedWeights(Plain):
     """A part of its model is never used, so that it gets no gradient."""
 
     def build_model(self) -> nn.Module:
@@ -81,7 +81,7 @@ class Normed(Plain):
         return super().loss(model, {**batch, "inputs": batch["inputs"] - mean.clone()})
 
 
-class LooksAt(TinyModel):
+class ChannelsLastModel(TinyModel):
     """Has weights with their channels last in memory, as models of pictures do."""
 
     def __init__(self, dropout: float) -> None:
@@ -93,12 +93,12 @@ class LooksAt(TinyModel):
         return super().forward(inputs + self.look(inputs[:, :, None, None]).flatten(1))
 
 
-class Looking(Plain):
+class ChannelsLast(Plain):
     def build_model(self) -> nn.Module:
-        return LooksAt(self.dropout)
+        return ChannelsLastModel(self.dropout)
 
 
-class Poisoned(Plain):
+class WithBadSample(Plain):
     """One of its samples is not a number."""
 
     sample = 7
@@ -109,7 +109,7 @@ class Poisoned(Plain):
         return arrays
 
 
-class Accused(Poisoned):
+class SlowToBlame(WithBadSample):
     """To try one of its samples takes longer than a step may."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -135,7 +135,7 @@ class Slow(Tiny):
         return super().loss(model, batch)
 
 
-class Lame(Tiny):
+class SlowOtherRanks(Tiny):
     """Slow on all ranks but the first."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -157,7 +157,7 @@ class Starved(Plain):
         return super().batch(ids, epoch, repeats)
 
 
-class CutOff(Plain):
+class LosesData(Plain):
     """Data does not come to its last rank for its fifth step. When that waits, it is told to go; or another is."""
 
     steps = batches = 0
@@ -181,15 +181,15 @@ class CutOff(Plain):
         return super().batch(ids, epoch, repeats)
 
 
-class CutOffFirstTold(CutOff):
+class StopsThenLosesData(LosesData):
     told_is_first = True
 
 
-class CutOffShortly(CutOff):
+class LosesDataBriefly(LosesData):
     seconds = 1.0
 
 
-class Called(Tiny):
+class Signaled(Tiny):
     """Its last rank is told to go in the middle of an evaluation."""
 
     def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
@@ -199,10 +199,22 @@ class Called(Tiny):
 
 
 RECIPES: dict[str, Callable[[Job], Tiny]] = {
-    "tiny": Tiny, "plain": Plain, "poisoned": Poisoned, "slow": Slow, "lame": Lame,
-    "called": Called, "given": Given, "starved": Starved, "sparing": Sparing, "accused": Accused, "normed": Normed,
-    "looking": Looking, "cut-off": CutOff, "cut-off-first-told": CutOffFirstTold, "cut-off-shortly": CutOffShortly,
-}  # fmt: skip
+    "tiny": Tiny,
+    "plain": Plain,
+    "poisoned": WithBadSample,
+    "slow": Slow,
+    "lame": SlowOtherRanks,
+    "called": Signaled,
+    "given": FromFirstWeights,
+    "starved": Starved,
+    "sparing": WithUnusedWeights,
+    "accused": SlowToBlame,
+    "normed": Normed,
+    "looking": ChannelsLast,
+    "cut-off": LosesData,
+    "cut-off-first-told": StopsThenLosesData,
+    "cut-off-shortly": LosesDataBriefly,
+}
 
 
 def warm_up() -> None:
@@ -217,7 +229,7 @@ def here() -> World:
     return World.join() if int(os.environ["WORLD_SIZE"]) > 1 else World()
 
 
-class Fated(Clock):
+class KillingClock(Clock):
     """Gets a signal at the mark of that number; of the marks of one span, if one is named."""
 
     def __init__(self, at: int, number: int = signal.SIGKILL, span: str | None = None) -> None:
@@ -239,9 +251,9 @@ def train(
     world, notice = here(), StopSignal().listen()
     clock = Clock()
     if stop_at and world.is_first:
-        clock = Fated(stop_at, signal.SIGTERM, "data")
+        clock = KillingClock(stop_at, signal.SIGTERM, "data")
     if die_at and world.rank == world.num_ranks - 1:
-        clock = Fated(die_at, signal.SIGKILL, "data")
+        clock = KillingClock(die_at, signal.SIGKILL, "data")
     opened = Run(open_store(store), run)
     made = RECIPES[recipe](opened.job)
     trainer = Trainer(opened, made, world, generation, Control(Path(control)), notice, clock)
@@ -250,7 +262,7 @@ def train(
     return {"step": trainer.step}
 
 
-def talk() -> dict[str, Any]:
+def communicate() -> dict[str, Any]:
     """Everything that workers say to each other."""
     world = here()
     mine = [
@@ -306,7 +318,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def perish(
+def train_and_die(
     store: str,
     run: str,
     control: str,
@@ -325,7 +337,7 @@ def perish(
     before = len(mortal.operations)
     if operation:
         mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None  # type: ignore[func-returns-value]
-    clock = Fated(mark)
+    clock = KillingClock(mark)
     Trainer(opened, made, World(), generation, Control(Path(control)), StopSignal(), clock).train()
     return {"operations": len(mortal.operations) - before, "marks": clock.marks}
 
@@ -358,7 +370,7 @@ def engine_weights(engine: Engine) -> dict[str, Tensor]:
 # Hangs.
 
 
-def wait_for_what_never_comes() -> None:
+def wait_forever() -> None:
     while True:
         time.sleep(0.05)
 
@@ -377,7 +389,7 @@ def hang(store: str, run: str, control: str, at: int, deaf: bool = False) -> Non
     opened = Run(open_store(store), run)
     settings = opened.job.train.model_copy(update={"patience": Duration(2.0 if deaf else 1.0, "seconds")})
     opened._job = opened.job.model_copy(update={"train": settings})
-    recipe = Interrupted(opened.job, at, hold_the_interpreter if deaf else wait_for_what_never_comes)
+    recipe = Interrupted(opened.job, at, hold_the_interpreter if deaf else wait_forever)
     Trainer(opened, recipe, World(), 1, Control(Path(control))).train()
 
 
@@ -408,8 +420,8 @@ def weights_by_step(every: int, steps: int) -> list[list[float]]:
     return seen
 
 
-def meetings() -> list[tuple[float, float, float, float, float]]:
-    """One weight at three meetings: before the steps, the ranks' mean before the meeting, after it; momentum too."""
+def sync_values() -> list[tuple[float, float, float, float, float]]:
+    """One weight at three sync_values: before the steps, the ranks' mean before the meeting, after it; momentum too."""
     engine, world, recipe = _local_engine(2)
     sync = engine.gradient_sync
     inner: list[float] = []
