@@ -66,7 +66,8 @@ def hints(run: Run, *words: str) -> str:
 def console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # Lines for a pipe are not wrapped.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def print_json(value: Any) -> None:

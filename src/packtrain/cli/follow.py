@@ -285,11 +285,12 @@ def print_summary(screen: Console, run: Run, summary: Summary) -> None:
         rows.append(("report", escape(report_url(run))))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
-        screen.print(f"[dim]{label:<{width}}[/dim]  {text}", soft_wrap=True)
+        screen.print(f"[dim]{label:<{width}}[/dim]  {text}")
 
 
 def _time_line(times: Goodput) -> str:
     """Return the share of useful time and the three largest overheads: `87% training; startup 8%, ...`."""
-    overhead = sorted(((part, name) for name, part in times.parts.items() if name not in COMPUTING), reverse=True)
-    shares = ", ".join(f"{LABELS[name]} {part / times.seconds:.0%}" for part, name in overhead[:3])
+    overhead = {name: part / times.seconds for name, part in times.parts.items() if name not in COMPUTING}
+    largest = sorted(overhead, key=lambda name: -overhead[name])[:3]
+    shares = ", ".join(f"{LABELS[name]} {overhead[name]:.0%}" for name in largest if overhead[name] >= 0.005)
     return f"{times.fraction:.0%} training" + (f"; {shares}" if shares else "")
