@@ -151,7 +151,7 @@ def test_a_node_needs_at_least_one_worker(workers: str, directory_store: Store) 
 def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
-    assert_refused(done, 2, "job-1 has no machine 'gpu-a'", "leave that word out")
+    assert_refused(done, 2, "job-1: no machine 'gpu-a'", "omit the name")
 
 
 def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:

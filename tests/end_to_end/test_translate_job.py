@@ -20,9 +20,8 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
 from packtrain.store import open_store
-from parts import places
-from parts.places import EXAMPLES, Place, assert_nothing_left, kill, wait_until, weights
 from parts.s3 import S3Server
+from parts.sandbox import EXAMPLES, Sandbox, assert_nothing_left, kill, make_sandbox, wait_until, weights
 
 STEPS = 160
 JOB = f"""
@@ -46,49 +45,49 @@ fleet: {{local: {{}}, workers: 2}}
 """
 
 
-def make_place(directory: Path, store: str | None = None, recipe: str = "translate") -> Place:
-    place = places.make_place(directory, store)
-    (directory / "job.yaml").write_text(JOB.replace("STORE", place.store).replace("RECIPE", recipe))
+def translate_sandbox(directory: Path, store: str | None = None, recipe: str = "translate") -> Sandbox:
+    sandbox = make_sandbox(directory, store)
+    (directory / "job.yaml").write_text(JOB.replace("STORE", sandbox.store).replace("RECIPE", recipe))
     for language in ("en", "de"):
         with gzip.open(EXAMPLES / f"data/en-de/test.{language}.gz", "rb") as lines:
             (directory / f"valid.{language}").write_bytes(b"".join(next(lines) for _ in range(100)))
-    return place
+    return sandbox
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = make_place(tmp_path)
-    yield place
-    place.close()
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    sandbox = translate_sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     """Return a finished run: tests read it, and compare interrupted runs with it."""
-    place = make_place(tmp_path_factory.mktemp("uninterrupted"))
-    done = place.packtrain("run", "job.yaml")
+    sandbox = translate_sandbox(tmp_path_factory.mktemp("uninterrupted"))
+    done = sandbox.packtrain("run", "job.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
-    return place
+    return sandbox
 
 
-def start(place: Place, *arguments: str) -> subprocess.Popen[bytes]:
+def start(sandbox: Sandbox, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a command and leave it running; its output is in output.txt."""
-    with (place.directory / "output.txt").open("wb") as output:
+    with (sandbox.directory / "output.txt").open("wb") as output:
         command = [sys.executable, "-m", "packtrain", *arguments]
-        return subprocess.Popen(command, cwd=place.directory, env=place.environment, stdout=output, stderr=output)
+        return subprocess.Popen(command, cwd=sandbox.directory, env=sandbox.environment, stdout=output, stderr=output)
 
 
-def here(place: Place, *arguments: str) -> Result:
+def here(sandbox: Sandbox, *arguments: str) -> Result:
     """Run a command that only reads, in this process."""
-    return CliRunner().invoke(app, [*arguments, "--store", place.store])
+    return CliRunner().invoke(app, [*arguments, "--store", sandbox.store])
 
 
-def wait_for_commit(place: Place, generation: int) -> None:
+def wait_for_commit(sandbox: Sandbox, generation: int) -> None:
     """Wait for a checkpoint of that generation or a later one."""
 
     def reached() -> bool:
         with suppress(NotFound):  # the run has yet to be created
-            return any(one.generation >= generation for one in committed(place.run()))
+            return any(one.generation >= generation for one in committed(sandbox.run()))
         return False
 
     wait_until(reached, f"a checkpoint of generation {generation}")
@@ -103,15 +102,15 @@ def history(run: Run) -> list[tuple[str, int, dict[str, float]]]:
     return [(point.kind, point.step, exact(point)) for point in run.metrics() if point.kind != "start"]
 
 
-def assert_same_as(oracle: Place, place: Place) -> None:
-    assert history(place.run()) == history(oracle.run())
-    assert weights(place.run()) == weights(oracle.run())
+def assert_same_as(oracle: Sandbox, sandbox: Sandbox) -> None:
+    assert history(sandbox.run()) == history(oracle.run())
+    assert weights(sandbox.run()) == weights(oracle.run())
 
 
 # A run that nothing interrupts.
 
 
-def test_a_job_becomes_a_model(uninterrupted: Place) -> None:
+def test_a_job_becomes_a_model(uninterrupted: Sandbox) -> None:
     run = uninterrupted.run()
     result = run.result()
     assert result is not None
@@ -124,7 +123,7 @@ def test_a_job_becomes_a_model(uninterrupted: Place) -> None:
     assert not [step for kind, step in kinds if kind == "test"]  # the job has no test split
 
 
-def test_the_folder_of_a_run_has_the_documented_names(uninterrupted: Place) -> None:
+def test_the_folder_of_a_run_has_the_documented_names(uninterrupted: Sandbox) -> None:
     store = open_store(uninterrupted.store)
     names = {entry.key.removeprefix("runs/small-1/").split("/")[0] for entry in store.list("runs/small-1")}
     assert names == {
@@ -133,17 +132,17 @@ def test_the_folder_of_a_run_has_the_documented_names(uninterrupted: Place) -> N
     }  # fmt: skip
 
 
-def test_the_last_two_checkpoints_and_the_best_are_kept(uninterrupted: Place) -> None:
+def test_the_last_two_checkpoints_and_the_best_are_kept(uninterrupted: Sandbox) -> None:
     kept = committed(uninterrupted.run())
     assert kept[-1].step == STEPS
     assert len(kept) <= 3
     assert {one.step for one in kept} <= set(range(20, STEPS + 1, 20))
     assert {file.name for file in kept[-1].files} == {
-        "model.safetensors", "average.safetensors", "optimizer.safetensors", "state.json",
+        "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json",
     }  # fmt: skip
 
 
-def test_show_ls_and_logs_read_the_run(uninterrupted: Place) -> None:
+def test_show_ls_and_logs_read_the_run(uninterrupted: Sandbox) -> None:
     shown = json.loads(here(uninterrupted, "show", "--json").stdout)
     assert (shown["run"], shown["state"], shown["step"]) == ("small-1", "finished", STEPS)
     assert {"generation", "checkpoint", "machine"} <= {event["kind"] for event in shown["events"]}
@@ -154,7 +153,7 @@ def test_show_ls_and_logs_read_the_run(uninterrupted: Place) -> None:
     assert all(line.startswith("[rank 0]") for line in logs.splitlines())
 
 
-def test_the_report_stands_alone(uninterrupted: Place) -> None:
+def test_the_report_stands_alone(uninterrupted: Sandbox) -> None:
     page = open_store(uninterrupted.store).get("runs/small-1/report.html").decode()
     assert "small-1" in page
     assert "<svg" in page
@@ -162,7 +161,7 @@ def test_the_report_stands_alone(uninterrupted: Place) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_tensorboard_reads_the_losses(uninterrupted: Place) -> None:
+def test_tensorboard_reads_the_losses(uninterrupted: Sandbox) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(Path(uninterrupted.store) / "runs/small-1/tensorboard"))
@@ -172,7 +171,7 @@ def test_tensorboard_reads_the_losses(uninterrupted: Place) -> None:
     assert losses == pytest.approx(expected)
 
 
-def test_the_model_translates(uninterrupted: Place) -> None:
+def test_the_model_translates(uninterrupted: Sandbox) -> None:
     done = uninterrupted.packtrain("predict", "small", "Open the file.", "", "--json")
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout)
@@ -181,14 +180,14 @@ def test_the_model_translates(uninterrupted: Place) -> None:
     assert outputs[1]["output"] == ""
 
 
-def test_resuming_a_finished_run_does_nothing(uninterrupted: Place) -> None:
+def test_resuming_a_finished_run_does_nothing(uninterrupted: Sandbox) -> None:
     before = history(uninterrupted.run())
     done = here(uninterrupted, "resume", "small")
     assert (done.exit_code, done.stdout) == (0, "small-1 is already complete\n")
     assert history(uninterrupted.run()) == before
 
 
-def test_packing_again_uses_the_pack_in_the_store(uninterrupted: Place) -> None:
+def test_packing_again_uses_the_pack_in_the_store(uninterrupted: Sandbox) -> None:
     before = open_store(uninterrupted.store).folders("packs/")
     assert "already exists" in uninterrupted.packtrain("pack", "job.yaml").stdout
     assert open_store(uninterrupted.store).folders("packs/") == before
@@ -198,111 +197,111 @@ def test_packing_again_uses_the_pack_in_the_store(uninterrupted: Place) -> None:
 
 
 def test_a_run_that_is_detached_killed_stopped_and_resumed_ends_bit_for_bit_the_same(
-    tmp_path: Path, uninterrupted: Place
+    tmp_path: Path, uninterrupted: Sandbox
 ) -> None:
     """Everything happens to one run, slowed down so that it has not ended before."""
-    place = make_place(tmp_path, recipe="paced:Paced\ncode: code")
-    place.pace(0.1)
-    client = start(place, "run", "job.yaml")
-    wait_for_commit(place, 1)
-    detach(place, client)
-    kill_a_worker(place)
-    stop(place)
-    client = start(place, "resume")
-    wait_for_commit(place, 3)
-    kill_everything(place, client)
-    place.pace(0)
-    resumed = place.packtrain("resume")
+    sandbox = translate_sandbox(tmp_path, recipe="paced:Paced\ncode: code")
+    sandbox.pace(0.1)
+    client = start(sandbox, "run", "job.yaml")
+    wait_for_commit(sandbox, 1)
+    detach(sandbox, client)
+    kill_a_worker(sandbox)
+    stop(sandbox)
+    client = start(sandbox, "resume")
+    wait_for_commit(sandbox, 3)
+    kill_everything(sandbox, client)
+    sandbox.pace(0)
+    resumed = sandbox.packtrain("resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert [one.number for one in place.run().generations()] == [1, 2, 3, 4]
-    assert_same_as(uninterrupted, place)
-    assert_nothing_left(place)
+    assert [one.number for one in sandbox.run().generations()] == [1, 2, 3, 4]
+    assert_same_as(uninterrupted, sandbox)
+    assert_nothing_left(sandbox)
 
 
-def detach(place: Place, client: subprocess.Popen[bytes]) -> None:
+def detach(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     """Ctrl-C ends the command and not the run."""
     client.send_signal(signal.SIGINT)
     assert client.wait(timeout=60) == 101
-    output = (place.directory / "output.txt").read_text()
+    output = (sandbox.directory / "output.txt").read_text()
     assert "Detached from small-1; it keeps running." in output
     for verb in ("logs -f", "show", "stop"):
         assert f"packtrain {verb} small-1\n" in output
 
 
-def kill_a_worker(place: Place) -> None:
+def kill_a_worker(sandbox: Sandbox) -> None:
     """The node starts another generation."""
-    kill([one for one in place.processes() if "packtrain.train" in one.cmdline()][-1:])
-    wait_for_commit(place, 2)
+    kill([one for one in sandbox.processes() if "packtrain.train" in one.cmdline()][-1:])
+    wait_for_commit(sandbox, 2)
 
 
-def stop(place: Place) -> None:
-    stopped = place.packtrain("stop")
+def stop(sandbox: Sandbox) -> None:
+    stopped = sandbox.packtrain("stop")
     assert (stopped.returncode, stopped.stderr) == (0, "")
     assert "  resume:  packtrain resume small-1\n" in stopped.stdout
-    result = place.run().result()
+    result = sandbox.run().result()
     assert result is not None
     assert result.status == "stopped"
     assert 40 <= result.step < STEPS
-    assert here(place, "show").exit_code == 103
-    assert_nothing_left(place)
+    assert here(sandbox, "show").exit_code == 103
+    assert_nothing_left(sandbox)
 
 
-def kill_everything(place: Place, client: subprocess.Popen[bytes]) -> None:
+def kill_everything(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     """Only what was committed is left."""
-    kill(place.processes())
+    kill(sandbox.processes())
     client.wait(timeout=60)
-    wait_until(lambda: not place.processes(), "all processes to end", 20)
-    shown = here(place, "show", "--json")
+    wait_until(lambda: not sandbox.processes(), "all processes to end", 20)
+    shown = here(sandbox, "show", "--json")
     assert (shown.exit_code, json.loads(shown.stdout)["state"]) == (101, "interrupted")
 
 
-def test_ctrl_c_stops_a_run_in_the_foreground(place: Place) -> None:
-    client = start(place, "run", "job.yaml", "--foreground", "--set", "train.duration=1000000 steps")
-    wait_for_commit(place, 1)
+def test_ctrl_c_stops_a_run_in_the_foreground(sandbox: Sandbox) -> None:
+    client = start(sandbox, "run", "job.yaml", "--foreground", "--set", "train.duration=1000000 steps")
+    wait_for_commit(sandbox, 1)
     client.send_signal(signal.SIGINT)
     assert client.wait(timeout=60) == 103
-    result = place.run().result()
+    result = sandbox.run().result()
     assert result is not None
     assert result.status == "stopped"
-    assert_nothing_left(place)
+    assert_nothing_left(sandbox)
 
 
 # Other circumstances.
 
 
-def test_another_number_of_workers_sees_the_same_batches(place: Place, uninterrupted: Place) -> None:
+def test_another_number_of_workers_sees_the_same_batches(sandbox: Sandbox, uninterrupted: Sandbox) -> None:
     steps = 50
     change = ("--set", "fleet.workers=1", "--set", f"train.duration={steps} steps", "--set", "evaluate.every=null")
-    done = place.packtrain("run", "job.yaml", *change)
+    done = sandbox.packtrain("run", "job.yaml", *change)
     assert done.returncode == 0, done.stderr
     theirs = [values for kind, _, values in history(uninterrupted.run()) if kind == "train"][:steps]
-    ours = [values for kind, _, values in history(place.run()) if kind == "train"]
+    ours = [values for kind, _, values in history(sandbox.run()) if kind == "train"]
     assert [values["tokens"] for values in ours] == [values["tokens"] for values in theirs]
     # Dropout differs by rank, so losses agree only roughly; the first is measured before any update.
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=0.05)
 
 
 def test_a_run_in_a_bucket_is_the_same_and_writes_no_secret(
-    tmp_path: Path, s3_environment: S3Server, s3_location: str, uninterrupted: Place
+    tmp_path: Path, s3_environment: S3Server, s3_location: str, uninterrupted: Sandbox
 ) -> None:
-    place = make_place(tmp_path, f"{s3_location}/runs-of-a-test")
-    done = place.packtrain("run", "job.yaml")
+    sandbox = translate_sandbox(tmp_path, f"{s3_location}/runs-of-a-test")
+    done = sandbox.packtrain("run", "job.yaml")
     assert done.returncode == 0, done.stderr
-    assert_same_as(uninterrupted, place)
+    assert_same_as(uninterrupted, sandbox)
     secret = s3_environment.secret_key.encode()
-    store = open_store(place.store)
+    store = open_store(sandbox.store)
     for entry in store.list():
         assert secret not in store.get(entry.key), f"{entry.key} holds the secret"
     assert secret not in done.stdout.encode() + done.stderr.encode()
 
 
-def test_a_loss_that_is_not_finite_fails_the_run_without_another_try(place: Place) -> None:
-    done = place.packtrain(
+def test_a_loss_that_is_not_finite_fails_the_run_without_another_try(sandbox: Sandbox) -> None:
+    done = sandbox.packtrain(
         "run", "job.yaml", "--set", "train.schedule={constant: {rate: 1.0e30}}", "--set", "checkpoint.every=1 steps"
     )
     assert done.returncode == 100
-    result = place.run().result()
+    result = sandbox.run().result()
     assert result is not None
     assert "is not finite" in result.reason
     assert f"step {result.step + 1} " in result.reason
-    assert len(place.run().generations()) == 1
+    assert len(sandbox.run().generations()) == 1

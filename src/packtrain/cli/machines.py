@@ -36,7 +36,7 @@ def doctor(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every step that a run takes on its machines, and say how to fix what fails."""
+    """Check the machines of a fleet and say how to fix what fails."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
 
@@ -55,7 +55,7 @@ def attach(
     node: Annotated[str | None, typer.Argument(metavar="[MACHINE]", help="Default: the first of the run.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Open a shell on a machine of a run; with tmux, in the session that shows the node's output."""
+    """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
     from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
