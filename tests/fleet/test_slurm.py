@@ -54,11 +54,11 @@ def header(text: str) -> list[str]:
 def test_a_fixed_number_of_machines_is_one_job(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(budget={"hours": 1.5}))
     lines = header(script_of(run, machines=3, partition="gpu", gpus=4, options=["--constraint=a100"]))
-    for wanted in (
+    for option in (
         "--nodes=3", "--requeue", "--signal=B:USR1@120", "--time=0-01:30:00", "--partition=gpu", "--gres=gpu:4",
         "--constraint=a100", "--open-mode=append",
     ):  # fmt: skip
-        assert wanted in lines
+        assert option in lines
     assert not any(line.startswith("--array") for line in lines)
 
 

@@ -140,7 +140,7 @@ def node(
     except Mistake:
         over = joined is not None  # before that a person has to fix it, who may be logged in on this machine
         raise
-    except NotFound:
+    except NotFound:  # no such run: maybe deleted, and then this machine is not needed any more
         raise
     except Exception as error:
         if over:

@@ -71,6 +71,7 @@ def examine(
             yield Check("this machine", "store", False, str(error), "no run can start without a store; fix this first")
             return
         usable: list[Usable] = []
+        # In parallel, for a host that does not answer takes ten seconds; `map` still yields in the job's order.
         pool = stack.enter_context(ThreadPoolExecutor(32))
         for checks, one in pool.map(lambda target: check_target(target, store.url, key, secrets), fleet.targets()):
             yield from checks
@@ -92,7 +93,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
     try:
         python = target.python()
     except PacktrainError as error:
-        if not (isinstance(error, Unreachable) and error.answers):
+        if not (isinstance(error, Unreachable) and error.answers):  # ssh itself failed
             advice = "the run can start without it if `machines` is a range"
             return [Check(name, "connect", False, str(error), advice)], None
         advice = "fix `python` in the job, or remove it to have an environment created"
@@ -114,6 +115,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
     for facts in machines:
         own = name if len(machines) == 1 else facts.hostname
         checks += judge(own, facts, clock_offset(facts.time, asked, answered), store)
+    # Even with another version of Packtrain: the links are worth measuring before that is fixed.
     able = [facts for facts in machines if not facts.store_error and facts.torch]
     return checks, Usable(target, python, able) if able else None
 
@@ -160,12 +162,12 @@ def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[
 
     names = f"{len(facts)} machines"
     try:
-        with ThreadPoolExecutor(len(usable)) as pool:
+        with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each, or the first would wait for the others
             answers = list(pool.map(join, range(len(usable))))
-        speed = LinkSpeed(**_documents(answers[0])[0])
+        speed = LinkSpeed(**_documents(answers[0])[0])  # all of them measured the same
     except (PacktrainError, OSError, subprocess.SubprocessError) as error:
         advice = "open the firewall between the machines for all ports of that interface, or set `interface`"
-        if "is a public address" in str(error):
+        if "is a public address" in str(error):  # raised on the machine; here it is only text
             advice = "set `interface` in the fleet, such as wg0 of a VPN"
         return Check(names, "link probe", False, str(error), advice)
     rate, delay = speed.bytes_per_second, speed.latency_seconds

@@ -1,4 +1,4 @@
-"""What a machine reports about itself before a run starts there: Python, torch, GPUs, disk, clock, store."""
+"""Facts that a machine reports about itself before a run starts there: Python, torch, GPUs, disk, clock, store."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def gather(store: str, key: str) -> Facts:
 
 def _test_store(location: str, key: str) -> tuple[str, bool | None]:
     try:
+        # Impatient, unlike a node: a person waits for the answer.
         store = open_store(location, outage_seconds=10.0, answer_seconds=5.0)
         if store.find(key) != _PROBE:
             return "an object written by the client is not there", None

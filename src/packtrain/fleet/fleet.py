@@ -22,7 +22,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 
 Say = Callable[[str], None]
-"""Shows a line to the person who starts a run."""
+"""Prints a line for the user who starts a run."""
 
 # Settings that several fleets have.
 Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]

@@ -32,7 +32,7 @@ _READ_SCRIPT = 'eval "$(dd bs=1 count="$0" 2>/dev/null)"'
 _SSH_FAILED = 255  # ssh's own errors; every other code is the command's
 
 _KEY_CHANGED = "its host key has changed; ask its administrator, then run `ssh-keygen -R`"
-# What ssh prints, and what to do about it; {host} is as in the job.
+# Patterns of ssh's errors, and what to do about them; {host} is as in the job.
 _ADVICE: Sequence[tuple[str, str]] = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", _KEY_CHANGED),
     ("host key for .* has changed", _KEY_CHANGED),

@@ -51,7 +51,7 @@ _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 _UNAVAILABLE = "node configuration is not available"  # also if the nodes are only drained or down
-# What every program needs; the rest of this machine's environment stays here.
+# Variables that every program needs; no others leave this machine, except for the job's and the store's.
 _PLAIN_VARIABLES = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
 
 _SCRIPT = """#!/bin/bash
@@ -159,7 +159,7 @@ class SlurmFleet(Fleet):
         return [LaunchPlan("slurm", arguments, names, script(run, run.job, self._settings))]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
-        """Let Slurm validate the script without submitting it. What its nodes can reach shows only when they run."""
+        """Let Slurm validate the script without submitting it. Problems on its nodes show only when they run."""
         first = Run(store, f"{job.name[:56]}-1")  # there is no run yet; its name does not matter to Slurm
         try:
             ask(("sbatch", "--test-only"), script(first, job, self._settings))

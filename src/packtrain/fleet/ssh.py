@@ -114,7 +114,8 @@ class SshFleet(Fleet):
         for fault in missing:
             say(f"{unavailable(fault)}; continuing without it")
         chosen = usable[: machines.most]
-        commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}  # after `python -m packtrain`
+        # The node's arguments without `python -m packtrain`: which Python it is differs between hosts.
+        commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}
         secrets = values_of(plans[0].variables)
         # The kernel ends a tied connection with the thread that started it, so it must be started by this one.
         started, faults = _sorted(
@@ -125,6 +126,7 @@ class SshFleet(Fleet):
             )
         )
         if len(started) < machines.least:
+            # Also where the start failed: the node may run, and only the answer was lost.
             _in_parallel(lambda host: _end(Remote(host.name), host.python, run), chosen)
             raise faults[0]
         for fault in faults:
@@ -149,6 +151,7 @@ class SshFleet(Fleet):
             if python is None:
                 say(f"{host}: creating a Python environment for packtrain")
                 python = environment.create(remote, bundle)
+            # A host that cannot see the store would start its node, and the run would wait for it in vain.
             facts = facts_of(remote, python, store, key, variables)
             if facts.store_error:
                 raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
@@ -188,6 +191,7 @@ class SshFleet(Fleet):
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         destination, port = split_destination(_chosen(self._settings.hosts, machine))
         session = shlex.quote(session_name(run.name))
+        # The session lasts as long as the node and shows its output; without one, a login shell.
         command = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
         return ("ssh", "-t", *(("-p", port) if port else ()), destination, command)
 
