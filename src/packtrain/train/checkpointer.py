@@ -59,6 +59,7 @@ class Checkpointer:
         found: Checkpoint | None = None
         if self._world.is_first:
             found = fetch_newest(self._run, directory, self._warn, self._check)
+        # All ranks load what the first one found: a commit may appear between two listings.
         chosen = self._world.share(found.name.encode() if found else b"").decode()
         if not chosen:
             self._engine.load_first_weights()

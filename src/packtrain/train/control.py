@@ -1,4 +1,4 @@
-"""How a node and its workers talk on one machine: files in a directory, environment variables, and signals.
+"""Communication between a node and its workers on one machine: files in a directory, variables, and signals.
 
 A file needs no handler and no particular moment: a worker looks at it once per step.
 """
@@ -63,6 +63,7 @@ class Control:
 
     def report_error(self, error: WorkerError) -> None:
         path = self.directory / f"error-{error.rank}.json"
+        # Renamed when it is complete: the node may read at any moment.
         path.with_suffix(".part").write_text(json.dumps(asdict(error)))
         path.with_suffix(".part").rename(path)
 

@@ -1,4 +1,4 @@
-"""One training step: forward, backward with gradient sync, update. Knows nothing of stores or runs."""
+"""The training step: forward, backward with gradient sync, update. Knows nothing of stores or runs."""
 
 from __future__ import annotations
 

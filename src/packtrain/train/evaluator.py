@@ -90,6 +90,7 @@ class Evaluator:
             part = json.dumps(asdict(measured)).encode()
         except StopRequested:
             part = _ABANDONED
+        # The other ranks may need much longer: what follows is not this rank's hang.
         self._before_waiting()
         gathered = self._world.gather(part)
         return None if _ABANDONED in gathered else [TypeAdapter(Measurement).validate_json(data) for data in gathered]

@@ -129,7 +129,7 @@ class GradientSync(ABC):
 
 
 class NoSync(GradientSync):
-    """One worker, nothing to average."""
+    """A single worker: nothing to average."""
 
 
 class DdpSync(GradientSync):
@@ -259,7 +259,7 @@ class FsdpSync(GradientSync):
             fully_shard(one, mesh=mesh)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """One after the other, into the first rank's main memory: no worker has room for all of them."""
+        """Gather tensor by tensor into the first rank's main memory: no GPU has room for all of them."""
         return {name: tensor.cpu() for name, tensor in _unsharded(tensors) if self._world.is_first}
 
     def plain(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:

@@ -27,7 +27,7 @@ def resolve(settings: Train, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """What a checkpoint remembers of the loss scale."""
+    """The part of the loss scale that a checkpoint keeps."""
 
     value: float
     clean_steps: int

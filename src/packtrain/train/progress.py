@@ -1,4 +1,4 @@
-"""How far a run is, and what is due at that point: pure functions of one value."""
+"""The progress of a run, and what is due at that point: pure functions of one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker records: events, metrics, where its time went, TensorBoard files. Written in the background."""
+"""The records of a worker: events, metrics, time spent, TensorBoard files. Written in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0
 
 
 class Clock:
-    """Where a worker's time goes: a chain of marks without gaps, so that the spans add up to the time that passed.
+    """Accounts for a worker's time: a chain of marks without gaps, so that the spans add up to the time that passed.
 
     `communication` is the part of the gradient sync that did not overlap with computing; `wait` is the part of it in
     which other ranks were still computing or waiting for data.

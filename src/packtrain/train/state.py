@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Description:
-    """What the weights belong to, so that they are not loaded into another model, and how far the run was."""
+    """The origin of the weights, so that they are not loaded into another model, and the run's progress."""
 
     recipe: str
     pack: str
@@ -45,7 +45,7 @@ class Description:
 Files = dict[str, dict[str, Tensor]]
 
 
-class Copies:
+class TensorCopies:
     """Tensors that are being copied, or have been."""
 
     def __init__(self, tensors: Files, done: Future[None]) -> None:
@@ -57,7 +57,7 @@ class Copies:
 
 
 class SnapshotCopier:
-    """Copies tensors in a thread, so that training continues meanwhile.
+    """TensorCopies tensors in a thread, so that training continues meanwhile.
 
     Memory for copies is reused: the first copy into new memory takes several times as long.
     """
@@ -66,7 +66,9 @@ class SnapshotCopier:
         self._thread = ThreadPoolExecutor(1, "copier")
         self._spare: list[Files] = []
 
-    def begin(self, files: Mapping[str, Mapping[str, Tensor]], at_once: Collection[tuple[str, str]] = ()) -> Copies:
+    def begin(
+        self, files: Mapping[str, Mapping[str, Tensor]], at_once: Collection[tuple[str, str]] = ()
+    ) -> TensorCopies:
         """Start to copy; until it is done, only what `at_once` names by file and tensor may change."""
         spare = self._spare.pop() if self._spare else {}
         copies = {
@@ -80,9 +82,9 @@ class SnapshotCopier:
         }
         _copy([pairs.pop(key) for key in at_once])
         rest = list(pairs.values())
-        return Copies(copies, self._thread.submit(_copy_after, rest, _queue_position(rest)))
+        return TensorCopies(copies, self._thread.submit(_copy_after, rest, _queue_position(rest)))
 
-    def give_back(self, copies: Copies) -> None:
+    def give_back(self, copies: TensorCopies) -> None:
         """Return the memory of copies that are no longer needed."""
         self._spare.append(copies.wait())
 
@@ -124,7 +126,7 @@ class Snapshot:
     """Everything as it was between two steps; `copies` may still be in progress."""
 
     description: Description
-    copies: Copies
+    copies: TensorCopies
 
     @property
     def step(self) -> int:
@@ -163,6 +165,7 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
     if state := sync.state():
         files[GRADIENT_SYNC_FILE] = state
+    # Whatever is not a parameter is a buffer, which the next forward pass may already change.
     learned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     statistics = {(MODEL_FILE, name) for name in files[MODEL_FILE].keys() - learned}
     return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
@@ -174,6 +177,7 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
     load_weights(engine.model, directory / MODEL_FILE)
     if engine.ema is not None:
         load_weights(engine.ema.model, directory / EMA_FILE)
+    # With another number of ranks than before, they share the states that there are.
     states = len(list(directory.glob("optimizer*.safetensors")))
     load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
     sync_file = directory / GRADIENT_SYNC_FILE
@@ -190,7 +194,7 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     shapes = {name: _shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
     own = _shapes_of(engine.model.state_dict())
     for name in weights:
-        _refuse_unfit(name, own, shapes[name])
+        _require_fit(name, own, shapes[name])
     refuse_unknown(engine.model, shapes[OPTIMIZER_FILE])
 
 
@@ -217,7 +221,7 @@ def read_description(directory: Path) -> Description:
 
 def load_weights(model: nn.Module, path: Path) -> None:
     own, found = model.state_dict(), _load(path)
-    _refuse_unfit(path.name, _shapes_of(own), _shapes_of(found))
+    _require_fit(path.name, _shapes_of(own), _shapes_of(found))
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(placed(found[name], tensor))
@@ -227,7 +231,7 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _refuse_unfit(file: str, own: Shapes, found: Shapes) -> None:
+def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
     for name in sorted(own.keys() ^ found.keys()):
         raise CorruptCheckpoint(
             f"{file} does not fit the model: {name} is only in the {'model' if name in own else 'file'}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
 _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
-_MESSAGE_BYTES = 250 * 2**20
+_MESSAGE_BYTES = 250 * 2**20  # tensors of one dtype are joined into messages of this size
 _WAITING = "waiting for data"
 
 
@@ -124,6 +124,7 @@ class World:
         """Return every rank's bytes, in rank order, on all ranks."""
         if self.num_ranks == 1:
             return [data]
+        # all_gather needs equal shapes: first the lengths, then everything padded to the longest.
         sizes = self._gather(torch.tensor([len(data)], device=self.device))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
@@ -175,6 +176,7 @@ class StepSync:
         if world.is_first:
             row[_SAVE], row[_SECONDS] = float(save), seconds
         row[_COMMUNICATION + world.rank] = communication
+        # float64: clocks and losses survive the sum exactly. The loss is copied on the device, without reading it.
         self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
         self._row[_LOSS] = loss
         self._work: dist.Work | None = world.begin_sum(self._row)
@@ -191,7 +193,7 @@ ENOUGH_BATCHES = 2
 
 
 class DataBarrier:
-    """Where ranks wait until all have a batch.
+    """The place where ranks wait until all have a batch.
 
     A rank inside the gradient sync cannot leave for a stop: the others would have to join it with data they do not
     have. So all ranks come here before a step for which one of them may be short of data, and vote until every rank has
