@@ -79,7 +79,7 @@ def ours(recipe: Recipe, store: Store) -> Learned:
         trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer))
         trainer.train()
     spent = [clock[-1] - clock[0] for clock in (timer.wall, timer.processor)]
-    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluated()))
+    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model()))
 
 
 def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
@@ -129,7 +129,7 @@ def score(recipe: Recipe, model: nn.Module) -> float:
     decoded = spread(count, DECODED)
     epoch = max(0, int(recipe.job.train.duration.value) - 1) if recipe.job.train.duration.unit == "epochs" else 0
     part = recipe.measure(model.eval(), EvaluationRequest("valid", np.arange(count), decoded, BEAM, epoch))
-    return recipe.score("valid", decoded, [part]).values[recipe.measure_of_best]
+    return recipe.score("valid", decoded, [part]).values[recipe.best_metric]
 
 
 def main() -> None:
@@ -155,7 +155,7 @@ def main() -> None:
                     "seconds": learned.wall_seconds,
                     "CPU seconds": learned.processor_seconds,
                     "score": learned.score,
-                    "by": recipe_class(name).measure_of_best,
+                    "by": recipe_class(name).best_metric,
                 }
             )
     notes = [f"{options.share:.0%} of the example's steps; {DECODED} validation samples decoded greedily"]

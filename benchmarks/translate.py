@@ -30,7 +30,7 @@ from torch import nn
 import bench
 from packtrain.data.order import Ids, epoch_batches
 from packtrain.data.pack import Pack
-from packtrain.export.predict import Wishes, load_predictor
+from packtrain.export.predict import DecodeOptions, load_predictor
 from packtrain.job.job import Job
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
@@ -110,7 +110,7 @@ def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
         Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
     points = [point.values for point in run.metrics() if point.kind == "train"]
     predictor = load_predictor(run, best=False)
-    outputs = [made.text for made in predictor.predict(inputs, Wishes(beam=1))]
+    outputs = [made.text for made in predictor.predict(inputs, DecodeOptions(beam=1))]
     tokens = sum(int(values["tokens"]) for values in points)
     return Learned(len(points), tokens, timer.processor[-1] - started, outputs)
 
@@ -137,7 +137,7 @@ def texts_of(recipe: PairRecipe, side: str, count: int) -> list[str]:
 def joey(recipe: PairRecipe, seconds: float, count: int, python: str, folder: Path) -> Learned:
     """JoeyNMT reads pieces as words that are numbers, so that it has the same ones."""
     for split in ("train", "valid", "test"):
-        sides = recipe.sides[split]
+        sides = recipe.pairs[split]
         for side, column in (("source", sides.source), ("target", sides.target)):
             rows = (column[sample].tolist() for sample in range(len(column))[: count if split == "test" else None])
             lines = (" ".join(str(token) for token in row if token not in (BOS, EOS)) for row in rows)

@@ -31,7 +31,7 @@ class Languages(Recipe):
     unit = "samples"  # a batch is counted in texts
     contents = frozenset({"pairs"})  # a text and the name of its language
     kind = "pairs"
-    measure_of_best = "accuracy"
+    best_metric = "accuracy"
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 400},
         "model": "small",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.export.predict import Wishes, load_predictor
+from packtrain.export.predict import DecodeOptions, load_predictor
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
 from packtrain.run.liveness import State, state_of
@@ -79,8 +79,8 @@ class RunHandle:
         seed: int | None = None,
     ) -> list[str]:
         """Return the model's output for each input; search options left out are the recipe's defaults."""
-        wishes = Wishes(beam, nucleus, temperature, seed=seed)
-        return [made.text for made in load_predictor(self._run, best).predict(inputs, wishes)]
+        options = DecodeOptions(beam, nucleus, temperature, seed=seed)
+        return [made.text for made in load_predictor(self._run, best).predict(inputs, options)]
 
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:

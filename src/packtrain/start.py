@@ -85,7 +85,7 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
             raise loaded.mistake("data.train", NO_SAMPLES)
         if ":" in job.recipe and job.checkpoint.best_by is None:
             # A client that does not have the code of an own recipe still shows the score that counts.
-            updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.measure_of_best})
+            updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
     return create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
 
 

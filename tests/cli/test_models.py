@@ -1,4 +1,4 @@
-"""`packtrain predict` as a person meets it, for every recipe: inputs, options, and what is no input at all."""
+"""`packtrain predict` with every recipe: inputs, options and invalid inputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def caption_job(folder: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory whose store has a run of every recipe."""
+    """Return a directory whose store has a run of every recipe."""
     folder = tmp_path_factory.mktemp("models")
     for make in (job_of, chat_job, classify_job, caption_job):
         own = folder / make.__name__
@@ -82,7 +82,7 @@ Predict = Callable[..., Done]
 
 @pytest.fixture
 def predict(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Predict:
-    """`packtrain predict` in this process, which has torch at hand."""
+    """Call `packtrain predict` in this process, which has already imported torch."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("PACKTRAIN_CACHE", str(place / "cache"))
 
@@ -108,10 +108,10 @@ def assert_refused(done: Done, *words: str) -> None:
         assert word in done.err
 
 
-# Sentences.
+# Texts.
 
 
-def test_lines_of_standard_input_have_a_line_each(predict: Predict) -> None:
+def test_every_line_of_standard_input_gets_an_output_line(predict: Predict) -> None:
     done = predict("greetings", "--beam", "1", lines="good morning\n\nhello\r\n")
     assert (done.code, done.err) == (0, "")
     lines = done.out.split("\n")
@@ -120,7 +120,7 @@ def test_lines_of_standard_input_have_a_line_each(predict: Predict) -> None:
     assert predict("greetings", "--beam", "1", "good morning", "hello").out == f"{lines[0]}\n{lines[2]}\n"
 
 
-def test_scripts_read_json(predict: Predict) -> None:
+def test_json_has_the_input_and_the_output(predict: Predict) -> None:
     done = predict("talk", "hello", "--nucleus", "0.9", "--temperature", "1.5", "--seed", "3", "--json")
     [made] = json.loads(done.out)
     assert made["input"] == "hello"
@@ -134,11 +134,11 @@ def test_scripts_read_json(predict: Predict) -> None:
     [
         ("", "the input is empty"),
         ("  ", "the input is empty"),
-        ("word " * 10_000, "pieces, more than 1,000: 'word word"),
+        ("word " * 10_000, "tokens, more than 1,000; shorten it: 'word word"),
     ],
     ids=["empty", "blank", "10,000 words"],
 )
-def test_what_is_no_sentence_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
+def test_an_empty_or_overlong_text_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
     assert_refused(predict(run, given), words)
 
 
@@ -146,27 +146,27 @@ def test_a_line_that_is_not_utf8_is_refused_with_its_number(predict: Predict) ->
     assert_refused(predict("talk", lines=b"hello\n\xff\xfe\n"), "input 2 is not valid UTF-8")
 
 
-def test_other_scripts_and_control_characters_are_sentences(predict: Predict) -> None:
+def test_other_scripts_and_control_characters_are_valid_texts(predict: Predict) -> None:
     done = predict("talk", lines="доброе утро\nおはよう\na\x1b[31mb\x07\n")
     assert done.code == 0
     assert done.out.count("\n") == 3
     assert not any(ord(one) < 32 for one in done.out.replace("\n", ""))
 
 
-def test_what_would_steer_a_terminal_is_spelled_out() -> None:
+def test_control_characters_in_outputs_are_escaped() -> None:
     assert shown("a\x1b[2Jb\nc") == r"a\x1b[2Jb\nc"
     assert shown("Größe\u00a0😀 おはよう") == "Größe\u00a0😀 おはよう"
 
 
-def test_what_was_not_read_of_an_input_is_told(predict: Predict) -> None:
+def test_a_truncated_input_is_noted(predict: Predict) -> None:
     done = predict("talk", "hi", "many words " * 30)
     assert (done.code, done.out.count("\n")) == (0, 2)
-    assert re.fullmatch(r"input 2: its first \d+ tokens were not read\n", done.err)
-    assert "not read" in json.loads(predict("talk", "many words " * 30, "--json").out)[0]["note"]
+    assert re.fullmatch(r"input 2: its first \d+ tokens were cut off\n", done.err)
+    assert "cut off" in json.loads(predict("talk", "many words " * 30, "--json").out)[0]["note"]
 
 
 @pytest.mark.parametrize("option", [["--nucleus", "2"], ["--temperature", "0"], ["--beam", "0"], ["--seed", "-1"]])
-def test_an_impossible_search_is_refused(predict: Predict, option: list[str]) -> None:
+def test_an_option_out_of_range_is_refused(predict: Predict, option: list[str]) -> None:
     done = predict("talk", "hello", *option)
     assert done.code == 2
     assert option[0] in done.err
@@ -175,20 +175,20 @@ def test_an_impossible_search_is_refused(predict: Predict, option: list[str]) ->
 @pytest.mark.parametrize(
     ("run", "option"), [("pets", ["--nucleus", "0.9"]), ("pets", ["--beam", "2"]), ("squares", ["--temperature", "2"])]
 )
-def test_a_wish_that_a_recipe_has_no_use_for_is_refused(predict: Predict, run: str, option: list[str]) -> None:
-    assert_refused(predict(run, "cat.jpg", *option), f"{option[0]}: ", "has no use for it")
+def test_an_option_that_the_recipe_does_not_support_is_refused(predict: Predict, run: str, option: list[str]) -> None:
+    assert_refused(predict(run, "cat.jpg", *option), f"{option[0]}: ", "does not support it")
 
 
-def test_characters_that_were_not_there_to_be_learned_are_told(predict: Predict) -> None:
+def test_characters_that_are_rare_in_the_training_data_are_noted(predict: Predict) -> None:
     done = predict("greetings", "hello", "你今天好吗", "schöne Grüße")
     assert (done.code, done.out.count("\n")) == (0, 3)
-    assert done.err == "input 2: its characters were hardly ever in the training data\n"
+    assert done.err == "input 2: its characters are rare or absent in the training data\n"
 
 
-# Conversations.
+# Chat.
 
 
-def test_a_conversation_has_a_reply_to_every_line(predict: Predict) -> None:
+def test_chat_replies_to_every_line(predict: Predict) -> None:
     done = predict("talk", "--chat", lines="hello\nhow are you today\n\nthank you\n")
     assert (done.code, done.err) == (0, "")
     replies = done.out.split("\n")
@@ -197,28 +197,28 @@ def test_a_conversation_has_a_reply_to_every_line(predict: Predict) -> None:
     assert predict("talk", "--chat", lines="hello\n").out == f"{replies[0]}\n"
 
 
-def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(predict: Predict) -> None:
+def test_a_line_that_cannot_be_answered_does_not_end_the_chat(predict: Predict) -> None:
     long = "word " * 10_000
     done = predict("talk", "--chat", lines=f"hello\n{long}\nthank you\n{'some words ' * 30}\n")
     assert done.code == 0
     replies = done.out.split("\n")
     assert (len(replies), replies[1]) == (5, "")
     assert re.fullmatch(
-        r"a text has [\d,]+ pieces, more than 1,000: .*\n\(its first \d+ tokens were not read\)\n", done.err
+        r"the input has [\d,]+ tokens, more than 1,000; .*\n\(its first \d+ tokens were cut off\)\n", done.err
     )
     assert predict("talk", "--chat", lines="hello\nthank you\n").out.split("\n")[1] == replies[2]
 
 
-def test_who_does_not_converse_says_so(predict: Predict) -> None:
-    assert_refused(predict("pets", "--chat", lines=""), "classify does not converse")
-    assert_refused(predict("greetings", "--chat", lines="hello\n"), "translate does not converse")
-    assert_refused(predict("talk", "hello", "--chat"), "--chat reads its lines from standard input")
+def test_chat_is_refused_if_the_recipe_does_not_support_it(predict: Predict) -> None:
+    assert_refused(predict("pets", "--chat", lines=""), "--chat: classify does not support it")
+    assert_refused(predict("greetings", "--chat", lines="hello\n"), "--chat: translate does not support it")
+    assert_refused(predict("talk", "hello", "--chat"), "--chat: reads standard input; remove the inputs")
 
 
 # Images.
 
 
-def test_an_image_has_its_classes(predict: Predict) -> None:
+def test_an_image_gets_its_classes(predict: Predict) -> None:
     done = predict("pets", "cat.jpg", "--json")
     assert done.code == 0, done.err
     [made] = json.loads(done.out)
@@ -230,29 +230,31 @@ def test_an_image_has_its_classes(predict: Predict) -> None:
     ("given", "words"),
     [
         ("nobody.jpg", "nobody.jpg: no such file"),
-        (".", ".: is not a file"),
+        (".", ".: not a file"),
         ("notes.jpg", "notes.jpg: "),
         ("", "the input is empty"),
     ],
 )
-def test_what_is_no_image_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
+def test_a_file_that_is_not_an_image_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
     assert_refused(predict(run, given), words)
 
 
 @pytest.mark.parametrize("run", ["pets", "squares"])
-def test_an_empty_path_among_others_is_told_with_its_number(predict: Predict, run: str) -> None:
-    assert_refused(predict(run, "cat.jpg", ""), "input 2 is empty; it must be the path of a picture")
+def test_an_empty_path_is_refused_with_its_number(predict: Predict, run: str) -> None:
+    assert_refused(predict(run, "cat.jpg", ""), "input 2 is empty; give the path of an image")
 
 
-def test_pictures_are_put_where_they_are_wanted(predict: Predict, place: Path) -> None:
-    done = predict("squares", "cat.jpg", "--pictures", "drawn")
+def test_attention_maps_are_written_to_the_directory(predict: Predict, place: Path) -> None:
+    done = predict("squares", "cat.jpg", "--attention-maps", "maps")
     assert done.code == 0, done.err
-    assert done.err == "wrote drawn/1-cat.png\n"
-    assert (place / "drawn" / "1-cat.png").read_bytes().startswith(b"\x89PNG")
-    [made] = json.loads(predict("squares", "cat.jpg", "--pictures", "drawn", "--json").out)
-    assert made["picture"] == "drawn/1-cat.png"
+    assert done.err == "wrote maps/1-cat.png\n"
+    assert (place / "maps" / "1-cat.png").read_bytes().startswith(b"\x89PNG")
+    [made] = json.loads(predict("squares", "cat.jpg", "--attention-maps", "maps", "--json").out)
+    assert made["attention_map"] == "maps/1-cat.png"
 
 
-def test_pictures_of_a_recipe_without_any_are_refused(predict: Predict) -> None:
-    assert_refused(predict("talk", "hello", "--pictures", "drawn"), "--pictures: there are none")
-    assert_refused(predict("squares", "cat.jpg", "--pictures", "cat.jpg"), "--pictures cat.jpg: cannot be")
+def test_attention_maps_are_refused_if_the_recipe_has_none(predict: Predict) -> None:
+    assert_refused(predict("talk", "hello", "--attention-maps", "maps"), "--attention-maps: only caption has them")
+    assert_refused(
+        predict("squares", "cat.jpg", "--attention-maps", "cat.jpg"), "--attention-maps cat.jpg: cannot write"
+    )

@@ -8,7 +8,7 @@ import torch
 
 from pack.corpus import GREETINGS, job_of, write_pairs
 from packtrain.errors import Mistake, NotFinished, PacktrainError
-from packtrain.export.predict import Predictor, Wishes, load_predictor
+from packtrain.export.predict import DecodeOptions, Predictor, load_predictor
 from packtrain.job.job import Job
 from packtrain.recipes import Decoding
 from packtrain.run.run import Run
@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> Run:
     return packed_run(tmp_path, job_of(tmp_path))
 
 
-def predicted(predictor: Predictor, *inputs: str, **wishes: Any) -> list[str]:
-    return [made.text for made in predictor.predict(inputs, Wishes(**wishes))]
+def predicted(predictor: Predictor, *inputs: str, **options: Any) -> list[str]:
+    return [made.text for made in predictor.predict(inputs, DecodeOptions(**options))]
 
 
 def test_the_last_checkpoint_is_used_or_the_best(run: Run, tmp_path: Path) -> None:
@@ -44,49 +44,47 @@ def test_the_last_checkpoint_is_used_or_the_best(run: Run, tmp_path: Path) -> No
     assert predicted(last, "hello") != predicted(best, "hello")
 
 
-def test_what_is_not_wished_for_is_the_recipe_s_choice() -> None:
+def test_the_recipe_chooses_options_that_are_not_given() -> None:
     own = Decoding(beam=5, repetition=1.2, no_repeat=3)
-    assert Wishes().on(own) == own
-    assert Wishes(beam=1, seed=7).on(own) == Decoding(beam=1, repetition=1.2, no_repeat=3, seed=7)
-    assert Wishes(repetition=1.0).on(own).repetition == 1.0
+    assert DecodeOptions().applied_to(own) == own
+    assert DecodeOptions(beam=1, seed=7).applied_to(own) == Decoding(beam=1, repetition=1.2, no_repeat=3, seed=7)
+    assert DecodeOptions(repetition=1.0).applied_to(own).repetition == 1.0
 
 
-def test_a_temperature_alone_draws_from_everything() -> None:
-    assert Wishes(temperature=0.7).on(Decoding()) == Decoding(nucleus=1.0, temperature=0.7)
-    assert Wishes(temperature=0.7, nucleus=0.9).on(Decoding()).nucleus == 0.9
+def test_a_temperature_alone_samples_from_all_tokens() -> None:
+    assert DecodeOptions(temperature=0.7).applied_to(Decoding()) == Decoding(nucleus=1.0, temperature=0.7)
+    assert DecodeOptions(temperature=0.7, nucleus=0.9).applied_to(Decoding()).nucleus == 0.9
 
 
-def test_draws_are_repeated_by_their_seed(run: Run, tmp_path: Path) -> None:
+def test_a_seed_repeats_a_sample(run: Run, tmp_path: Path) -> None:
     commit_model(run, tmp_path, 10)
     predictor = load_predictor(run, best=False)
-    drawn = [predicted(predictor, "hello", nucleus=0.99, seed=seed) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1]
-    assert drawn[0] != drawn[2]
+    sampled = [predicted(predictor, "hello", nucleus=0.99, seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1]
+    assert sampled[0] != sampled[2]
 
 
 @pytest.mark.parametrize(
-    ("wishes", "fault"),
+    ("options", "fault"),
     [
-        ({"beam": 8, "nucleus": 0.9}, "^--beam: an output is drawn"),
-        ({"beam": 8, "temperature": 0.9}, "^--beam: an output is drawn"),
-        ({"seed": 3}, "^--seed: nothing is drawn; add --nucleus or --temperature"),
-        ({"seed": 3, "beam": 2}, "^--seed: nothing is drawn"),
+        ({"beam": 8, "nucleus": 0.9}, "^--beam: beam search excludes sampling"),
+        ({"beam": 8, "temperature": 0.9}, "^--beam: beam search excludes sampling"),
+        ({"seed": 3}, "^--seed: only sampling uses it; add --nucleus or --temperature"),
+        ({"seed": 3, "beam": 2}, "^--seed: only sampling uses it"),
     ],
 )
-def test_wishes_that_would_do_nothing_are_refused_in_one_line(
-    tmp_path: Path, wishes: dict[str, Any], fault: str
-) -> None:
+def test_options_without_effect_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any], fault: str) -> None:
     run = packed_run(tmp_path, chat_job(tmp_path))
     commit_model(run, tmp_path, 10)
     predictor = load_predictor(run, best=False)
     with pytest.raises(Mistake, match=fault) as refused:
-        predicted(predictor, "hello", **wishes)
+        predicted(predictor, "hello", **options)
     assert "\n" not in str(refused.value)
     with pytest.raises(Mistake, match=fault):
-        predictor.check_conversation(Wishes(**wishes))
+        predictor.check_conversation(DecodeOptions(**options))
 
 
-def test_the_model_is_on_a_gpu_where_there_is_one(run: Run, tmp_path: Path) -> None:
+def test_the_model_is_on_a_gpu_if_there_is_one(run: Run, tmp_path: Path) -> None:
     commit_model(run, tmp_path, 10)
     devices = {weights.device.type for weights in load_predictor(run, best=False).model.parameters()}
     assert devices == {"cuda" if torch.cuda.is_available() else "cpu"}
@@ -103,7 +101,7 @@ def test_a_run_without_a_checkpoint_is_not_finished(run: Run) -> None:
         load_predictor(run, best=False)
 
 
-def test_a_program_has_no_model_that_we_know(run: Run) -> None:
+def test_predict_refuses_the_run_of_a_program(run: Run) -> None:
     with pytest.raises(Mistake, match="runs a program"):
         load_predictor(new_run(run.store), best=False)
 
@@ -111,12 +109,12 @@ def test_a_program_has_no_model_that_we_know(run: Run) -> None:
 @pytest.mark.parametrize(
     ("of", "words"),
     [
-        ({"recipe": "caption"}, r"has the recipe 'caption', and greetings-1 has 'translate'"),
-        ({"model": {"size": "big"}}, r"has the model .*'big'.* and greetings-1 has .*'tiny'"),
-        ({"pack": "greetings-0123"}, r"has the data 'greetings-0123', and greetings-1 has 'greetings-"),
+        ({"recipe": "caption"}, r"its recipe is 'caption', that of greetings-1 is 'translate'"),
+        ({"model": {"size": "big"}}, r"its model is .*'big'.* that of greetings-1 is .*'tiny'"),
+        ({"pack": "greetings-0123"}, r"its data is 'greetings-0123', that of greetings-1 is 'greetings-"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(run: Run, tmp_path: Path, of: dict[str, Any], words: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(run: Run, tmp_path: Path, of: dict[str, Any], words: str) -> None:
     commit_model(run, tmp_path, 10, **of)
     with pytest.raises(Mistake, match=words) as refused:
         load_predictor(run, best=False)
@@ -124,19 +122,19 @@ def test_a_checkpoint_of_something_else_is_refused(run: Run, tmp_path: Path, of:
 
 
 @pytest.mark.parametrize("best", [False, True])
-def test_a_damaged_checkpoint_is_told_and_the_next_takes_its_place(run: Run, tmp_path: Path, best: bool) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(run: Run, tmp_path: Path, best: bool) -> None:
     scores = {10: 1.0, 20: 3.0, 30: 2.0} if best else {10: 3.0, 20: 2.0, 30: 1.0}
     made = {step: commit_model(run, tmp_path, step, score=score) for step, score in scores.items()}
-    told: list[str] = []
+    warnings: list[str] = []
     damaged, next_one, last = (20, 30, 10) if best else (30, 20, 10)
     run.store.put(run.key(f"checkpoints/{made[damaged].name}/files/{MODEL_FILE}"), b"damaged")
-    assert load_predictor(run, best, told.append).step == next_one
-    assert len(told) == 1
-    assert told[0].endswith("; passed over")
+    assert load_predictor(run, best, warnings.append).step == next_one
+    assert len(warnings) == 1
+    assert warnings[0].endswith("; skipped")
     for step in (next_one, last):
         run.store.put(run.key(f"checkpoints/{made[step].name}/files/{MODEL_FILE}"), b"damaged")
     with pytest.raises(PacktrainError, match="does not have the"):
-        load_predictor(run, best, told.append)
+        load_predictor(run, best, warnings.append)
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(run: Run, tmp_path: Path) -> None:
@@ -157,16 +155,16 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(run: Run, tmp_path: Pat
 # Conversations.
 
 
-def test_every_turn_of_a_conversation_has_its_own_luck(tmp_path: Path) -> None:
+def test_every_turn_of_a_conversation_uses_another_seed(tmp_path: Path) -> None:
     run = packed_run(tmp_path, chat_job(tmp_path))
     commit_model(run, tmp_path, 10)
-    predictor, wishes = load_predictor(run, best=False), Wishes(nucleus=0.99)
-    said = predictor.converse(["hello"], wishes)
-    assert said == predictor.converse(["hello"], wishes)
-    assert said != predictor.converse(["", "hello"], wishes)
+    predictor, options = load_predictor(run, best=False), DecodeOptions(nucleus=0.99)
+    reply = predictor.converse(["hello"], options)
+    assert reply == predictor.converse(["hello"], options)
+    assert reply != predictor.converse(["", "hello"], options)
 
 
-def test_translation_does_not_converse(run: Run, tmp_path: Path) -> None:
+def test_translation_does_not_support_chat(run: Run, tmp_path: Path) -> None:
     commit_model(run, tmp_path, 10)
-    with pytest.raises(Mistake, match=r"^translate does not converse"):
-        load_predictor(run, best=False).converse(["hello"], Wishes())
+    with pytest.raises(Mistake, match=r"^--chat: translate does not support it"):
+        load_predictor(run, best=False).converse(["hello"], DecodeOptions())

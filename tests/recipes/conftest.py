@@ -13,9 +13,9 @@ from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
+from packtrain.recipes.chat import ChatShape
 from packtrain.recipes.chat.model import DialogueTransformer
-from packtrain.recipes.chat.shape import ChatShape
-from packtrain.recipes.shapes import Shape
+from packtrain.recipes.pairs import TransformerShape
 from packtrain.recipes.transformer import Transformer
 from packtrain.store import open_store
 
@@ -50,7 +50,7 @@ def make_model(request: pytest.FixtureRequest) -> MakeModel:
         torch.manual_seed(seed)
         dimensions = (32, 4, 64, 2, 2, dropout, dropout)
         if request.param == "translate":
-            model = Transformer(Shape(*dimensions), vocabulary).eval()
+            model = Transformer(TransformerShape(*dimensions), vocabulary).eval()
         else:
             model = DialogueTransformer(ChatShape(*dimensions, prompt=12, reply=64), vocabulary).eval()
         with torch.no_grad():

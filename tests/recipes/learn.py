@@ -1,4 +1,4 @@
-"""A recipe learns for some steps in this process, as a worker lets it."""
+"""Train a recipe for some steps in this process, as a worker does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from packtrain.train.world import World
 
 
 def learn(recipe: Recipe, steps: int) -> nn.Module:
-    """The weights that would go home."""
+    """Return the model with the weights that would be exported."""
     train = recipe.job.train
     engine = Engine(recipe, train, World())
     order = Order(recipe.costs, recipe.likeness, lambda _: train.batch.value, train.seed, recipe.lengths)
     for number, loaded in enumerate(islice(parts(order, recipe.batch, Position(), 0, 1), steps)):
         pieces = [{name: torch.from_numpy(rows) for name, rows in piece.items()} for piece in loaded.pieces]
         engine.step(Progress(number, float(loaded.at.epoch)), pieces, loaded.cost, loaded.cost)
-    return engine.evaluated()
+    return engine.evaluation_model()

@@ -1,4 +1,4 @@
-"""Perplexities that need no network: a model is worth something when it is below them."""
+"""Perplexities of unigrams and bigrams: baselines that a model must beat."""
 
 from __future__ import annotations
 

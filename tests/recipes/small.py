@@ -1,4 +1,4 @@
-"""The smallest job of each recipe, so that all of them can face the same tests."""
+"""The smallest job of each recipe, for the tests that all recipes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every recipe: a new one is a line in RECIPES, and one in recipes/small.py."""
+"""Tests that every recipe must pass: a new recipe is a line in RECIPES and one in recipes/small.py."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_batch_is_the_same_every_time(any_recipe: Recipe) -> None:
         assert np.array_equal(rows, again[name])
 
 
-def test_losses_of_all_shares_add_up_to_that_of_the_batch(any_recipe: Recipe) -> None:
+def test_losses_of_all_ranks_add_up_to_that_of_the_batch(any_recipe: Recipe) -> None:
     model = model_of(any_recipe)
     ids = everything(any_recipe)
     with torch.no_grad():
@@ -84,8 +84,8 @@ def test_losses_of_all_shares_add_up_to_that_of_the_batch(any_recipe: Recipe) ->
             assert added == pytest.approx(whole, rel=1e-4)
 
 
-def test_a_share_without_samples_has_gradients_of_zero(any_recipe: Recipe) -> None:
-    """The exchange of gradients waits for every weight of every rank, also of one that has nothing to do."""
+def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Recipe) -> None:
+    """The gradient sync waits for every weight of every rank, also of a rank without samples."""
     model = model_of(any_recipe).train()
     loss = any_recipe.loss(model, tensors(any_recipe, everything(any_recipe)[:0]))
     loss.backward()
@@ -114,12 +114,12 @@ def test_scores_do_not_depend_on_the_number_of_workers(any_recipe: Recipe) -> No
         ]
         found.append(any_recipe.score("valid", decoded, parts).values)
     assert "loss" in found[0]
-    assert any_recipe.measure_of_best in found[0]
+    assert any_recipe.best_metric in found[0]
     for scores in found[1:]:
         assert scores == pytest.approx(found[0], rel=1e-4)
 
 
-def test_it_is_measured_in_half_precision_too(any_recipe: Recipe) -> None:
+def test_an_evaluation_works_in_half_precision(any_recipe: Recipe) -> None:
     model, ids = model_of(any_recipe), everything(any_recipe, "valid")
     plain = any_recipe.score("valid", ids, [any_recipe.measure(model, EvaluationRequest("valid", ids, ids, 2, 0))])
     with torch.autocast("cpu", torch.float16):
@@ -128,16 +128,16 @@ def test_it_is_measured_in_half_precision_too(any_recipe: Recipe) -> None:
     assert half.values.keys() == plain.values.keys()
 
 
-def test_an_evaluation_can_be_left_between_its_batches(any_recipe: Recipe) -> None:
-    def leave() -> None:
+def test_an_evaluation_can_end_before_any_batch(any_recipe: Recipe) -> None:
+    def stop() -> None:
         raise KeyboardInterrupt
 
     ids = everything(any_recipe, "valid")
     with pytest.raises(KeyboardInterrupt):
-        any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids, on_batch=leave))
+        any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids, on_batch=stop))
 
 
-def test_some_steps_make_the_loss_smaller(any_recipe: Recipe) -> None:
+def test_training_lowers_the_loss(any_recipe: Recipe) -> None:
     ids = everything(any_recipe, "valid")
 
     def loss(model: nn.Module) -> float:

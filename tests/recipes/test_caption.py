@@ -32,10 +32,10 @@ def model(recipe: Caption) -> Captioner:
     return model_of(recipe)
 
 
-# The batch.
+# Batches.
 
 
-def test_a_batch_has_pictures_and_one_caption_of_each(recipe: Caption) -> None:
+def test_a_batch_has_images_and_one_caption_of_each(recipe: Caption) -> None:
     batch = recipe.batch(np.array([5, 0]), 0)
     assert batch["pixels"].shape == (2, 32, 32, 3)
     assert batch["pixels"].dtype == np.uint8
@@ -47,7 +47,7 @@ def test_a_batch_has_pictures_and_one_caption_of_each(recipe: Caption) -> None:
         assert [token for token in row if token != PAD][-1] == EOS
 
 
-def test_which_caption_is_drawn_goes_by_the_epoch_and_the_sample_alone(recipe: Caption) -> None:
+def test_the_epoch_and_the_sample_alone_decide_which_caption_is_used(recipe: Caption) -> None:
     def drawn(ids: Ids, epoch: int) -> list[str]:
         return recipe.pack.vocabulary.decode(recipe.batch(ids, epoch)["tokens"].tolist())
 
@@ -58,21 +58,21 @@ def test_which_caption_is_drawn_goes_by_the_epoch_and_the_sample_alone(recipe: C
     assert len({tuple(drawn(two, epoch)) for epoch in range(6)}) > 1
 
 
-def test_a_picture_that_comes_again_in_an_epoch_may_have_another_caption_and_shows_another_part(
+def test_a_repeated_image_gets_another_crop_and_possibly_another_caption(
     recipe: Caption,
 ) -> None:
     two, turns = np.repeat([1, 3, 5, 7], 6), np.tile(np.arange(6), 4)  # those with two captions, six times each
     batch = recipe.batch(two, 0, turns)
     said = np.array(recipe.pack.vocabulary.decode(batch["tokens"].tolist())).reshape(4, 6)
     assert [set(captions) for captions in said.tolist()] == [set(captions_of(*THINGS[sample])) for sample in two[::6]]
-    assert len({picture.tobytes() for picture in batch["pixels"]}) > 12
+    assert len({image.tobytes() for image in batch["pixels"]}) > 12
     first = recipe.batch(two[::6], 0)
     assert said[:, 0].tolist() == recipe.pack.vocabulary.decode(first["tokens"].tolist())
     assert np.array_equal(batch["pixels"][::6], first["pixels"])
 
 
-def test_pictures_are_not_mirrored(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    """What is left of a mirrored picture would be right of it in its caption."""
+def test_images_are_not_mirrored(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """A caption that says left would be wrong about a mirrored image."""
     recipe = make_caption(make_recipe, tmp_path, train={**TRAIN, "min_scale": 1.0, "size": 36})
     first = recipe.batch(EVERYTHING[:1], 0)["pixels"].astype(int)
     for epoch in range(1, 8):
@@ -81,22 +81,22 @@ def test_pictures_are_not_mirrored(make_recipe: MakeRecipe, tmp_path: Path) -> N
     assert left[..., 1].mean() + 100 < right[..., 1].mean()  # the square is on the left
 
 
-def test_a_sample_costs_one_and_all_are_alike(recipe: Caption) -> None:
+def test_every_sample_costs_one_and_has_the_same_length(recipe: Caption) -> None:
     assert recipe.costs.tolist() == [1] * len(THINGS)
     assert set(recipe.likeness.tolist()) == {0}
     assert recipe.lengths.tolist() == [1] * len(THINGS)
     assert [recipe.count(split) for split in ("train", "valid", "test")] == [8, 5, 0]
 
 
-def test_copies_are_used_where_they_are_large_enough(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_smaller_copy_is_used_if_it_is_large_enough(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     paths = write_set(tmp_path, THINGS)
     data = {"train": [{"coco": paths}], "valid": [{"coco": paths}], "vocabulary": 300, "sizes": [20]}
     small, large = (
         make_caption(make_recipe, tmp_path / str(size), data=data, train={**TRAIN, "size": size}) for size in (16, 32)
     )
-    assert small._copies._name("train", 16) == "train@20"
-    assert large._copies._name("train", 32) == "train"
-    with small.fetching(EVERYTHING, 0):
+    assert small.copies.split_name("train", 16) == "train@20"
+    assert large.copies.split_name("train", 32) == "train"
+    with small.prefetch(EVERYTHING, 0):
         assert small.batch(EVERYTHING, 0)["pixels"].shape == (8, 16, 16, 3)
 
 
@@ -104,7 +104,7 @@ def test_copies_are_used_where_they_are_large_enough(make_recipe: MakeRecipe, tm
 
 
 def gradients(recipe: Caption, model: nn.Module, shares: list[Ids]) -> tuple[float, list[Tensor]]:
-    """The losses and gradients of all shares, added up."""
+    """Return the sums of the losses and of the gradients of all shares."""
     model.zero_grad()
     total = 0.0
     for ids in shares:
@@ -116,10 +116,10 @@ def gradients(recipe: Caption, model: nn.Module, shares: list[Ids]) -> tuple[flo
 
 @pytest.mark.parametrize("num_ranks", [2, 3, len(THINGS) + 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_shares_of_all_ranks_add_up_to_the_whole(
+def test_losses_and_gradients_of_all_ranks_add_up_to_those_of_the_batch(
     make_recipe: MakeRecipe, tmp_path: Path, num_ranks: int, smoothing: float
 ) -> None:
-    """But for the statistics of norms that learn, which are of each rank's part: here they stand still."""
+    """In evaluation mode: in training mode, batch norm uses the statistics of each rank's part."""
     recipe = make_caption(make_recipe, tmp_path, train={**TRAIN, "label_smoothing": smoothing})
     model = model_of(recipe)
     whole_loss, whole = gradients(recipe, model, [EVERYTHING])
@@ -129,37 +129,27 @@ def test_shares_of_all_ranks_add_up_to_the_whole(
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_the_loss_is_that_of_real_tokens_and_of_places_that_were_not_looked_at(
-    recipe: Caption, model: Captioner
-) -> None:
+def test_the_loss_counts_real_tokens_and_positions_without_attention(recipe: Caption, model: Captioner) -> None:
     batch = tensors(recipe, EVERYTHING)
     tokens = batch["tokens"]
     expected = 0.0
     for row in range(len(tokens)):
-        seen = model.see(batch["pixels"][row : row + 1])
+        seen = model.encode(batch["pixels"][row : row + 1])
         state, places = model.start(seen), torch.zeros(1, seen.features.shape[1])
         for before, after in zip(tokens[row], tokens[row, 1:], strict=False):
             if after == PAD:
                 break
-            state, looked = model._advance(model.embedding(before[None]), state, seen)
+            state, looked = model.advance(model.embedding(before[None]), state, seen)
             places += looked
-            expected -= float(model._logits(state).log_softmax(-1)[0, after].detach()) / recipe._mean_tokens
+            expected -= float(model.logits(state).log_softmax(-1)[0, after].detach()) / recipe.mean_tokens
         expected += float((1 - places).square().mean().detach())
     assert recipe.loss(model, batch).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_mean_length_is_of_all_captions_with_their_end(recipe: Caption) -> None:
+def test_the_mean_caption_length_includes_eos(recipe: Caption) -> None:
     captions = [text for number, thing in enumerate(THINGS) for text in captions_of(*thing)[: 1 + number % 2]]
     lengths = [len(row) + 1 for row in recipe.pack.vocabulary.encode(captions)]
-    assert recipe._mean_tokens == pytest.approx(sum(lengths) / len(lengths))
-
-
-def test_a_share_without_samples_costs_nothing_and_has_gradients_of_zero(recipe: Caption) -> None:
-    model = model_of(recipe).train()
-    loss = recipe.loss(model, tensors(recipe, EVERYTHING[:0]))
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss.item() == 0.0
-    assert all(one.grad is not None and float(one.grad.abs().sum()) == 0.0 for one in model.parameters())
+    assert recipe.mean_tokens == pytest.approx(sum(lengths) / len(lengths))
 
 
 # Evaluation.
@@ -181,15 +171,15 @@ def measured(recipe: Caption, model: nn.Module, parts: int, beam: int = 1) -> Sc
 
 
 @pytest.mark.parametrize("parts", [2, 7])
-def test_scores_do_not_depend_on_how_many_measured(recipe: Caption, model: Captioner, parts: int) -> None:
+def test_scores_do_not_depend_on_the_number_of_workers(recipe: Caption, model: Captioner, parts: int) -> None:
     whole, divided = measured(recipe, model, 1, 3), measured(recipe, model, parts, 3)
     assert divided.values == pytest.approx(whole.values, rel=1e-5)
     assert divided.samples == whole.samples
 
 
-def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe: Caption) -> None:
+def test_right_captions_score_100_and_every_source_has_its_own_scores(recipe: Caption) -> None:
     decoded = np.arange(5)
-    right = [captions[0] for captions in recipe._truth("valid").references]
+    right = [captions[0] for captions in recipe.references("valid").texts]
     wrong = [*right[:3], "no idea", "none at all"]
     scores = recipe.score("valid", decoded, [Measurement({"loss": 10.0, "tokens": 5.0}, wrong)])
     assert scores.values["loss"] == 2.0
@@ -199,16 +189,16 @@ def test_what_is_right_scores_100_and_every_source_has_scores_of_its_own(recipe:
     assert perfect.values["bleu1"] == pytest.approx(100.0)
     assert "CIDEr-D|" in perfect.signatures["cider"]
     assert [(one.input, one.prediction) for one in perfect.samples][:2] == [
-        ("valid picture 0", "a red square"),
-        ("valid picture 1", "a green square"),
+        ("valid image 0", "a red square"),
+        ("valid image 1", "a green square"),
     ]
     assert perfect.samples[1].reference == "a green square / a square that is green, on white paper"
 
 
-def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -> None:
+def test_the_scores_of_a_source_do_not_depend_on_the_other_sources(recipe: Caption) -> None:
     outputs = ["a red square", "a red square", "a circle that is blue", "a red circle", "a green one"]
     values = recipe.score("valid", np.arange(5), [Measurement({"loss": 0.0, "tokens": 1.0}, outputs)]).values
-    references = recipe._truth("valid").references
+    references = recipe.references("valid").texts
     for name, part in (("coco", slice(0, 3)), ("vizwiz", slice(3, 5))):
         alone = Cider(references[part]).score(outputs[part], references[part])
         assert values[f"cider_{name}"] == pytest.approx(alone)
@@ -216,28 +206,20 @@ def test_a_source_s_scores_are_what_they_would_be_of_it_alone(recipe: Caption) -
     assert values["cider"] == pytest.approx(Cider(references).score(outputs, references))
 
 
-def test_a_score_of_nothing_decoded_has_a_loss_alone(recipe: Caption, model: Captioner) -> None:
+def test_without_decoded_samples_there_is_only_a_loss(recipe: Caption, model: Captioner) -> None:
     ids, nothing = np.arange(2), np.arange(0)
     scores = recipe.score("valid", nothing, [recipe.measure(model, EvaluationRequest("valid", ids, nothing, 1, 0))])
     assert scores.values.keys() == {"loss"}
 
 
-def test_the_measured_loss_is_the_mean_over_the_tokens_of_all_captions(recipe: Caption, model: Captioner) -> None:
+def test_an_evaluation_measures_the_loss_of_every_caption_of_an_image(recipe: Caption, model: Captioner) -> None:
     found = recipe.measure(model, EvaluationRequest("valid", np.arange(5), np.arange(0), 1, 0)).sums
-    rows = recipe.pack.vocabulary.encode([text for texts in recipe._truth("valid").references for text in texts])
+    rows = recipe.pack.vocabulary.encode([text for texts in recipe.references("valid").texts for text in texts])
     assert found["tokens"] == sum(len(row) + 1 for row in rows)
     assert found["loss"] > 0
 
 
-def test_an_evaluation_can_be_left_between_its_batches(recipe: Caption, model: Captioner) -> None:
-    def leave() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        recipe.measure(model, EvaluationRequest("valid", np.arange(5), np.arange(0), on_batch=leave))
-
-
-# A published encoder.
+# A pretrained encoder.
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +230,18 @@ def weights(recipe: Caption, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_published_encoder_is_loaded_frozen_and_then_tuned(
+def test_a_pretrained_encoder_is_loaded_then_frozen_then_tuned(
     make_recipe: MakeRecipe, recipe: Caption, weights: Path, tmp_path: Path
 ) -> None:
     size = {"size": "tiny", "width": 16, "attention": 12, "weights": str(weights), "frozen_epochs": 2}
-    published = make_caption(make_recipe, tmp_path, model=size)
-    model = model_of(published, seed=1)
-    model.load_state_dict(published.first_weights(model), strict=False)
+    pretrained = make_caption(make_recipe, tmp_path, model=size)
+    model = model_of(pretrained, seed=1)
+    model.load_state_dict(pretrained.initial_weights(model), strict=False)
     assert torch.equal(model.encoder.conv1.weight, model_of(recipe, seed=5).encoder.conv1.weight)
     assert torch.equal(model.query.weight, model_of(recipe, seed=1).query.weight)
     frozen = []
     for epoch in range(4):
-        published.prepare(epoch, model)
+        pretrained.prepare(epoch, model)
         frozen.append(model.encoder_is_frozen)
     assert frozen == [True, True, False, False]
 
@@ -272,8 +254,8 @@ def test_a_random_encoder_is_never_frozen(recipe: Caption, model: Captioner) -> 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ({"conv1.weight": torch.zeros(3)}, "model.weights: conv1.weight is 3, where this model has 64 x 3 x 7 x 7"),
-        ({"other": torch.zeros(3)}, "model.weights has no conv1.weight: these are the weights of another model"),
+        ({"conv1.weight": torch.zeros(3)}, "model.weights: conv1.weight is 3, but this model needs 64 x 3 x 7 x 7"),
+        ({"other": torch.zeros(3)}, "model.weights: the file has no conv1.weight; it belongs to another model"),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -283,24 +265,24 @@ def test_weights_of_another_model_are_refused(
     size = {"size": "tiny", "width": 16, "attention": 12, "weights": str(tmp_path / "other.safetensors")}
     recipe = make_caption(make_recipe, tmp_path, model=size)
     with pytest.raises(Mistake, match=f"^{fault}$"):
-        recipe.first_weights(recipe.build_model())
+        recipe.initial_weights(recipe.build_model())
 
 
 # Predictions.
 
 
-def test_a_picture_has_a_caption_and_a_picture_of_where_was_looked(
+def test_a_prediction_has_a_caption_and_an_attention_map_for_every_word(
     recipe: Caption, model: Captioner, tmp_path: Path
 ) -> None:
     path = tmp_path / "wide.png"
     Image.new("RGB", (300, 120), "red").save(path)
     one, other = recipe.predict(model, [str(path), str(path)], Decoding(beam=2))
     assert one == other
-    assert [gaze["word"] for gaze in one.details["words"]] == one.text.split()
-    for gaze in one.details["words"]:
-        assert np.sum(gaze["looked"]) == pytest.approx(1.0, abs=0.01)
-    assert one.picture is not None
-    with Image.open(io.BytesIO(one.picture)) as sheet:
+    assert [row["word"] for row in one.details["words"]] == one.text.split()
+    for row in one.details["words"]:
+        assert np.sum(row["attention"]) == pytest.approx(1.0, abs=0.01)
+    assert one.attention_map is not None
+    with Image.open(io.BytesIO(one.attention_map)) as sheet:
         assert sheet.format == "PNG"
         assert min(sheet.size) > 150
 
@@ -313,7 +295,7 @@ def test_a_picture_has_a_caption_and_a_picture_of_where_was_looked(
         ("cut.png", b"\x89PNG\r\n\x1a\n\0\0", "damaged"),
     ],
 )
-def test_an_image_that_is_none_is_refused_in_one_line(
+def test_a_file_that_is_not_an_image_is_refused_in_one_line(
     recipe: Caption, model: Captioner, tmp_path: Path, name: str, content: bytes, fault: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -324,5 +306,5 @@ def test_an_image_that_is_none_is_refused_in_one_line(
         recipe.predict(model, [str(tmp_path / "nowhere.jpg")], Decoding())
 
 
-def test_nothing_to_look_at_gives_no_predictions(recipe: Caption, model: Captioner) -> None:
+def test_no_inputs_give_no_predictions(recipe: Caption, model: Captioner) -> None:
     assert recipe.predict(model, [], Decoding()) == []

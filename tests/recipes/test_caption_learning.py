@@ -1,4 +1,4 @@
-"""Whether captions learn at all: to say what emoji show, better than with the caption that is right most often."""
+"""Captions learn to describe emoji better than the most common caption does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from recipes.learn import learn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EMOJI = EXAMPLES / "data" / "emoji"
-STEPS = 120  # twice through the pictures
+STEPS = 120  # two epochs
 
 
-def commonest(recipe: Caption) -> list[str]:
-    """The captions that training has most often."""
-    counts = Counter(text for texts in recipe._truth("train").references for text in texts)
+def most_common(recipe: Caption) -> list[str]:
+    """Return the most frequent captions of the training data."""
+    counts = Counter(text for texts in recipe.references("train").texts for text in texts)
     return [text for text, count in counts.items() if count == max(counts.values())]
 
 
-def test_emoji_are_described_better_than_by_always_saying_the_commonest_caption(make_recipe: MakeRecipe) -> None:
+def test_emoji_are_described_better_than_by_the_most_common_caption(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(
         name="emoji",
         recipe="caption",
@@ -50,13 +50,13 @@ def test_emoji_are_described_better_than_by_always_saying_the_commonest_caption(
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
     scores = recipe.score("valid", ids, [recipe.measure(model, EvaluationRequest("valid", ids, ids, 5, 0))]).values
-    wanted, cider = recipe._truth("valid").references, recipe._truth("valid").cider
-    always = [[text] * len(ids) for text in commonest(recipe)]
+    wanted, cider = recipe.references("valid").texts, recipe.references("valid").cider
+    always = [[text] * len(ids) for text in most_common(recipe)]
     assert scores["bleu4"] > max(bleu(said, wanted)[3] for said in always) > 5
     assert scores["cider"] > 1.5 * max(cider.score(said, wanted) for said in always) > 15
 
 
-def test_the_small_example_is_a_job() -> None:
+def test_the_small_example_is_a_valid_job() -> None:
     job = load(EXAMPLES / "caption.yaml").job
     for source in (*job.data.train, *job.data.valid):
         assert all(Path(path).exists() for path in source.paths)

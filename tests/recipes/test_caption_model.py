@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes.caption.model import Captioner
-from packtrain.recipes.caption.shape import Shape
+from packtrain.recipes.caption import CaptionerShape
+from packtrain.recipes.caption.model import Captioner, attention_maps, decode_captions, sort_captions
 from recipes.captioned import outspoken, pictures
 
 VOCABULARY = 21
@@ -16,45 +18,45 @@ CELLS = pytest.mark.parametrize("cell", ["gru", "lstm"])
 def model_with(seed: int = 1, **options: object) -> Captioner:
     torch.manual_seed(seed)
     settings = {"encoder": "tiny", "width": 16, "attention": 12, "dropout": 0.0, **options}
-    return outspoken(Captioner(Shape(**settings), VOCABULARY).eval())  # type: ignore[arg-type]
+    return outspoken(Captioner(CaptionerShape(**settings), VOCABULARY).eval())  # type: ignore[arg-type]
 
 
 TOKENS = torch.tensor([[BOS, 5, 6, EOS, PAD, PAD], [BOS, 7, 8, 9, 10, EOS], [BOS, EOS, PAD, PAD, PAD, PAD]])
 
 
 @CELLS
-def test_there_is_a_row_for_every_token_but_the_first(cell: str) -> None:
+def test_there_are_logits_for_every_token_but_the_first(cell: str) -> None:
     told = model_with(cell=cell)(pictures(3), TOKENS)
     assert told.logits.shape == (3 + 5 + 1, 24)  # the vocabulary is padded to a multiple of 8
-    assert sorted(told.wanted.tolist()) == sorted([5, 6, EOS, 7, 8, 9, 10, EOS, EOS])
-    assert told.places.shape == (3, 16)
+    assert sorted(told.labels.tolist()) == sorted([5, 6, EOS, 7, 8, 9, 10, EOS, EOS])
+    assert told.attention.shape == (3, 16)
 
 
 @CELLS
-def test_looking_is_shared_out_among_the_places_once_for_every_token(cell: str) -> None:
+def test_the_attention_of_every_token_sums_to_one(cell: str) -> None:
     told = model_with(cell=cell)(pictures(3), TOKENS)
-    assert told.places.sum(1).tolist() == pytest.approx([3.0, 5.0, 1.0])
-    assert float(told.places.detach().std(1).min()) > 1e-3  # not everywhere alike
+    assert told.attention.sum(1).tolist() == pytest.approx([3.0, 5.0, 1.0])
+    assert float(told.attention.detach().std(1).min()) > 1e-3  # not everywhere alike
 
 
 @CELLS
-def test_neither_padding_nor_neighbours_change_anything(cell: str) -> None:
+def test_neither_padding_nor_the_rest_of_the_batch_changes_anything(cell: str) -> None:
     model = model_with(cell=cell)
     seen = pictures(3)
     together = model(seen, TOKENS)
-    surprise = torch.nn.functional.cross_entropy(together.logits, together.wanted, reduction="sum")
+    surprise = torch.nn.functional.cross_entropy(together.logits, together.labels, reduction="sum")
     alone = [model(seen[row : row + 1], TOKENS[row : row + 1, :length]) for row, length in enumerate((4, 6, 2))]
-    parts = [torch.nn.functional.cross_entropy(one.logits, one.wanted, reduction="sum") for one in alone]
+    parts = [torch.nn.functional.cross_entropy(one.logits, one.labels, reduction="sum") for one in alone]
     assert float(surprise.detach()) == pytest.approx(sum(float(one.detach()) for one in parts), rel=1e-5)
-    assert torch.allclose(together.places, torch.cat([one.places for one in alone]), atol=1e-6)
+    assert torch.allclose(together.attention, torch.cat([one.attention for one in alone]), atol=1e-6)
 
 
 @CELLS
-def test_step_by_step_says_the_same_as_all_at_once(cell: str) -> None:
+def test_steps_give_the_same_logits_as_teacher_forcing(cell: str) -> None:
     model = model_with(cell=cell)
     row = TOKENS[1:2]
     told = model(pictures(1), row)
-    seen = model.see(pictures(1))
+    seen = model.encode(pictures(1))
     state, places = model.start(seen), torch.zeros(1, 16)
     for position in range(5):
         logits, state, looked = model.step(row[:, position], state, seen)
@@ -62,18 +64,18 @@ def test_step_by_step_says_the_same_as_all_at_once(cell: str) -> None:
         expected = told.logits[position, :VOCABULARY].clone()
         expected[[PAD, BOS]] = -torch.inf
         assert torch.allclose(logits[0], expected, atol=1e-5)
-    assert torch.allclose(places, told.places, atol=1e-5)
+    assert torch.allclose(places, told.attention, atol=1e-5)
 
 
-def test_the_picture_matters_and_so_does_where_it_is_looked_at() -> None:
+def test_the_logits_depend_on_the_image() -> None:
     model = model_with()
     one, other = pictures(2)
     first, second = model(one[None], TOKENS[1:2]), model(other[None], TOKENS[1:2])
     assert not torch.allclose(first.logits, second.logits, atol=1e-2)
 
 
-def test_a_picture_of_another_size_has_other_places() -> None:
-    assert model_with()(pictures(1, 48, 64), TOKENS[:1]).places.shape == (1, 6 * 8)
+def test_an_image_of_another_size_has_another_number_of_positions() -> None:
+    assert model_with()(pictures(1, 48, 64), TOKENS[:1]).attention.shape == (1, 6 * 8)
 
 
 def test_the_output_is_tied_to_the_embedding() -> None:
@@ -85,28 +87,28 @@ def test_the_output_is_tied_to_the_embedding() -> None:
     }  # fmt: skip
 
 
-# The encoder, random or published.
+# The encoder, random or pretrained.
 
 
 def gradients(model: Captioner) -> dict[str, Tensor | None]:
     model.zero_grad()
     told = model.train()(pictures(3), TOKENS)
-    (told.logits.square().sum() + told.places.square().sum()).backward()  # type: ignore[no-untyped-call]
+    (told.logits.square().sum() + told.attention.square().sum()).backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_a_random_encoder_learns_from_the_start_in_all_its_parts() -> None:
+def test_a_random_encoder_learns_as_a_whole_from_the_start() -> None:
     assert all(found is not None for found in gradients(model_with()).values())
 
 
-def test_of_a_published_encoder_only_the_last_stage_is_ever_tuned() -> None:
+def test_only_the_last_stage_of_a_pretrained_encoder_is_tuned() -> None:
     found = gradients(model_with(weights="some"))
     moved = {name.split(".")[1] for name, one in found.items() if name.startswith("encoder.") and one is not None}
     assert moved == {"layer2"}
     assert float(found["encoder.layer2.0.bn2.weight"].abs().sum()) > 0  # type: ignore[union-attr]
 
 
-def test_a_frozen_encoder_has_gradients_of_zero_where_it_will_be_tuned() -> None:
+def test_a_frozen_encoder_has_zero_gradients_where_it_will_be_tuned() -> None:
     model = model_with(weights="some")
     model.encoder_is_frozen = True
     found = gradients(model)
@@ -115,7 +117,7 @@ def test_a_frozen_encoder_has_gradients_of_zero_where_it_will_be_tuned() -> None
     assert all(one is not None and float(one.abs().sum()) > 0.0 for name, one in found.items() if "encoder" not in name)
 
 
-def test_adam_leaves_a_frozen_encoder_as_it_is() -> None:
+def test_adam_does_not_change_a_frozen_encoder() -> None:
     model = model_with(weights="some")
     model.encoder_is_frozen = True
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -128,7 +130,7 @@ def test_adam_leaves_a_frozen_encoder_as_it_is() -> None:
     assert not [name for name in changed if name.startswith("encoder.")]
 
 
-def test_a_frozen_encoder_says_what_it_says_when_it_is_not() -> None:
+def test_freezing_the_encoder_does_not_change_the_outputs() -> None:
     model = model_with(weights="some").train()
     free = model(pictures(3), TOKENS)
     model.encoder_is_frozen = True
@@ -136,7 +138,7 @@ def test_a_frozen_encoder_says_what_it_says_when_it_is_not() -> None:
     assert torch.equal(free.logits, frozen.logits)
 
 
-def test_norms_of_a_published_encoder_keep_their_statistics() -> None:
+def test_batch_norms_of_a_pretrained_encoder_keep_their_statistics() -> None:
     for weights, kept in (("some", True), ("", False)):
         model = model_with(weights=weights)
         before = {name: value.clone() for name, value in model.named_buffers()}
@@ -145,16 +147,94 @@ def test_norms_of_a_published_encoder_keep_their_statistics() -> None:
         assert all(torch.equal(value, after[name]) for name, value in before.items()) == kept
 
 
-def test_no_pictures_have_no_rows_and_gradients_of_zero() -> None:
+def test_an_empty_batch_has_no_logits_and_zero_gradients() -> None:
     model = model_with().train()
     told = model(pictures(0), TOKENS[:0, :1])
     assert [len(one) for one in told] == [0, 0, 0]
-    (told.logits.sum() + told.places.sum()).backward()
+    (told.logits.sum() + told.attention.sum()).backward()
     assert all(one.grad is not None and float(one.grad.abs().sum()) == 0.0 for one in model.parameters())
 
 
-def test_no_pictures_leave_the_statistics_of_norms_alone() -> None:
+def test_an_empty_batch_does_not_change_batch_norm_statistics() -> None:
     model = model_with().train()
     before = {name: value.clone() for name, value in model.named_buffers()}
     model(pictures(0), TOKENS[:0, :1])
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+# Decoding.
+
+
+FEW_TOKENS = 7  # four special tokens and three words
+WORDS = (3, 4, 5, 6)  # UNKNOWN may be written like any other
+LONGEST = 3
+
+
+def small_model(seed: int, cell: str = "gru") -> Captioner:
+    torch.manual_seed(seed)
+    return outspoken(Captioner(CaptionerShape("tiny", 12, 8, cell), FEW_TOKENS).eval())
+
+
+def per_token(model: Captioner, picture: torch.Tensor, said: tuple[int, ...]) -> float:
+    """Return the log-probability per token of a caption with EOS, computed step by step."""
+    seen = model.encode(picture[None])
+    state, total = model.start(seen), 0.0
+    for before, after in zip((BOS, *said), (*said, EOS), strict=True):
+        logits, state, _ = model.step(torch.tensor([before]), state, seen)
+        total += float(logits.log_softmax(-1)[0, after])
+    return total / (len(said) + 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_wide_beam_finds_the_best_of_all_captions(seed: int, cell: str) -> None:
+    model = small_model(seed, cell)
+    everything = [said for length in range(LONGEST) for said in product(WORDS, repeat=length)]
+    with torch.inference_mode():
+        best = [max(everything, key=lambda said: per_token(model, picture, said)) for picture in pictures(3)]
+        found = decode_captions(model, model.encode(pictures(3)), 100, LONGEST)
+    assert [tuple(one) for one in found] == best
+
+
+@pytest.mark.parametrize("beam", [1, 2, 5])
+def test_the_caption_of_an_image_does_not_depend_on_the_batch(beam: int) -> None:
+    model = small_model(2)
+    with torch.inference_mode():
+        together = decode_captions(model, model.encode(pictures(6)), beam, 8)
+        alone = [decode_captions(model, model.encode(picture[None]), beam, 8)[0] for picture in pictures(6)]
+    assert together == alone
+    assert len({tuple(one) for one in together}) > 1
+
+
+def test_a_beam_of_one_takes_the_most_likely_token_each_time() -> None:
+    model = small_model(4)
+    seen = model.encode(pictures(1))
+    state, said = model.start(seen), [BOS]
+    while said[-1] != EOS and len(said) <= 8:
+        logits, state, _ = model.step(torch.tensor(said[-1:]), state, seen)
+        said.append(int(logits.argmax()))
+    assert decode_captions(model, seen, 1, 8)[0] == [token for token in said[1:] if token != EOS]
+
+
+def test_a_caption_that_never_ends_is_cut_off() -> None:
+    model = small_model(1)
+    with torch.no_grad():
+        model.bias[EOS] = -1000.0
+    assert [len(one) for one in decode_captions(model, model.encode(pictures(2)), 3, 6)] == [6, 6]
+
+
+def test_no_images_have_no_captions() -> None:
+    model = small_model(1)
+    assert decode_captions(model, model.encode(pictures(1)).select(torch.arange(0)), 3) == []
+
+
+def test_every_token_has_an_attention_map() -> None:
+    model = small_model(1)
+    seen = model.encode(pictures(1))
+    tokens = [4, 5, 6]
+    maps = attention_maps(model, seen, tokens)
+    assert maps.shape == (3, 16)
+    assert maps.sum(1).tolist() == pytest.approx([1.0] * 3)
+    told = model.teacher_force(seen, sort_captions(torch.tensor([[BOS, *tokens]])))
+    assert torch.allclose(told.attention[0], maps.sum(0), atol=1e-5)
+    assert attention_maps(model, seen, []).shape == (0, 16)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +59,7 @@ def spelled(recipe: Recipe, text: str) -> list[int]:
     return recipe.pack.vocabulary.encode([text])[0]
 
 
-# What the model sees of a conversation.
+# Prompts and replies.
 
 
 def test_a_prompt_is_the_last_turns_of_its_own_conversation(chat: Chat) -> None:
@@ -73,7 +71,7 @@ def test_a_prompt_is_the_last_turns_of_its_own_conversation(chat: Chat) -> None:
     assert row_of(chat, "target", 4) == [BOS, *said[5]]
 
 
-def test_one_turn_is_the_last_thing_said(make_chat: Callable[..., Chat]) -> None:
+def test_with_one_turn_a_prompt_is_the_last_turn_alone(make_chat: Callable[..., Chat]) -> None:
     alone = make_chat(prompt=60, reply=40, turns=1)
     for sample, text in enumerate(TALK[:-1]):
         assert row_of(alone, "source", sample) == [*spelled(alone, text), EOS]
@@ -88,21 +86,21 @@ def test_prompts_lose_their_beginning_and_replies_their_end(make_chat: Callable[
     assert max(short.lengths) == 5
 
 
-def test_how_many_were_cut_is_told(make_chat: Callable[..., Chat], chat: Chat) -> None:
+def test_notes_say_how_many_prompts_and_replies_are_truncated(make_chat: Callable[..., Chat], chat: Chat) -> None:
     assert chat.notes == []
     prompts = sum(len(row_of(chat, "source", sample)) > 5 for sample in range(len(PAIRS)))  # with their three turns
     assert prompts > sum(len(spelled(chat, one)) + 1 > 5 for one, _ in PAIRS)
     replies = sum(len(spelled(chat, other)) + 1 > 4 for _, other in PAIRS)
     [trained, _] = make_chat(prompt=5, reply=4, turns=3).notes
     assert trained.startswith(
-        f"train: of {len(PAIRS)} pairs, {prompts} prompts are cut at their beginning and {replies} replies"
+        f"train: of {len(PAIRS)} pairs, {prompts} prompts lose their beginning and {replies} replies their end"
     )
 
 
 # The loss.
 
 
-def test_the_loss_is_a_sum_over_real_tokens_and_padding_costs_nothing(chat: Chat) -> None:
+def test_the_loss_is_a_sum_over_real_tokens_without_padding(chat: Chat) -> None:
     model = model_of(chat)
     with torch.no_grad():
         model.output.weight.zero_()
@@ -123,24 +121,24 @@ def measured(recipe: Recipe, model: nn.Module, parts: int) -> Scores:
     )
 
 
-def test_scores_do_not_depend_on_how_many_measured(chat: Chat) -> None:
+def test_scores_do_not_depend_on_the_number_of_workers(chat: Chat) -> None:
     whole, divided = measured(chat, model_of(chat), 1), measured(chat, model_of(chat), 3)
     assert divided.values == pytest.approx(whole.values, rel=1e-5)
     assert divided.samples == whole.samples
 
 
-def test_perplexity_is_of_the_loss_and_better_when_it_is_less(chat: Chat) -> None:
+def test_perplexity_is_the_exponential_of_the_loss_and_lower_is_better(chat: Chat) -> None:
     scores = chat.score("valid", np.arange(0), [Measurement({"loss": 30.0, "tokens": 10.0}, [])])
     assert scores.values == {"loss": 3.0, "perplexity": pytest.approx(math.exp(3.0))}
-    assert chat.measure_of_best in chat.lower_is_better
+    assert chat.best_metric in chat.lower_is_better
 
 
-def test_a_loss_beyond_all_bounds_has_a_finite_perplexity(chat: Chat) -> None:
+def test_a_huge_loss_has_a_finite_perplexity(chat: Chat) -> None:
     values = chat.score("valid", np.arange(0), [Measurement({"loss": 1e9, "tokens": 1.0}, [])]).values
     assert math.isfinite(values["perplexity"])
 
 
-def test_samples_show_the_turns_the_reply_wanted_and_the_reply(chat: Chat) -> None:
+def test_samples_show_the_turns_the_reference_and_the_reply(chat: Chat) -> None:
     ids = np.arange(3)
     part = chat.measure(model_of(chat), EvaluationRequest("valid", ids, ids, 1, 0))
     sample = chat.score("valid", ids, [part]).samples[2]
@@ -152,27 +150,27 @@ def test_samples_show_the_turns_the_reply_wanted_and_the_reply(chat: Chat) -> No
     ("texts", "size", "share"),
     [(["a b", "A c"], 1, 3 / 4), (["a b c", "a b"], 2, 2 / 3), (["a", ""], 2, 0.0), ([], 1, 0.0)],
 )
-def test_distinct_is_the_share_of_different_runs_of_words(texts: list[str], size: int, share: float) -> None:
+def test_distinct_is_the_share_of_different_ngrams(texts: list[str], size: int, share: float) -> None:
     assert distinct(texts, size) == pytest.approx(share)
 
 
 # Replies.
 
 
-def test_a_conversation_is_answered_by_its_last_turns(chat: Chat) -> None:
+def test_a_reply_depends_on_the_last_turns_only(chat: Chat) -> None:
     model, decoding = model_of(chat, 3), Decoding(1, repetition=1.5)
     for turns in (TALK[:1], TALK[:3], ["something older", *TALK[:3]]):
         assert chat.converse(model, turns, decoding) == chat.converse(model, turns[-3:], decoding)
     assert chat.converse(model, TALK[:1], decoding) == chat.predict(model, TALK[:1], decoding)[0]
 
 
-def test_what_was_said_before_matters(chat: Chat) -> None:
+def test_earlier_turns_change_the_reply(chat: Chat) -> None:
     decoding = Decoding(1)
     answers = {chat.converse(model_of(chat, 3), [one, "and you"], decoding).text for one in TALK}
     assert len(answers) > 1
 
 
-def test_a_conversation_of_any_length_is_answered(make_chat: Callable[..., Chat]) -> None:
+def test_a_conversation_of_any_length_gets_a_reply(make_chat: Callable[..., Chat]) -> None:
     short = make_chat(prompt=5, reply=4)
     long, last = ["how are you today"] * 50, ["how are you today"]
     assert short.converse(model_of(short), long, Decoding(2)) == short.converse(model_of(short), last, Decoding(2))
@@ -180,29 +178,16 @@ def test_a_conversation_of_any_length_is_answered(make_chat: Callable[..., Chat]
 
 
 @pytest.mark.parametrize("decoding", [Decoding(1), Decoding(4), Decoding(nucleus=0.9, temperature=1.5, seed=7)])
-def test_prompts_of_any_kind_have_replies(make_chat: Callable[..., Chat], decoding: Decoding) -> None:
+def test_any_prompt_gets_a_reply(make_chat: Callable[..., Chat], decoding: Decoding) -> None:
     short = make_chat(prompt=5, reply=4)
     inputs = ["hm", "", "доброе утро", "a\x00b\x1b", "words " * 30, "<eos>"]
     replies = short.predict(model_of(short), inputs, decoding)
     assert len(replies) == len(inputs)
     assert replies[1].text == ""
     unread = len(spelled(short, inputs[4])) + 1 - 5
-    assert (replies[0].note, replies[4].note) == ("", f"its first {unread} tokens were not read")
+    assert (replies[0].note, replies[4].note) == ("", f"its first {unread} tokens were cut off")
 
 
-def test_ten_thousand_words_are_no_prompt(chat: Chat) -> None:
-    with pytest.raises(Mistake, match=r"a text has \d+,\d\d\d pieces, more than 1,000"):
+def test_a_prompt_of_ten_thousand_words_is_refused(chat: Chat) -> None:
+    with pytest.raises(Mistake, match=r"the input has \d+,\d\d\d tokens, more than 1,000"):
         chat.predict(model_of(chat), ["word " * 10_000], Decoding())
-
-
-# At the client.
-
-
-def test_a_job_can_be_checked_where_there_is_no_torch() -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from packtrain.recipes import recipe_class, recipe_defaults\n"
-        "print(recipe_class('chat').unit, recipe_defaults('chat')['model'])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "tokens full\n"

@@ -1,4 +1,4 @@
-"""Whether chat learns: from real conversations, more than how frequent words are and which follow each other."""
+"""Chat learns more from real conversations than the frequencies of words and word pairs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows_of(column: object) -> list[list[int]]:
     return [column[row].tolist() for row in range(len(column))]
 
 
-def test_replies_are_less_surprising_than_to_one_who_counts_words(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_perplexity_is_lower_than_that_of_unigrams_and_bigrams(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     train = write_pairs(tmp_path / "train.tsv", conversations("train", 16_000))
     valid = write_pairs(tmp_path / "valid.tsv", conversations("valid", 400))
     recipe = make_recipe(
@@ -52,7 +52,7 @@ def test_replies_are_less_surprising_than_to_one_who_counts_words(make_recipe: M
     model = learn(recipe, STEPS)
     ids = np.arange(recipe.count("valid"))
     scores = recipe.score("valid", ids[::8], [recipe.measure(model, EvaluationRequest("valid", ids, ids[::8], 2, 0))])
-    seen, unseen = (rows_of(recipe.sides[split].target) for split in ("train", "valid"))
+    seen, unseen = (rows_of(recipe.pairs[split].target) for split in ("train", "valid"))
     size = len(recipe.pack.vocabulary)
     assert scores.values["perplexity"] < 0.6 * unigram_perplexity(seen, unseen, size)
     assert scores.values["perplexity"] < bigram_perplexity(seen, unseen, size)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
+from packtrain.recipes.chat import SIZES, ChatShape
 from packtrain.recipes.chat.model import DialogueTransformer
-from packtrain.recipes.chat.shape import SIZES, ChatShape
 
 
 def model_of(**options: int) -> DialogueTransformer:
@@ -21,7 +21,7 @@ def logits(model: nn.Module, source: list[int], target: list[int]) -> Tensor:
     return found
 
 
-def test_the_last_residual_adds_the_embedding_to_the_normed_states() -> None:
+def test_the_final_residual_adds_the_embedding_to_the_normed_states() -> None:
     model = model_of()
     captured = {}
     model.output.register_forward_pre_hook(lambda _, inputs: captured.update(hidden=inputs[0]))
@@ -32,7 +32,7 @@ def test_the_last_residual_adds_the_embedding_to_the_normed_states() -> None:
     assert torch.allclose(captured["hidden"], embedded + captured["normed"], atol=1e-6)
 
 
-def test_the_encoder_has_the_last_residual_too() -> None:
+def test_the_encoder_has_the_final_residual_too() -> None:
     model, source = model_of(), torch.tensor([[5, 6, 7, EOS]])
     with torch.inference_mode():
         memory, _ = model.encode(source)
@@ -66,7 +66,7 @@ def test_padding_changes_nothing(side: str) -> None:
     assert torch.allclose(short, long, atol=1e-5)
 
 
-def test_full_is_as_large_as_its_dimensions_say() -> None:
+def test_full_has_the_expected_number_of_parameters() -> None:
     shape, vocabulary = SIZES["full"], 8000
     with torch.device("meta"):
         counted = sum(weights.numel() for weights in DialogueTransformer(shape, vocabulary).parameters())

@@ -1,4 +1,4 @@
-"""Whether classification learns at all: ten kinds of things in a thousand photographs."""
+"""Classification learns to tell ten kinds of things apart in a thousand photographs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from recipes.learn import learn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = EXAMPLES / "data" / "photos"
-STEPS = 160  # five times through the pictures
+STEPS = 160  # five epochs
 
 
-def test_photographs_are_told_apart_after_160_steps(tmp_path: Path) -> None:
+def test_photographs_are_classified_after_160_steps(tmp_path: Path) -> None:
     job = Job.model_validate(
         {
             "name": "photos",
             "recipe": "classify",
             "data": {
-                "train": [{"imagenet": str(PHOTOS / "valid.tar")}],  # the smaller one, for it is packed here
+                "train": [{"imagenet": str(PHOTOS / "valid.tar")}],  # the smaller one: packing takes time
                 "valid": [{"imagenet": str(PHOTOS / "train.tar")}],
             },
             "model": "tiny",
@@ -55,7 +55,7 @@ def test_photographs_are_told_apart_after_160_steps(tmp_path: Path) -> None:
     assert scores["loss"] < 1.9  # 2.30 by chance
 
 
-def test_the_small_example_is_a_job() -> None:
+def test_the_small_example_is_a_valid_job() -> None:
     job = load(EXAMPLES / "classify.yaml").job
     assert all(Path(source.paths[0]).is_file() for source in (*job.data.train, *job.data.valid))
     assert [job.train.in_epoch(epoch).size for epoch in (0, 3, 8)] == [24, 24, 32]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Decoding
-from packtrain.recipes import decode as searching
-from packtrain.recipes.decode import decode, draw, length_penalty, restrain
+from packtrain.recipes import decode as decode_module
+from packtrain.recipes.decode import decode, length_penalty, penalize_repetition, sample_nucleus
 from packtrain.recipes.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -28,14 +28,14 @@ SOURCES = torch.tensor(
 )
 
 
-def search(model: Transformer, sources: Tensor, beam: int, longer: int = 50, **wishes: Any) -> list[list[int]]:
-    """Outputs of at most `longer` tokens more than their source."""
+def search(model: Transformer, sources: Tensor, beam: int, longer: int = 50, **options: Any) -> list[list[int]]:
+    """Decode outputs of at most `longer` tokens more than their source."""
     limits = (sources != PAD).sum(1) + longer
-    return decode(model, sources, limits, Decoding(beam, **wishes), range(len(sources)))
+    return decode(model, sources, limits, Decoding(beam, **options), range(len(sources)))
 
 
 def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
-    """The logits after `tokens`, computed anew from the first of them."""
+    """Return the logits after `tokens`, computed without a cache."""
     target = torch.tensor([[BOS, *tokens]])
     with torch.inference_mode():
         logits: Tensor = model(source[None, source != PAD], target, torch.arange(target.numel()))[-1]
@@ -53,37 +53,37 @@ def plain_greedy(model: Transformer, source: Tensor, limit: int) -> list[int]:
 
 
 def log_probabilities(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
-    """Of the next token; a search writes neither fillers nor beginnings."""
+    """Return the log-probabilities of the next token; PAD and BOS never follow."""
     logits = next_logits(model, source, tokens).clone()
     logits[[PAD, BOS]] = -torch.inf
     return logits.log_softmax(-1)
 
 
 def plain_beam(model: Transformer, source: Tensor, beam: int, limit: int) -> list[int]:
-    """A beam search that keeps nothing, does one sentence at a time and never stops early."""
-    going: list[tuple[float, list[int]]] = [(0.0, [])]
+    """A beam search without a cache, for one sentence, that never stops early."""
+    unfinished: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int]]] = []
     for length in range(1, limit + 1):
         longer = [
             (total + score, tokens, token)
-            for total, tokens in going
+            for total, tokens in unfinished
             for token, score in enumerate(log_probabilities(model, source, tokens).tolist())
             if math.isfinite(score)
         ]
         best = sorted(longer, key=lambda one: -one[0])[: 2 * beam]
         ended += [(total / length_penalty(length), tokens) for total, tokens, token in best if token == EOS]
-        going = [(total, [*tokens, token]) for total, tokens, token in best if token != EOS][:beam]
-    return max(ended, key=lambda one: one[0])[1] if ended else going[0][1]
+        unfinished = [(total, [*tokens, token]) for total, tokens, token in best if token != EOS][:beam]
+    return max(ended, key=lambda one: one[0])[1] if ended else unfinished[0][1]
 
 
-def penalised(model: Transformer, source: Tensor, tokens: list[int]) -> float:
-    """What a finished hypothesis is worth: its log-probability by its length."""
+def penalized(model: Transformer, source: Tensor, tokens: list[int]) -> float:
+    """Return the score of a finished hypothesis: its log-probability with the length penalty."""
     scores = [log_probabilities(model, source, tokens[:place])[token] for place, token in enumerate([*tokens, EOS])]
     return float(sum(scores)) / length_penalty(len(tokens) + 1)
 
 
 def reluctant(model: Transformer, by: float) -> Transformer:
-    """The model, less inclined to end; untrained ones like nothing better."""
+    """Return the model, less likely to write EOS: an untrained model writes it almost at once."""
     spoken = model.logits
 
     def logits(hidden: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def reluctant(model: Transformer, by: float) -> Transformer:
 # Greedy.
 
 
-def test_greedy_equals_a_loop_that_keeps_nothing(make_model: MakeModel) -> None:
+def test_greedy_search_equals_a_loop_without_a_cache(make_model: MakeModel) -> None:
     lengths = set()
     for seed in range(4):
         model = make_model(seed)
@@ -111,27 +111,25 @@ def test_greedy_equals_a_loop_that_keeps_nothing(make_model: MakeModel) -> None:
 # Beam search.
 
 
-def test_a_beam_of_everything_finds_what_an_exhaustive_search_finds(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(searching, "_LENGTH_PENALTY", 2.0)  # so that lengths matter, few as they are
+def test_an_unlimited_beam_equals_an_exhaustive_search(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "LENGTH_PENALTY", 2.0)  # so that lengths matter although they are short
     source = torch.tensor([[5, EOS]])  # so that there are at most three tokens, the mark of the end among them
     words = [token for token in range(8) if token not in (PAD, BOS, EOS)]
     everything = [list(tokens) for length in range(3) for tokens in product(words, repeat=length)]
     found_lengths = set()
     for seed in range(16):
         model = reluctant(make_model(seed, vocabulary=8), by=0.25 * seed)
-        best = max(everything, key=lambda tokens: penalised(model, source[0], tokens))
+        best = max(everything, key=lambda tokens: penalized(model, source[0], tokens))
         assert search(model, source, len(words) ** 3, longer=1) == [best]
         found_lengths.add(len(best))
     assert len(found_lengths) > 1
 
 
 @pytest.mark.parametrize(("beam", "penalty"), [(2, 0.6), (3, 2.0)])
-def test_a_beam_equals_a_search_that_keeps_nothing(
+def test_beam_search_equals_one_without_a_cache(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, beam: int, penalty: float
 ) -> None:
-    monkeypatch.setattr(searching, "_LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
+    monkeypatch.setattr(decode_module, "LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
     lengths = set()
     for seed in range(8):
         model = reluctant(make_model(seed), by=0.5 * seed)
@@ -142,18 +140,18 @@ def test_a_beam_equals_a_search_that_keeps_nothing(
 
 
 @pytest.mark.parametrize("beam", [2, 4])
-def test_no_beam_finds_more_than_there_is(make_model: MakeModel, beam: int) -> None:
+def test_no_beam_scores_better_than_an_unlimited_one(make_model: MakeModel, beam: int) -> None:
     source = torch.tensor([[5, EOS]])
     for seed in range(6):
         model = reluctant(make_model(seed, vocabulary=8), by=0.5 * seed)
         [all_of_it] = search(model, source, 125, longer=1)
         [some] = search(model, source, beam, longer=1)
         if len(some) < 3:  # it ended within the limit
-            assert penalised(model, source[0], some) <= penalised(model, source[0], all_of_it) + 1e-5
+            assert penalized(model, source[0], some) <= penalized(model, source[0], all_of_it) + 1e-5
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
-def test_what_else_is_in_the_batch_does_not_change_an_output(make_model: MakeModel, beam: int) -> None:
+def test_an_output_does_not_depend_on_the_rest_of_the_batch(make_model: MakeModel, beam: int) -> None:
     for seed in (1, 2):
         model = reluctant(make_model(seed), by=5.0 * seed)
         alone = [search(model, source[None, source != PAD], beam)[0] for source in SOURCES]
@@ -161,17 +159,17 @@ def test_what_else_is_in_the_batch_does_not_change_an_output(make_model: MakeMod
         assert search(model, SOURCES.flip(0), beam) == alone[::-1]
 
 
-def test_a_beam_never_writes_fillers_or_beginnings(make_model: MakeModel) -> None:
+def test_beam_search_never_writes_pad_or_bos(make_model: MakeModel) -> None:
     for seed in range(3):
         for tokens in search(make_model(seed), SOURCES, 3):
             assert not {PAD, BOS, EOS} & set(tokens)
 
 
-# Both.
+# Every search.
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_an_output_has_at_most_as_many_tokens_as_it_may(make_model: MakeModel, beam: int) -> None:
+def test_an_output_respects_its_token_limit(make_model: MakeModel, beam: int) -> None:
     model = reluctant(make_model(), by=1e9)
     lengths = [len(tokens) for tokens in search(model, SOURCES, beam)]
     assert lengths == [int((source != PAD).sum()) + 50 for source in SOURCES]
@@ -182,32 +180,32 @@ def test_no_sources_have_no_outputs(make_model: MakeModel, beam: int) -> None:
     assert search(make_model(), SOURCES[:0], beam) == []
 
 
-def test_the_penalty_is_that_of_the_recipe() -> None:
+def test_the_length_penalty_is_that_of_gnmt() -> None:
     assert length_penalty(1) == 1.0
     assert length_penalty(7) == pytest.approx(2**0.6)
     assert length_penalty(20) < length_penalty(21)
 
 
-# Drawing.
+# Sampling.
 
 
-def test_a_draw_comes_from_the_likeliest_that_make_up_the_share() -> None:
+def test_nucleus_sampling_uses_the_most_likely_tokens_that_make_up_the_mass() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
     for share, drawn in [(0.0, {1}), (0.4, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]:
         chances = torch.linspace(0, 1 - 2**-24, 200)
-        assert set(draw(logits.repeat(200, 1), share, 1.0, chances).tolist()) == drawn
+        assert set(sample_nucleus(logits.repeat(200, 1), share, 1.0, chances).tolist()) == drawn
 
 
-def test_draws_are_as_frequent_as_they_are_likely_and_the_temperature_flattens_them() -> None:
+def test_samples_follow_the_probabilities_and_the_temperature_flattens_them() -> None:
     likely = torch.tensor([0.1, 0.6, 0.3])
     chances = (torch.arange(1000) + 0.5) / 1000
     for temperature in (1.0, 4.0):
         expected = (likely.log() / temperature).softmax(0)
-        drawn = draw(likely.log().repeat(1000, 1), 1.0, temperature, chances)
+        drawn = sample_nucleus(likely.log().repeat(1000, 1), 1.0, temperature, chances)
         assert torch.allclose(drawn.bincount(minlength=3) / 1000, expected, atol=0.002)
 
 
-def test_a_seed_and_a_number_decide_a_draw_and_the_neighbours_do_not(make_model: MakeModel) -> None:
+def test_a_sample_depends_on_the_seed_and_its_number_alone(make_model: MakeModel) -> None:
     model = reluctant(make_model(3), by=3.0)
     drawn = search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
     assert drawn == search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
@@ -223,27 +221,32 @@ def test_a_seed_and_a_number_decide_a_draw_and_the_neighbours_do_not(make_model:
 # Repetition.
 
 
-def test_what_was_written_before_becomes_less_likely() -> None:
+def test_the_repetition_penalty_lowers_tokens_that_were_written() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 3.0]])
-    restrained = restrain(logits, torch.tensor([[0, 1]]), Decoding(repetition=2.0))
-    assert restrained.tolist() == [[1.0, -2.0, 0.5, 3.0]]
+    lowered = penalize_repetition(logits, torch.tensor([[0, 1]]), Decoding(repetition=2.0))
+    assert lowered.tolist() == [[1.0, -2.0, 0.5, 3.0]]
     assert logits.tolist() == [[2.0, -1.0, 0.5, 3.0]]
 
 
-def test_only_the_token_that_would_end_a_run_again_is_forbidden() -> None:
+def test_only_the_token_that_would_complete_an_ngram_again_is_forbidden() -> None:
     written = torch.tensor([[9, 4, 5, 6, 4, 5], [9, 4, 5, 6, 5, 4]])
     logits = torch.zeros(2, 10)
-    forbidden = restrain(logits, written, Decoding(no_repeat=3)).isneginf().nonzero().tolist()
+    forbidden = penalize_repetition(logits, written, Decoding(no_repeat=3)).isneginf().nonzero().tolist()
     assert forbidden == [[0, 6]]
-    assert restrain(logits, written[:1], Decoding(no_repeat=2)).isneginf().nonzero().tolist() == [[0, 6]]
-    assert restrain(logits, written[:1], Decoding(no_repeat=1)).isneginf().nonzero()[:, 1].tolist() == [4, 5, 6, 9]
-    assert not restrain(logits, written[:, :2], Decoding(no_repeat=3)).isneginf().any()
+    assert penalize_repetition(logits, written[:1], Decoding(no_repeat=2)).isneginf().nonzero().tolist() == [[0, 6]]
+    assert penalize_repetition(logits, written[:1], Decoding(no_repeat=1)).isneginf().nonzero()[:, 1].tolist() == [
+        4,
+        5,
+        6,
+        9,
+    ]
+    assert not penalize_repetition(logits, written[:, :2], Decoding(no_repeat=3)).isneginf().any()
 
 
-@pytest.mark.parametrize("wishes", [{"beam": 1}, {"beam": 3}, {"beam": 1, "nucleus": 0.5}])
+@pytest.mark.parametrize("options", [{"beam": 1}, {"beam": 3}, {"beam": 1, "nucleus": 0.5}])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_run_of_tokens_is_written_twice(make_model: MakeModel, size: int, wishes: dict[str, Any]) -> None:
+def test_no_ngram_is_written_twice(make_model: MakeModel, size: int, options: dict[str, Any]) -> None:
     model = reluctant(make_model(2), by=9.0)
-    for tokens in search(model, SOURCES, longer=10, no_repeat=size, **wishes):
+    for tokens in search(model, SOURCES, longer=10, no_repeat=size, **options):
         runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
         assert len(set(runs)) == len(runs)

@@ -1,4 +1,4 @@
-"""The full-size jobs of examples/: their models have the published sizes, and learn from data of that kind."""
+"""The full-size jobs of examples/: their models have the published sizes and train on data of the same format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
-from packtrain.recipes.resnet_shape import RESNETS
 from packtrain.start import load
 from packtrain.store import open_store
 from packtrain.train.gradient_sync import DdpSettings
@@ -40,14 +40,14 @@ def numbers_of(model: nn.Module) -> int:
 
 
 def sized(name: str) -> nn.Module:
-    """The job's model on the published data, without memory for its weights."""
+    """Return the job's model for the published data, without memory for its weights."""
     job = load(EXAMPLES / f"{name}.yaml").job
     data = SimpleNamespace(vocabulary=range(job.data.vocabulary), manifest=SimpleNamespace(classes=range(1000)))
     with torch.device("meta"):
         return recipe_class(str(job.recipe))(job, cast(Pack, data)).build_model()
 
 
-def test_all_full_size_jobs_are_here() -> None:
+def test_every_full_size_job_is_tested() -> None:
     small = ("caption", "chat", "classify", "translate")
     assert sorted(path.stem for path in EXAMPLES.glob("*.yaml")) == sorted([*FULL, *small])
 
@@ -67,17 +67,17 @@ def test_captions_have_the_published_resnet_101_and_a_decoder_of_width_500() -> 
     assert numbers_of(model) == RESNET101 - LAST_LAYER + words + look + cell + first_state
 
 
-def test_captions_are_tuned_as_the_recipe_does_by_itself() -> None:
+def test_the_caption_job_has_the_recipes_default_schedule() -> None:
     train = load(EXAMPLES / "caption-coco-vizwiz.yaml").job.train
     assert train.schedule == type(train).model_validate(recipe_defaults("caption")["train"]).schedule
 
 
-def test_gradients_of_wmt14_go_over_the_network_in_16_bits() -> None:
+def test_the_wmt14_job_sends_gradients_in_16_bits() -> None:
     assert load(EXAMPLES / "translate-wmt14.yaml").job.train.exchange == DdpSettings(compress="fp16")
 
 
 def layers_of(width: int, inner: int) -> int:
-    """The parameters of 6 + 6 layers and the last two norms."""
+    """Return the number of parameters of 6 + 6 layers and the last two norms."""
     attention = 4 * width * width + 4 * width
     feedforward = 2 * width * inner + inner + width
     norm = 2 * width
@@ -96,7 +96,7 @@ def test_cornell_has_the_dialogue_transformer_of_width_1024() -> None:
     assert numbers_of(sized("chat-cornell")) == layers_of(width, 4096) + embedding + positions + softmax
 
 
-# One batch at the real size. Data of the right format takes the place of the published one.
+# One batch at full size, on toy data of the same format.
 
 
 def captions(folder: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_a_batch_of_data_in_the_same_format_has_a_loss_and_gradients(name: str, 
     data = DATA[name](tmp_path)
     recipe = recipe_on(load(EXAMPLES / f"{name}.yaml").job, data, tmp_path)
     model = recipe.build_model()
-    model.load_state_dict(recipe.first_weights(model), strict=False)
+    model.load_state_dict(recipe.initial_weights(model), strict=False)
     recipe.prepare(0, model)
     batch = {key: torch.from_numpy(rows) for key, rows in recipe.batch(np.arange(2), 0).items()}
     loss = recipe.loss(model.train(), batch)
@@ -143,7 +143,7 @@ def test_a_batch_of_data_in_the_same_format_has_a_loss_and_gradients(name: str, 
 
 
 def recipe_on(job: Job, data: dict[str, Any], folder: Path) -> Recipe:
-    """The job's recipe, on that data and with what its model names in that folder."""
+    """Return the job's recipe on other data, with the files of its model in `folder`."""
     options = dict(job.model.options)
     if "weights" in options:
         options["weights"] = str(folder / Path(str(options["weights"])).name)

@@ -1,4 +1,4 @@
-"""Files that options of a model name: first weights, and words for classes. A run takes them along."""
+"""Files that options of a model name, such as pretrained weights: a run carries them along."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.export.predict import load_predictor
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import Recipe, recipe_of
-from packtrain.recipes.classify.shape import SIZES
+from packtrain.recipes.classify import SIZES
 from packtrain.recipes.resnet import ResNet
 from packtrain.run.run import Run
 from packtrain.start import create, load
@@ -34,7 +34,7 @@ train: {duration: 2 steps, batch: 4 samples, size: 32, schedule: {constant: {rat
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job file with what it names beside it, somewhere else than where one works."""
+    """Return a directory with a job file and the files it names, away from the working directory."""
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -58,14 +58,14 @@ def recipe_on(run: Run, cache: Path) -> Recipe:
     return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache))
 
 
-def begun(recipe: Recipe) -> nn.Module:
-    """The model as a run begins with it."""
+def started(recipe: Recipe) -> nn.Module:
+    """Return the model at the start of a run."""
     engine = Engine(recipe, recipe.job.train, World())
     engine.begin()
     return engine.model
 
 
-def test_a_run_has_its_files_when_the_originals_are_gone(folder: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_files_after_the_originals_are_deleted(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = ResNet(SIZES["tiny"], 2).state_dict()
     run = created(folder)
@@ -73,43 +73,43 @@ def test_a_run_has_its_files_when_the_originals_are_gone(folder: Path, tmp_path:
         (folder / name).unlink()
     assert str(run.job.model.options["weights"]).startswith("store:files/")
     recipe = recipe_on(run, tmp_path / "worker")
-    model = begun(recipe)
+    model = started(recipe)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     path = str(folder / "photos" / "a" / "0.jpg")
     [found] = recipe.predict(model.eval(), [path], recipe.decoding)
     assert {row["class"] for row in found.details["top5"]} == {"ant", "bear"}
 
 
-def test_the_same_file_is_kept_once(folder: Path) -> None:
+def test_the_same_file_is_stored_once(folder: Path) -> None:
     first, second = created(folder), created(folder)
     assert first.job.model == second.job.model
     assert len(list(first.store.list("files/"))) == 2
 
 
-def test_a_file_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
+def test_a_missing_file_is_an_error_with_its_line(folder: Path) -> None:
     (folder / "first.safetensors").unlink()
     with pytest.raises(Mistake, match=r"job\.yaml:5: model\.weights: there is no file .*/job/first\.safetensors$"):
         create(load(folder / "job.yaml"), PlainProgress(lambda _: None))
 
 
-def test_an_object_that_is_not_there_is_told_with_its_line(folder: Path) -> None:
+def test_a_missing_object_is_an_error_with_its_field(folder: Path) -> None:
     loaded = load(folder / "job.yaml", ["model.weights=store:raw/none"])
     with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: there is no such object in "):
         create(loaded, PlainProgress(lambda _: None))
 
 
-def test_a_file_that_the_store_has_lost_or_changed_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_lost_or_changed_in_the_store_is_an_error(folder: Path, tmp_path: Path) -> None:
     run = created(folder)
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     run.store.put(key, b"something else")
     with pytest.raises(PacktrainError, match=rf"^{key} in .* is damaged: wrong hash; start the job again$"):
-        begun(recipe_on(run, tmp_path / "one"))
+        started(recipe_on(run, tmp_path / "one"))
     run.store.delete(key)
     with pytest.raises(NotFound, match=rf"^there is no {key} in .*, which the run was given$"):
-        begun(recipe_on(run, tmp_path / "two"))
+        started(recipe_on(run, tmp_path / "two"))
 
 
-def test_a_model_that_a_checkpoint_fills_needs_no_first_weights(folder: Path, tmp_path: Path) -> None:
+def test_a_model_from_a_checkpoint_needs_no_initial_weights(folder: Path, tmp_path: Path) -> None:
     run = created(folder)
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     commit_model(run, tmp_path, step=3)
@@ -119,5 +119,5 @@ def test_a_model_that_a_checkpoint_fills_needs_no_first_weights(folder: Path, tm
 
 def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:
     run = create(load(folder / "job.yaml", ["model.width=16"]), PlainProgress(lambda _: None))
-    with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, where this model has 16 x"):
-        begun(recipe_on(run, tmp_path / "worker"))
+    with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, but this model needs 16 x"):
+        started(recipe_on(run, tmp_path / "worker"))

@@ -1,4 +1,4 @@
-"""Recipes of people's own: found beside the job file, taken along with the run, found again where the file is not."""
+"""Own recipes: found beside the job file, archived with the run, and found on machines without the file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.pack.build import PlainProgress
-from packtrain.recipes import own, recipe_class, recipe_of
-from packtrain.recipes.own import unpacked_code
+from packtrain.recipes import recipe_class, recipe_of, unpacked_code, use_code
 from packtrain.report.summary import summarize
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
@@ -25,20 +24,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_recipe"
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test with a cache and a working directory of its own, and none with another's modules."""
+    """Give each test its own cache and working directory, and none of the modules of another test."""
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name, module in list(sys.modules.items()):  # of a job that another test has loaded
-        if own._searched is not None and own._lies_in(module, own._searched):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(own, "_searched", None)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    before = set(sys.modules)
+    use_code(None)
     yield
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
+    use_code(None)
 
 
 @pytest.fixture
@@ -79,55 +71,55 @@ def test_two_jobs_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
     assert recipe_class("mine:Mine", tmp_path / "one").unit == "tokens"
 
 
-def test_a_module_that_is_not_there_is_told(tmp_path: Path) -> None:
-    expected = f"there is no module 'nowhere' in {tmp_path}; it lies in the directory that `code` names"
+def test_a_missing_module_is_an_error(tmp_path: Path) -> None:
+    expected = f"no module 'nowhere' in {tmp_path}; put it in the directory that `code` names"
     assert refusal("nowhere:Mine", tmp_path) == expected
-    assert refusal("nowhere.deep:Mine", tmp_path).startswith("there is no module 'nowhere.deep'")
+    assert refusal("nowhere.deep:Mine", tmp_path).startswith("no module 'nowhere.deep'")
 
 
-def test_a_module_that_a_recipe_needs_is_told(tmp_path: Path) -> None:
+def test_a_missing_import_of_the_module_is_an_error(tmp_path: Path) -> None:
     folder = write(tmp_path / "code", "needy", "import no_such_thing\n")
-    assert refusal("needy:Mine", folder) == "needy needs no_such_thing, which is not installed here"
+    assert refusal("needy:Mine", folder) == "needy imports no_such_thing, which is not installed here"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
-        ("x = 1 / 0\n", "broken cannot be imported: ZeroDivisionError: division by zero (broken.py:1)"),
-        ("\nclass Mine(:\n", "broken cannot be imported: SyntaxError: "),
+        ("x = 1 / 0\n", "cannot import broken: ZeroDivisionError: division by zero (broken.py:1)"),
+        ("\nclass Mine(:\n", "cannot import broken: SyntaxError: "),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_module_that_cannot_be_imported_is_an_error_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
     found = refusal("broken:Mine", write(tmp_path / "code", "broken", text))
-    assert found.startswith(told)
+    assert found.startswith(expected)
     assert "(broken.py:" in found
 
 
-def test_a_class_that_is_not_there_is_told_with_the_nearest(example: Path) -> None:
+def test_a_missing_class_is_an_error_with_the_nearest_name(example: Path) -> None:
     assert refusal("languages:Language", example) == "languages has no Language; did you mean 'Languages'?"
 
 
 @pytest.mark.parametrize("text", ["class Mine: pass\n", "Mine = 3\n", "def Mine(): pass\n"])
-def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str) -> None:
-    expected = "other:Mine is not a recipe: make it a class that derives from packtrain.recipes.Recipe"
+def test_a_class_that_is_not_a_recipe_is_refused(tmp_path: Path, text: str) -> None:
+    expected = "other:Mine is not a recipe; derive the class from packtrain.recipes.Recipe"
     assert refusal("other:Mine", write(tmp_path / "code", "other", text)) == expected
 
 
-def test_what_a_recipe_lacks_is_listed(tmp_path: Path) -> None:
+def test_missing_methods_and_attributes_are_listed(tmp_path: Path) -> None:
     text = "from packtrain.recipes import Recipe\nclass Mine(Recipe):\n    unit = 'samples'\n"
     found = refusal("bare:Mine", write(tmp_path / "code", "bare", text))
-    assert found.startswith("bare:Mine lacks defaults, contents, kind, measure_of_best, batch, build_model, ")
-    assert found.endswith("; docs/recipes.md says what a recipe has")
+    assert found.startswith("bare:Mine lacks defaults, contents, kind, best_metric, batch, build_model, ")
+    assert found.endswith("; docs/recipes.md lists what a recipe needs")
 
 
-def test_a_job_names_the_line_of_its_recipe(example: Path) -> None:
+def test_the_error_names_the_line_of_the_recipe_in_the_job(example: Path) -> None:
     job = example / "job.yaml"
     job.write_text(job.read_text().replace("languages:Languages", "languages:Nothing"))
     with pytest.raises(Mistake, match=r"job\.yaml:\d+: recipe: languages has no Nothing; "):
         load(job)
 
 
-def test_defaults_and_checks_of_an_own_recipe_hold(example: Path) -> None:
+def test_defaults_and_checks_of_an_own_recipe_apply(example: Path) -> None:
     loaded = load(example / "job.yaml")
     assert str(loaded.job.train.batch) == "64 samples"
     assert loaded.job.data.vocabulary == 400
@@ -144,7 +136,7 @@ def created(example: Path) -> Run:
     return create(load(example / "job.yaml"), PlainProgress(lambda _: None))
 
 
-def test_a_run_takes_the_recipe_along(example: Path) -> None:
+def test_a_run_archives_its_recipe(example: Path) -> None:
     run = created(example)
     shutil.rmtree(example)
     code = unpacked_code(run)
@@ -154,13 +146,13 @@ def test_a_run_takes_the_recipe_along(example: Path) -> None:
     assert Path(str(sys.modules[found.__module__].__file__)).parent == code.resolve()
 
 
-def test_a_run_is_shown_where_its_recipe_cannot_be_imported(example: Path) -> None:
+def test_a_run_is_shown_if_its_recipe_cannot_be_imported(example: Path) -> None:
     (example / "languages.py").write_text((example / "languages.py").read_text() + "\n# of another run\n")
     run = created(example)
     run.store.put(run.key("code.tar.zst"), b"")
     summary = summarize(run, "interrupted")
     assert summary.measure == "accuracy"
-    assert summary.what.startswith("languages:Languages small")
+    assert summary.description.startswith("languages:Languages small")
 
 
 PREDICT = [sys.executable, "-m", "packtrain", "predict", "languages", "zweihundertelf", "two hundred and eleven"]

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from packtrain.errors import Mistake
-from packtrain.recipes.resnet import ResNet, normalised, published
-from packtrain.recipes.resnet_shape import RESNETS, ResNetShape
+from packtrain.recipes.images import RESNETS, ResNetShape
+from packtrain.recipes.resnet import ResNet, load_pretrained, normalize
 
 SMALL = ResNetShape("basic", (1, 1), 8, "small")
 # What torchvision's models of 1,000 classes have.
@@ -18,7 +18,7 @@ PARAMETERS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557
 
 def numbers(count: int, size: int = 16) -> torch.Tensor:
     torch.manual_seed(1)
-    return normalised(torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8))
+    return normalize(torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("size", RESNETS)
@@ -40,14 +40,14 @@ def test_parameters_have_torchvision_s_names() -> None:
     assert "layer1.1.downsample.0.weight" not in names
 
 
-def test_the_small_stem_keeps_the_size_of_pictures() -> None:
-    assert ResNet(SMALL).features(numbers(2, 32)).shape == (2, SMALL.features, 32 // SMALL.reduction, 32 // 2)
+def test_the_small_stem_keeps_the_size_of_images() -> None:
+    assert ResNet(SMALL).features(numbers(2, 32)).shape == (2, SMALL.features, 32 // SMALL.total_stride, 32 // 2)
     large = ResNetShape("bottleneck", (1, 1, 1, 1), 8)
     assert ResNet(large).features(numbers(2, 64)).shape == (2, large.features, 2, 2)
-    assert (large.features, large.reduction) == (256, 32)
+    assert (large.features, large.total_stride) == (256, 32)
 
 
-def test_every_block_begins_as_its_shortcut_and_the_last_layer_near_zero() -> None:
+def test_every_block_starts_as_its_shortcut_and_the_last_layer_near_zero() -> None:
     torch.manual_seed(1)
     model = ResNet(RESNETS["resnet18"], 100)
     last = [value for name, value in model.named_parameters() if name.endswith("bn2.weight") and "layer" in name]
@@ -61,7 +61,7 @@ def test_every_block_begins_as_its_shortcut_and_the_last_layer_near_zero() -> No
 def test_pixels_are_numbers_around_zero_with_channels_last_in_memory() -> None:
     pixels = torch.zeros(2, 4, 5, 3, dtype=torch.uint8)
     pixels[1] = 255
-    found = normalised(pixels)
+    found = normalize(pixels)
     assert found.shape == (2, 3, 4, 5)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert found[0, :, 0, 0].tolist() == pytest.approx([-2.118, -2.036, -1.804], abs=1e-3)
@@ -79,7 +79,7 @@ def test_a_part_of_a_batch_may_have_one_sample_or_none(count: int) -> None:
         assert not any(one.grad.any() for one in model.parameters() if one.grad is not None)
 
 
-# Published weights.
+# Pretrained weights.
 
 
 def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
@@ -89,10 +89,10 @@ def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
 
 
 def weights_of(one: nn.Module, other: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    return published(saved(one, folder / "weights"), other.state_dict(), "model.weights")
+    return load_pretrained(saved(one, folder / "weights"), other.state_dict(), "model.weights")
 
 
-def test_published_weights_give_the_same_outputs(tmp_path: Path) -> None:
+def test_pretrained_weights_give_the_same_outputs(tmp_path: Path) -> None:
     one, other = ResNet(SMALL, 5).eval(), ResNet(SMALL, 5).eval()
     nn.init.normal_(one.fc.weight)  # type: ignore[union-attr]
     nn.init.ones_(one.stages[0][0].bn2.weight)  # type: ignore[index]
@@ -100,7 +100,7 @@ def test_published_weights_give_the_same_outputs(tmp_path: Path) -> None:
     assert torch.equal(one(numbers(2)), other(numbers(2)))
 
 
-def test_a_last_layer_of_other_classes_is_begun_anew(tmp_path: Path) -> None:
+def test_a_last_layer_for_other_classes_stays_random(tmp_path: Path) -> None:
     one, other = ResNet(SMALL, 5), ResNet(SMALL, 7)
     before = other.fc.weight.clone()  # type: ignore[union-attr]
     other.load_state_dict(weights_of(one, other, tmp_path), strict=False)
@@ -120,12 +120,12 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "none").write_bytes(b"no tensors")
     model = ResNet(SMALL, 5)
     with pytest.raises(
-        Mistake, match=r"^model\.weights has no layer2\.0\.conv1\.weight: these are the weights of another"
+        Mistake, match=r"^model\.weights: the file has no layer2\.0\.conv1\.weight; it belongs to another model$"
     ):
-        published(lacking, model.state_dict(), "model.weights")
+        load_pretrained(lacking, model.state_dict(), "model.weights")
     with pytest.raises(
-        Mistake, match=r"^model\.weights: conv1\.weight is 16 x 3 x 3 x 3, where this model has 8 x 3 x 3 x 3$"
+        Mistake, match=r"^model\.weights: conv1\.weight is 16 x 3 x 3 x 3, but this model needs 8 x 3 x 3 x 3$"
     ):
-        published(wider, model.state_dict(), "model.weights")
-    with pytest.raises(Mistake, match=r"^model\.weights: cannot be read as safetensors"):
-        published(tmp_path / "none", model.state_dict(), "model.weights")
+        load_pretrained(wider, model.state_dict(), "model.weights")
+    with pytest.raises(Mistake, match=r"^model\.weights: not a safetensors file"):
+        load_pretrained(tmp_path / "none", model.state_dict(), "model.weights")

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes.shapes import Shape
+from packtrain.recipes.pairs import TransformerShape
 from packtrain.recipes.transformer import Transformer, sinusoids
-from packtrain.recipes.translate.shape import SIZES
+from packtrain.recipes.translate import SIZES
 
 MakeModel = Callable[..., Transformer]
 
 SOURCES = [[5, 6, 7, 8, EOS], [9, EOS], [10, 11, 12, EOS]]
-SAID = [1, *range(3, 20)]  # all that a step may say
+SAID = [1, *range(3, 20)]  # all tokens that may follow
 TARGETS = [[BOS, 4, 5], [BOS, 6, 7, 8, 9, 10], [BOS]]
 
 
@@ -24,12 +24,12 @@ def padded(rows: list[list[int]]) -> Tensor:
 
 
 def places(mask: Tensor) -> Tensor:
-    """Where it is true, counted through all rows."""
+    """Return where the mask is true, counted through all rows."""
     return mask.flatten().nonzero()[:, 0]
 
 
 def logits(model: Transformer, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-    """For each sentence, the logits after every token of its target."""
+    """Return the logits after every target token, for each sentence."""
     target = padded(targets)
     with torch.inference_mode():
         flat = model(padded(sources), target, places(target != PAD))
@@ -40,7 +40,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, atol=1e-4)
 
 
-def test_there_is_one_row_of_logits_for_every_position_that_is_wanted(make_model: MakeModel) -> None:
+def test_there_is_one_row_of_logits_for_every_predicted_position(make_model: MakeModel) -> None:
     model = make_model(vocabulary=21)
     target = padded(TARGETS)
     assert model(padded(SOURCES), target, places(target != PAD)).shape == (10, 24)
@@ -49,7 +49,7 @@ def test_there_is_one_row_of_logits_for_every_position_that_is_wanted(make_model
 
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(24, 24), (25, 32), (4000, 4000)])
-def test_the_vocabulary_is_filled_up_to_whole_tiles(make_model: MakeModel, vocabulary: int, rows: int) -> None:
+def test_the_vocabulary_is_padded_to_a_multiple_of_8(make_model: MakeModel, vocabulary: int, rows: int) -> None:
     assert make_model(vocabulary=vocabulary).embedding.weight.shape == (rows, 32)
 
 
@@ -61,7 +61,7 @@ def test_a_sentence_alone_equals_the_sentence_in_a_padded_batch(make_model: Make
         assert close(found, alone)
 
 
-def test_the_other_sentences_of_a_batch_change_nothing(make_model: MakeModel) -> None:
+def test_a_sentence_does_not_depend_on_the_rest_of_the_batch(make_model: MakeModel) -> None:
     model = make_model()
     before = logits(model, SOURCES, TARGETS)[0]
     after = logits(model, [SOURCES[0], [20] * 9, [21, 22]], [TARGETS[0], [BOS] + [13] * 8, [BOS, 14]])[0]
@@ -76,14 +76,14 @@ def test_a_later_target_token_changes_no_earlier_logits(make_model: MakeModel) -
     assert not close(before[3:], after[3:])
 
 
-def test_every_source_token_and_its_place_change_the_logits(make_model: MakeModel) -> None:
+def test_every_source_token_and_its_position_change_the_logits(make_model: MakeModel) -> None:
     model = make_model()
     [base] = logits(model, [[5, 6, 7, EOS]], [[BOS]])
     for source in ([15, 6, 7, EOS], [5, 6, 15, EOS], [6, 5, 7, EOS], [5, 6, 7, 8, EOS]):
         assert not close(base, logits(model, [source], [[BOS]])[0])
 
 
-def test_padding_and_the_beginning_are_never_said(make_model: MakeModel) -> None:
+def test_pad_and_bos_never_follow(make_model: MakeModel) -> None:
     model = make_model()
     with torch.inference_mode():
         memory, mask = model.encode(padded(SOURCES))
@@ -122,15 +122,15 @@ def test_a_cache_follows_the_rows_that_are_selected(make_model: MakeModel) -> No
 
 
 def test_one_embedding_serves_the_source_the_target_and_the_softmax() -> None:
-    model = Transformer(Shape(32, 4, 64, 2, 2, 0.0, 0.0), 24)
+    model = Transformer(TransformerShape(32, 4, 64, 2, 2, 0.0, 0.0), 24)
     wide = [name for name, weights in model.named_parameters() if 24 in weights.shape]
     assert wide == ["embedding.weight"]
     hidden = torch.randn(2, 32)
     assert close(model.logits(hidden), hidden @ model.embedding.weight.T)
 
 
-def test_base_is_as_large_as_the_paper_s() -> None:
-    """65 million, says the paper, with 37,000 pieces: one embedding, and layers as large as here by hand."""
+def test_base_has_as_many_parameters_as_the_papers() -> None:
+    """The paper has 65 million with 37,000 tokens: one embedding, and the layers as computed here by hand."""
     with torch.device("meta"):
         counted = sum(weights.numel() for weights in Transformer(SIZES["base"], 37_000).parameters())
     d, f = 512, 2048
@@ -153,7 +153,7 @@ def test_the_same_seed_builds_the_same_model(make_model: MakeModel) -> None:
     assert not torch.equal(one.embedding.weight, other.embedding.weight)
 
 
-def test_positions_can_be_asked_for_from_anywhere() -> None:
+def test_the_position_table_may_start_anywhere() -> None:
     device = torch.device("cpu")
     table = sinusoids(0, 20, 16, device)
     assert torch.equal(sinusoids(7, 5, 16, device), table[7:12])

@@ -1,4 +1,4 @@
-"""Whether translation learns at all: to turn strings around, which no model can without looking at its source."""
+"""Translation learns to reverse strings, which no model can without attending to its source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def strings(count: int, seed: int) -> list[tuple[str, str]]:
     return [(" ".join(row), " ".join(reversed(row))) for row in rows]
 
 
-def test_strings_are_turned_around_after_800_steps(make_recipe: MakeRecipe) -> None:
+def test_strings_are_reversed_after_800_steps(make_recipe: MakeRecipe) -> None:
     seen = strings(8000, seed=1)
     unseen = [pair for pair in strings(120, seed=2) if pair not in set(seen)]
     recipe = make_recipe(

@@ -21,12 +21,12 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
 
-def test_the_model_and_its_ema_start_from_the_first_weights() -> None:
+def test_the_model_and_its_ema_start_from_the_initial_weights() -> None:
     job = tiny_job(train={"ema": 0.9})
     random, begun = (Engine(FromFirstWeights(job), job.train, World()) for _ in range(2))
-    begun.load_first_weights()
+    begun.load_initial_weights()
     assert begun.ema is not None
-    given = FromFirstWeights(job).first_weights(begun.model)
+    given = FromFirstWeights(job).initial_weights(begun.model)
     for model in (begun.model, begun.ema.model):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, given.get(name, random.model.state_dict()[name]))
@@ -41,7 +41,7 @@ def test_the_model_and_its_ema_start_from_the_first_weights() -> None:
     ],
     ids=["ddp", "fsdp", "local"],
 )
-def test_all_workers_start_from_the_first_weights(
+def test_all_workers_start_from_the_initial_weights(
     directory_store: Store, forker: WorkerForker, tmp_path: Path, exchange: dict[str, Any], optimizer: str
 ) -> None:
     def run(recipe: str, ranks: int, **train: Any) -> Run:
@@ -61,7 +61,7 @@ class Counted(Interrupted):
 
     asked = 0
 
-    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
         self.asked += 1
         return {"out.weight": torch.arange(4.0)[None]}
 
@@ -70,7 +70,7 @@ def fail() -> None:
     raise InterruptedError
 
 
-def test_first_weights_are_loaded_again_only_until_the_first_commit(directory_store: Store, tmp_path: Path) -> None:
+def test_initial_weights_are_loaded_again_only_until_the_first_commit(directory_store: Store, tmp_path: Path) -> None:
     whole, broken = tiny_run(directory_store), tiny_run(directory_store)
 
     def live(run: Run, generation: int, at: int = 0, stop: bool = False) -> int:

@@ -63,7 +63,7 @@ class TinyModel(nn.Module):
 class Tiny(Recipe):
     unit = "samples"
     kind = "pairs"
-    measure_of_best = "closeness"
+    best_metric = "closeness"
     dropout = 0.2
 
     def __init__(self, job: Job) -> None:

@@ -60,7 +60,7 @@ class Interrupted(Tiny):
 class FromFirstWeights(Plain):
     """Does not begin at random."""
 
-    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
         return {"out.weight": torch.arange(4.0)[None], "mean": torch.ones(WIDTH)}
 
 

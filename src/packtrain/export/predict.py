@@ -1,4 +1,4 @@
-"""A run's model, ready to be used."""
+"""Predictions with the model of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a person says of how outputs are to be searched for; the rest is the recipe's choice."""
+class DecodeOptions:
+    """Decoding options of `packtrain predict`; None leaves the choice to the recipe."""
 
     beam: int | None = None
     nucleus: float | None = None
@@ -35,10 +35,10 @@ class Wishes:
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def on(self, decoding: Decoding) -> Decoding:
+    def applied_to(self, decoding: Decoding) -> Decoding:
         given = self.given
         if self.temperature is not None:
-            given.setdefault("nucleus", 1.0)  # a temperature means to draw; unless told otherwise, from everything
+            given.setdefault("nucleus", 1.0)  # a temperature alone means sampling from all tokens
         return replace(decoding, **given)
 
 
@@ -48,38 +48,36 @@ class Predictor:
     model: nn.Module
     step: int
 
-    def predict(self, inputs: Sequence[str], wishes: Wishes) -> list[Prediction]:
-        """A prediction for every input; nothing is predicted when one of them is no input at all."""
+    def predict(self, inputs: Sequence[str], options: DecodeOptions) -> list[Prediction]:
+        """Return a prediction for every input; if one of them is invalid, predict nothing."""
         for number, one in enumerate(inputs, 1):
             if self.recipe.inputs == "texts":
                 _check_text(one, f"input {number}")
             elif not one.strip():
-                raise Mistake(f"input {number} is empty; it must be the path of a picture")
-        return self.recipe.predict(self.model, inputs, self._decoding(wishes))
+                raise Mistake(f"input {number} is empty; give the path of an image")
+        return self.recipe.predict(self.model, inputs, self._decoding(options))
 
-    def converse(self, turns: Sequence[str], wishes: Wishes) -> Prediction:
-        """What the model says after these turns; every turn has its own luck where replies are drawn."""
-        decoding = self.check_conversation(wishes)
-        _check_text(turns[-1], "that")
+    def converse(self, turns: Sequence[str], options: DecodeOptions) -> Prediction:
+        """Return the reply to these turns; sampled replies use another seed in every turn."""
+        decoding = self.check_conversation(options)
+        _check_text(turns[-1], "the input")
         return self.recipe.converse(self.model, turns, replace(decoding, seed=decoding.seed + len(turns)))
 
-    def check_conversation(self, wishes: Wishes) -> Decoding:
-        """How replies are found; refuses what does not converse, and wishes that say nothing."""
-        if not self.recipe.converses:
-            raise Mistake(f"{self.recipe.job.recipe} does not converse; give it its inputs without --chat")
-        return self._decoding(wishes)
+    def check_conversation(self, options: DecodeOptions) -> Decoding:
+        """Return how replies are generated; raise Mistake if the recipe does not support chat or an option."""
+        if not self.recipe.supports_chat:
+            raise Mistake(f"--chat: {self.recipe.job.recipe} does not support it; pass inputs without --chat")
+        return self._decoding(options)
 
-    def _decoding(self, wishes: Wishes) -> Decoding:
-        for name in wishes.given.keys() - self.recipe.heeds:
-            raise Mistake(f"--{name}: {self.recipe.job.recipe} has no use for it")
-        decoding = wishes.on(self.recipe.decoding)
-        is_drawn = decoding.nucleus is not None
-        if is_drawn and wishes.beam not in (None, 1):
-            raise Mistake(
-                "--beam: an output is drawn (--nucleus, --temperature) or searched for; leave one of them out"
-            )
-        if not is_drawn and wishes.seed is not None:
-            raise Mistake("--seed: nothing is drawn; add --nucleus or --temperature, or leave it out")
+    def _decoding(self, options: DecodeOptions) -> Decoding:
+        for name in options.given.keys() - self.recipe.decode_options:
+            raise Mistake(f"--{name}: {self.recipe.job.recipe} does not support it")
+        decoding = options.applied_to(self.recipe.decoding)
+        is_sampled = decoding.nucleus is not None
+        if is_sampled and options.beam not in (None, 1):
+            raise Mistake("--beam: beam search excludes sampling (--nucleus, --temperature); remove one of them")
+        if not is_sampled and options.seed is not None:
+            raise Mistake("--seed: only sampling uses it; add --nucleus or --temperature, or remove --seed")
         return decoding
 
 
@@ -88,24 +86,24 @@ def _check_text(text: str, what: str) -> None:
         raise Mistake(f"{what} is not valid UTF-8; convert it first")
 
 
-def _tell(text: str) -> None:
+def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def load_predictor(run: Run, best: bool, complain: Callable[[str], None] = _tell) -> Predictor:
-    """The averaged weights of the last checkpoint, or of the best, where there is an average.
+def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn) -> Predictor:
+    """Load the last checkpoint or the best one, with the averaged weights if it has any.
 
-    One that is damaged is complained of, and the next takes its place.
+    If a checkpoint is damaged, warn and use the next.
     """
     if run.job.recipe is None:
-        raise Mistake(f"{run.name} runs a program: only its author knows how to use its model")
+        raise Mistake(f"{run.name} runs a program; predict works for recipes only")
     try:
         import packtrain.train.state  # noqa: F401
     except ImportError as error:
-        raise Mistake("predictions need torch: pip install 'packtrain[train]'") from error
+        raise Mistake("predict needs torch; pip install 'packtrain[train]'") from error
     remaining = committed(run)
     if not remaining:
-        raise NotFinished(f"{run.name} has no checkpoint yet; `packtrain show {run.name}` says how far it is")
+        raise NotFinished(f"{run.name} has no checkpoint yet; see packtrain show {run.name}")
     recipe = recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
     while True:
         chosen = best_of(remaining) if best else remaining[-1]
@@ -117,26 +115,26 @@ def load_predictor(run: Run, best: bool, complain: Callable[[str], None] = _tell
             except CorruptCheckpoint as error:
                 if not remaining:
                     raise
-                complain(f"{error}; passed over")
+                warn(f"{error}; skipped")
                 continue
             return Predictor(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen.step)
 
 
 def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
-    """On the first GPU, where there is one."""
+    """Build the model and load its weights, on the first GPU if there is one."""
     import torch
 
     from packtrain.train.state import EMA_FILE, MODEL_FILE, load_weights
 
-    _refuse_others(run, checkpoint, directory)
+    _check_origin(run, checkpoint, directory)
     model = recipe.build_model().eval()
     names = {file.name for file in checkpoint.files}
     load_weights(model, directory / (EMA_FILE if EMA_FILE in names else MODEL_FILE))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _refuse_others(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
-    """A checkpoint that was brought here from elsewhere may be of another recipe, size or vocabulary."""
+def _check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
+    """Refuse a checkpoint copied from a run with another recipe, model or vocabulary."""
     from packtrain.train.state import read_description
 
     found, job = read_description(directory), run.job
@@ -145,9 +143,9 @@ def _refuse_others(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
         "model": (found.model, {"size": job.model.size, **job.model.options}),
         "data": (found.pack, run.pack_name()),
     }
-    for trait, (its, wanted) in traits.items():
-        if its != wanted:
+    for trait, (its, own) in traits.items():
+        if its != own:
             raise Mistake(
-                f"checkpoint {checkpoint.name} has the {trait} {quoted(str(its))}, and {run.name} has"
-                f" {quoted(str(wanted))}: it belongs to another run"
+                f"checkpoint {checkpoint.name} belongs to another run: its {trait} is {quoted(str(its))}, that of"
+                f" {run.name} is {quoted(str(own))}"
             )

@@ -1,17 +1,29 @@
-"""Recipes by name: adding one is a folder here and a line in RECIPES. Or anybody's own, as `module:Class`."""
+"""Recipes by name: RECIPES has the built-in ones; `module:Class` names a recipe of the user's own.
+
+Its module is imported from the directory `code` of the job, or from the code archive of a run.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import traceback
 from collections.abc import Mapping
-from importlib import import_module
+from importlib import import_module, invalidate_caches
+from inspect import isclass
 from pathlib import Path
+from types import ModuleType
 
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
-from packtrain.recipes.own import own_recipe, unpacked_code
 from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
+from packtrain.run.code import unpack
 from packtrain.run.run import Run
+from packtrain.system import cache_directory
 
 __all__ = [
     "RECIPES",
@@ -26,8 +38,11 @@ __all__ = [
     "recipe_class",
     "recipe_defaults",
     "recipe_of",
+    "unpacked_code",
+    "use_code",
 ]
 
+# Names of classes, not the classes: importing this package imports no recipe.
 RECIPES: Mapping[str, str] = {
     "caption": "packtrain.recipes.caption:Caption",
     "classify": "packtrain.recipes.classify:Classify",
@@ -35,11 +50,15 @@ RECIPES: Mapping[str, str] = {
     "chat": "packtrain.recipes.chat:Chat",
 }
 
+_REQUIRED_ATTRIBUTES = ("defaults", "unit", "contents", "kind", "best_metric")
+
+_searched: Path | None = None
+
 
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
-    """`code` is where modules of own recipes lie; without it, where Python finds modules: a worker starts there."""
+    """Return the class of a recipe. `code` is searched first for own recipes; None searches Python's path alone."""
     if ":" in name:
-        return own_recipe(name, code)
+        return _own_recipe(name, code)
     if name not in RECIPES:
         raise Mistake(f"no recipe {name!r}; {nearest(name, RECIPES)}")
     module, _, attribute = RECIPES[name].partition(":")
@@ -48,10 +67,10 @@ def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
 
 
 def recipe_of(run: Run) -> type[Recipe]:
-    """The recipe of a run, on any machine: an own one comes from the code that the run took along."""
+    """Return the recipe of a run on any machine: an own recipe comes from the run's code archive."""
     name = run.job.recipe
     if name is None:
-        raise Mistake(f"{run.name} runs a program, which only its author knows")
+        raise Mistake(f"{run.name} runs a program, not a recipe")
     return recipe_class(name, unpacked_code(run) if ":" in name else None)
 
 
@@ -60,20 +79,89 @@ def recipe_defaults(name: str, code: Path | None = None) -> Mapping[str, object]
 
 
 def check_recipe(job: Job, code: Path | None = None) -> None:
-    """Refuses a job that its recipe cannot do; a program is its author's business."""
+    """Raise FieldMistake if the recipe does not support the job. Programs are not checked."""
     if job.recipe is None:
         return
     recipe = recipe_class(job.recipe, code)
     if job.train.batch.unit != recipe.unit:
         raise FieldMistake(
-            "train.batch", f"{job.recipe} counts its batches in {recipe.unit}, not in {job.train.batch.unit}"
+            "train.batch", f"{job.recipe} counts batches in {recipe.unit}, not in {job.train.batch.unit}"
         )
     for split in ("train", "valid", "test"):
         for number, source in enumerate(getattr(job.data, split)):
             if not source.contents & recipe.contents:
-                fitting = sorted(word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents)
+                supported = sorted(word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents)
                 raise FieldMistake(
                     f"data.{split}.{number}",
-                    f"{job.recipe} does not learn from {source.kind}; it takes {', '.join(fitting)}",
+                    f"{job.recipe} does not support {source.kind} data; use {', '.join(supported)}",
                 )
     recipe.check(job)
+
+
+# Own recipes.
+
+
+def _own_recipe(name: str, code: Path | None) -> type[Recipe]:
+    module, _, attribute = name.partition(":")
+    if code is not None:
+        use_code(code)
+    found = getattr(imported := _import(module, code), attribute, None)
+    if found is None:
+        classes = {key for key, value in vars(imported).items() if isclass(value) and issubclass(value, Recipe)}
+        raise Mistake(f"{module} has no {attribute}; {nearest(attribute, classes - {'Recipe'})}")
+    if not isclass(found) or not issubclass(found, Recipe):
+        raise Mistake(f"{name} is not a recipe; derive the class from packtrain.recipes.Recipe")
+    missing = [required for required in _REQUIRED_ATTRIBUTES if not hasattr(found, required)]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise Mistake(f"{name} lacks {', '.join(missing)}; docs/recipes.md lists what a recipe needs")
+    return found
+
+
+def use_code(code: Path | None) -> None:
+    """Put `code` first on Python's path and forget the modules of the code before: jobs may use the same names."""
+    global _searched  # noqa: PLW0603 - as global as sys.path and sys.modules
+    code = code.resolve() if code else None
+    if code == _searched:
+        return
+    if _searched is not None:
+        for name, module in list(sys.modules.items()):
+            if _searched in Path(getattr(module, "__file__", None) or "").parents:
+                del sys.modules[name]
+        if str(_searched) in sys.path:
+            sys.path.remove(str(_searched))
+    if code is not None:
+        sys.path.insert(0, str(code))
+    invalidate_caches()
+    _searched = code
+
+
+def _import(module: str, code: Path | None) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            where = f" in {code}" if code else ""
+            raise Mistake(f"no module {module!r}{where}; put it in the directory that `code` names") from None
+        raise Mistake(f"{module} imports {error.name}, which is not installed here") from None
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        if isinstance(error, SyntaxError):
+            where = f"{Path(error.filename or module).name}:{error.lineno}"
+        raise Mistake(f"cannot import {module}: {type(error).__name__}: {error} ({where})") from None
+
+
+def unpacked_code(run: Run) -> Path:
+    """Return the directory on this machine with the run's code, unpacked on first use."""
+    data = run.store.get(run.key("code.tar.zst"))
+    directory = cache_directory() / "code" / hashlib.sha256(data).hexdigest()
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=directory.parent))
+        unpack(data, fresh)
+        try:
+            os.rename(fresh, directory)  # noqa: PTH104 - atomic: other processes see all of it or nothing
+        except OSError:  # another process was first
+            shutil.rmtree(fresh)
+    return directory

@@ -1,34 +1,79 @@
-"""The pictures of a pack, taken from the smallest copies that will do."""
+"""What the image recipes share: the sizes of ResNets, batches from the right copies of a pack, and reading a file.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.images import ImageBatches, center_box, resize_into
+from packtrain.data.images import ImageBatches, resize_into
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import Mistake, printable
+from packtrain.job.job import Job
+from packtrain.job.train import EpochSettings
 from packtrain.pack.picture import UnusableImage, to_tiled
-from packtrain.pack.tiles import Pixels, Tiled, decode_crop
+from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import Recipe
 from packtrain.units import show_bytes
 
-_ZOOM = 1.14  # as in data.images: a copy that has so many times the size is seen without being made larger
+_ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
+_MAX_FILE_BYTES = 500_000_000
+_LAST_EPOCH = 1 << 40  # beyond all phases of a schedule
+
+
+@dataclass(frozen=True)
+class ResNetShape:
+    """Blocks in each stage, the width of the first stage, and the stem.
+
+    The large stem reduces an image four times, the small one keeps its size: for images of about 32 pixels. Every
+    further stage halves the image and doubles the width. With `zero_init_residual` every block starts as its shortcut
+    alone, which helps deep networks.
+    """
+
+    block: Literal["basic", "bottleneck"]
+    depths: tuple[int, ...]
+    width: int = 64
+    stem: str = "large"
+    zero_init_residual: bool = True
+
+    @property
+    def features(self) -> int:
+        """Channels of the last stage."""
+        return (self.width << len(self.depths) - 1) * (4 if self.block == "bottleneck" else 1)
+
+    @property
+    def total_stride(self) -> int:
+        """Pixels of the image, on each side, for one position of the last map."""
+        return (4 if self.stem == "large" else 1) << len(self.depths) - 1
+
+
+RESNETS: Mapping[str, ResNetShape] = {
+    "resnet18": ResNetShape("basic", (2, 2, 2, 2)),
+    "resnet34": ResNetShape("basic", (3, 4, 6, 3)),
+    "resnet50": ResNetShape("bottleneck", (3, 4, 6, 3)),
+    "resnet101": ResNetShape("bottleneck", (3, 4, 23, 3)),
+}
+
 
 Batches = TypeVar("Batches", bound=ImageBatches)
 
 
-class Copies(Generic[Batches]):
-    """May be used by several threads: training's batches are made by another one than those of an evaluation."""
+class ImageCopies(Generic[Batches]):
+    """Images of a pack, read from the smallest stored copies that are large enough.
+
+    Thread-safe: the loader makes training batches while an evaluation makes its own.
+    """
 
     def __init__(self, pack: Pack, sizes: Sequence[int], make: Callable[[SplitReader, int], Batches]) -> None:
         self._pack, self._sizes, self._make = pack, sizes, make
@@ -36,78 +81,45 @@ class Copies(Generic[Batches]):
         self._opening = threading.Lock()
 
     def short_side(self, size: int) -> int | None:
-        """Of the copies that pictures of a size are taken from; None: of the originals."""
+        """Return the short side of the copies for images of a size; None means the originals."""
         return min((copy for copy in self._sizes if copy >= int(_ZOOM * size)), default=None)
 
-    def reader(self, split: str, size: int) -> SplitReader:
-        return self._pack.split(self._name(split, size))
-
-    def batches(self, split: str, size: int) -> Batches:
-        name = self._name(split, size)
-        with self._opening:
-            if name not in self._open:
-                self._open[name] = self._make(self._pack.split(name), _threads())
-            return self._open[name]
-
-    def fetching(self, ids: Ids, size: int) -> AbstractContextManager[None]:
-        """Inside, training samples are used in this order at this size."""
-        reader = self.reader("train", size)
-        return reader.prefetched(reader.order_of_use(ids))
-
-    def _name(self, split: str, size: int) -> str:
-        short_side = self.short_side(size)
-        name = split if short_side is None else f"{split}@{short_side}"
+    def split_name(self, split: str, size: int) -> str:
+        """Return the name of the pack's split with the copies for a size."""
+        name = f"{split}@{self.short_side(size)}"
         return name if name in self._pack.manifest.splits else split
 
+    def reader(self, split: str, size: int) -> SplitReader:
+        return self._pack.split(self.split_name(split, size))
 
-def _threads() -> int:
-    """Workers of one machine share its cores: each is told how many are its own."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(told)) if told.isdecimal() else len(os.sched_getaffinity(0))
-
-
-# Pictures that a person points at, seen as those of a validation split are.
-
-
-MOST_BYTES = 500_000_000
+    def batches(self, split: str, size: int) -> Batches:
+        name = self.split_name(split, size)
+        with self._opening:
+            if name not in self._open:
+                self._open[name] = self._make(self._pack.split(name), _num_threads())
+            return self._open[name]
 
 
-def read_picture(path: str, short_side: int | None = None) -> Tiled:
-    """The picture in a file as packing would make it ready, or one line that says why not."""
-    name = printable(path)
-    try:
-        file = Path(path)
-        if not file.is_file():
-            raise Mistake(f"{name}: {'is not a file' if file.exists() else 'no such file'}")
-        size = file.stat().st_size
-        if size > MOST_BYTES:
-            raise Mistake(f"{name}: {show_bytes(size)} are more than the {show_bytes(MOST_BYTES)} of any picture")
-        return to_tiled(file.read_bytes(), short_side)
-    except UnusableImage as error:
-        raise Mistake(f"{name}: {error.reason}; a picture is a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
-    except OSError as error:
-        raise Mistake(f"{name}: cannot be read: {error.strerror}") from None
+def _num_threads() -> int:
+    """Return how many cores this worker may use: the launcher divides those of a machine among its workers."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(given)) if given.isdecimal() else len(os.sched_getaffinity(0))
 
 
-def middle_of(picture: Tiled, height: int, width: int) -> Pixels:
-    """What validation sees of a picture: its middle, uint8 [height, width, RGB]."""
-    box = center_box(picture.width, picture.height, width, height)
-    out = np.empty((height, width, 3), np.uint8)
-    resize_into(out, decode_crop(picture.jpeg, picture.segments, picture.width, picture.height, box), flip=False)
-    return out
+class ImageRecipe(Recipe, Generic[Batches]):
+    """A recipe that learns from images: every sample costs 1, and all have the same length."""
 
-
-# What recipes have in common that learn from pictures: every sample counts as one, and all are alike.
-
-
-class Pictured(Recipe, Generic[Batches]):
     unit = "samples"
     inputs = "images"
 
+    def __init__(self, job: Job, pack: Pack, make: Callable[[SplitReader, int], Batches]) -> None:
+        super().__init__(job, pack)
+        self.copies = ImageCopies(pack, job.data.sizes, make)
+
     @property
-    @abstractmethod
-    def copies(self) -> Copies[Batches]:
-        """Where the pictures come from."""
+    def final_settings(self) -> EpochSettings:
+        """Settings of the last evaluation, which predictions use too."""
+        return self.job.train.in_epoch(_LAST_EPOCH)
 
     @property
     def costs(self) -> NDArray[np.int64]:
@@ -125,5 +137,36 @@ class Pictured(Recipe, Generic[Batches]):
         splits = self.pack.manifest.splits
         return splits[split].samples if split in splits else 0
 
-    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
-        return self.copies.fetching(ids, self.job.train.in_epoch(epoch).size)
+    def prefetch(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
+        reader = self.copies.reader("train", self.job.train.in_epoch(epoch).size)
+        return reader.prefetched(reader.order_of_use(ids))
+
+
+# Images that a user gives to `packtrain predict`.
+
+
+def read_image(path: str, short_side: int | None = None) -> Tiled:
+    """Read an image file and prepare it as packing does."""
+    name = printable(path)
+    try:
+        file = Path(path)
+        if not file.is_file():
+            raise Mistake(f"{name}: {'not a file' if file.exists() else 'no such file'}")
+        size = file.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(_MAX_FILE_BYTES)}")
+        return to_tiled(file.read_bytes(), short_side)
+    except UnusableImage as error:
+        raise Mistake(f"{name}: {error.reason}; use a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
+    except OSError as error:
+        raise Mistake(f"{name}: cannot read: {error.strerror}") from None
+
+
+def decode_box(image: Tiled, box: Box) -> Pixels:
+    return decode_crop(image.jpeg, image.segments, image.width, image.height, box)
+
+
+def resize(pixels: Pixels, height: int, width: int) -> Pixels:
+    out = np.empty((height, width, 3), np.uint8)
+    resize_into(out, pixels, flip=False)
+    return out

@@ -1,12 +1,12 @@
-"""What recipes from text to text have in common: batches of pairs, the loss over real tokens, and free outputs."""
+"""What the text-to-text recipes share: the shape of a Transformer, batches of pairs, loss, and decoded outputs."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +14,55 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids, likeness
 from packtrain.data.pack import Column, pad
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job.job import Job
+from packtrain.job.job import Job, Model
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
-from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
-from packtrain.recipes.shapes import Shape
+from packtrain.recipes.recipe import (
+    SHOWN_SAMPLES,
+    Batch,
+    Decoding,
+    EvaluationRequest,
+    Measurement,
+    Prediction,
+    Recipe,
+    Scores,
+    read_options,
+)
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from packtrain.recipes.transformer import Transformer
-
-_DECODE_TOKENS = 4096  # source tokens decoded together: bounds the memory of a search
+# Bounds on the memory of a search and of a batch whose loss is measured.
+_DECODE_TOKENS = 4096
 _MEASURE_TOKENS = 8192
-_SHOWN_SAMPLES = 5
-_LONGEST_INPUT = 1000
+_MAX_INPUT_TOKENS = 1000
 
 
 @dataclass(frozen=True)
-class Sides:
+class TransformerShape:
+    width: int
+    heads: int
+    feedforward: int
+    encoder_layers: int
+    decoder_layers: int
+    dropout: float
+    attention_dropout: float
+
+
+Shape = TypeVar("Shape", bound=TransformerShape)
+
+
+def read_shape(model: Model, sizes: Mapping[str, Shape]) -> Shape:
+    """Return the named size with the job's options applied."""
+    shape = read_options(model, sizes)
+    if shape.width % (2 * shape.heads):
+        raise FieldMistake("model.width", f"{shape.width} must be a multiple of twice model.heads ({shape.heads})")
+    return shape
+
+
+@dataclass(frozen=True)
+class TokenPairs:
     """The tokens of a split: sources end with EOS; targets are BOS ... EOS."""
 
     source: Ragged | Column
@@ -50,20 +79,20 @@ class PairRecipe(Recipe):
     def check(cls, job: Job) -> None:
         cls.shape_of(job)
         if not job.data.joint:
-            raise FieldMistake("data.joint", "must be true: one embedding serves both sides")
+            raise FieldMistake("data.joint", "must be true: source and target share one embedding")
 
     @classmethod
     @abstractmethod
-    def shape_of(cls, job: Job) -> Shape:
-        """The dimensions of the job's model; refuses what does not fit."""
+    def shape_of(cls, job: Job) -> TransformerShape:
+        """Return the shape of the job's model; raise FieldMistake if its options do not fit."""
 
     @abstractmethod
-    def limits(self, source_BS: Tensor) -> Tensor:
-        """How many tokens may be written to each source."""
+    def max_lengths(self, source_BS: Tensor) -> Tensor:
+        """Return how many tokens may be written for each source."""
 
     @abstractmethod
-    def grade(self, loss: float, wanted: Sequence[str], outputs: Sequence[str]) -> Scores:
-        """The scores of a loss, and of free outputs where there are any."""
+    def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:
+        """Return the scores for a loss, and for outputs if there are any."""
 
     @property
     def width(self) -> int:
@@ -72,43 +101,43 @@ class PairRecipe(Recipe):
     # Data.
 
     @cached_property
-    def _whole(self) -> dict[str, Sides]:
+    def _untruncated(self) -> dict[str, TokenPairs]:
         splits = {name: self.pack.split(name) for name in self.pack.manifest.splits}
-        return {name: Sides(split.column("source"), split.column("target")) for name, split in splits.items()}
+        return {name: TokenPairs(split.column("source"), split.column("target")) for name, split in splits.items()}
 
     @property
-    def sides(self) -> dict[str, Sides]:
-        """What the model sees of each split."""
-        return self._whole
+    def pairs(self) -> dict[str, TokenPairs]:
+        """The tokens of each split as the model sees them."""
+        return self._untruncated
 
     @property
     def costs(self) -> NDArray[np.int64]:
-        return self.sides["train"].target.lengths - 1  # the beginning is not predicted
+        return self.pairs["train"].target.lengths - 1  # BOS is not predicted
 
     @property
     def likeness(self) -> NDArray[np.int64]:
-        train = self.sides["train"]
+        train = self.pairs["train"]
         return likeness(train.source.lengths, train.target.lengths)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The positions that a sample takes on its longer side."""
-        train = self.sides["train"]
+        train = self.pairs["train"]
         return np.maximum(train.source.lengths, train.target.lengths)
 
-    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:  # noqa: ARG002 - no augmentation
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:  # noqa: ARG002
         return self._batch("train", ids)
 
     def _batch(self, split: str, ids: Ids) -> dict[str, NDArray[Any]]:
-        """`wanted` has the places that are predicted, row by row: to find them on a GPU, the host would wait for it."""
-        sides = self.sides[split]
-        target = pad(sides.target, ids, PAD)
-        return {"source": pad(sides.source, ids, PAD), "target": target, "wanted": np.flatnonzero(target[:, 1:] != PAD)}
+        """`predicted` has the positions that are no padding, counted row by row: a GPU would make the host wait."""
+        pairs = self.pairs[split]
+        target = pad(pairs.target, ids, PAD)
+        predicted = np.flatnonzero(target[:, 1:] != PAD)
+        return {"source": pad(pairs.source, ids, PAD), "target": target, "predicted": predicted}
 
     def count(self, split: str) -> int:
-        return len(self.sides[split].target) if split in self.sides else 0
+        return len(self.pairs[split].target) if split in self.pairs else 0
 
-    # Loss and measures.
+    # Loss and evaluation.
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch, self.job.train.label_smoothing)
@@ -117,52 +146,49 @@ class PairRecipe(Recipe):
     def _loss(model: nn.Module, batch: Batch, label_smoothing: float) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        target, wanted = batch["target"], batch["wanted"]
-        logits = model(batch["source"], target[:, :-1], wanted)
-        answers = target[:, 1:].flatten()[wanted]
-        return cross_entropy(logits.float(), answers, label_smoothing=label_smoothing, reduction="sum")
+        target, predicted = batch["target"], batch["predicted"]
+        logits = model(batch["source"], target[:, :-1], predicted)
+        labels = target[:, 1:].flatten()[predicted]
+        return cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="sum")
 
     def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
 
         device = next(model.parameters()).device
-        sides = self.sides[request.split]
+        pairs = self.pairs[request.split]
         loss, tokens = 0.0, 0
         with torch.inference_mode():
-            for part in parts_of(request.ids, sides.target.lengths, _MEASURE_TOKENS):
+            for part in group_by_length(request.ids, pairs.target.lengths, _MEASURE_TOKENS):
                 request.on_batch()
-                batch = {
-                    name: torch.from_numpy(rows).to(device) for name, rows in self._batch(request.split, part).items()
-                }
+                arrays = self._batch(request.split, part)
+                batch = {name: torch.from_numpy(rows).to(device) for name, rows in arrays.items()}
                 loss += float(self._loss(model, batch, label_smoothing=0.0))
-                tokens += int((sides.target.lengths[part] - 1).sum())
-        sums = {"loss": loss, "tokens": float(tokens)}
+                tokens += int((pairs.target.lengths[part] - 1).sum())
         decoding = replace(self.decoding, beam=request.beam)
-        return Measurement(
-            sums, self._written(model, sides.source, request.decode_ids, decoding, on_batch=request.on_batch)
-        )
+        outputs = self._decode(model, pairs.source, request.decode_ids, decoding, request.on_batch)
+        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         tokens = sum(part.sums["tokens"] for part in parts)
         loss = sum(part.sums["loss"] for part in parts) / max(1.0, tokens)
         outputs = [output for part in parts for output in part.outputs]
-        wanted = self._texts(self._whole[split].target, decode_ids) if outputs else []
-        inputs = self._texts(self.sides[split].source, decode_ids[:_SHOWN_SAMPLES])
-        samples = tuple(Sample(*texts) for texts in zip(inputs, wanted, outputs, strict=False))
-        return replace(self.grade(loss, wanted, outputs), samples=samples)
+        references = self._texts(self._untruncated[split].target, decode_ids) if outputs else []
+        inputs = self._texts(self.pairs[split].source, decode_ids[:SHOWN_SAMPLES])
+        samples = tuple(Sample(*texts) for texts in zip(inputs, references, outputs, strict=False))
+        return replace(self.grade(loss, references, outputs), samples=samples)
 
     def _texts(self, rows: Ragged | Column, ids: Ids) -> list[str]:
-        """Rows as people read them; texts that follow each other in one row are told apart."""
         return [self._text(rows[sample].tolist()) for sample in ids.tolist()]
 
     def _text(self, row: list[int]) -> str:
+        """Decode a row; slashes separate the texts of a row with several, such as the turns of a prompt."""
         ends = [place for place, token in enumerate(row) if token == EOS] or [len(row)]
         texts = [row[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
         return " / ".join(filter(None, self.pack.vocabulary.decode(texts)))
 
     # Outputs.
 
-    def _written(
+    def _decode(
         self,
         model: nn.Module,
         source: Ragged | Column,
@@ -173,51 +199,48 @@ class PairRecipe(Recipe):
         import torch
 
         from packtrain.recipes.decode import decode
+        from packtrain.recipes.transformer import Transformer
 
+        assert isinstance(model, Transformer)
         texts: dict[int, str] = {}
-        for part in parts_of(ids, source.lengths, _DECODE_TOKENS // decoding.beam):
+        for part in group_by_length(ids, source.lengths, _DECODE_TOKENS // decoding.beam):
             on_batch()
             rows = torch.from_numpy(pad(source, part, PAD)).to(next(model.parameters()).device)
-            written = decode(_transformer(model), rows, self.limits(rows), decoding, part.tolist())
-            texts.update(zip(part.tolist(), self.pack.vocabulary.decode(written), strict=True))
+            tokens = decode(model, rows, self.max_lengths(rows), decoding, part.tolist())
+            texts.update(zip(part.tolist(), self.pack.vocabulary.decode(tokens), strict=True))
         return [texts[sample] for sample in ids.tolist()]
 
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        outputs = self.answers(model, self.encoded(inputs), decoding)
+        outputs = self.generate(model, self.encode(inputs), decoding)
         return [Prediction(output, note=self.note(text)) for text, output in zip(inputs, outputs, strict=True)]
 
     def note(self, text: str) -> str:
-        """What a person should know of how a text is read; mostly nothing."""
+        """Return a warning about an input, or an empty string."""
         strange = self.pack.vocabulary.is_strange(text)
-        return "its characters were hardly ever in the training data" if strange else ""
+        return "its characters are rare or absent in the training data" if strange else ""
 
-    def answers(self, model: nn.Module, rows: Sequence[Sequence[int]], decoding: Decoding) -> list[str]:
-        """What the model writes to every row; nothing to one that is but an end."""
+    def generate(self, model: nn.Module, rows: Sequence[Sequence[int]], decoding: Decoding) -> list[str]:
+        """Return an output for every row; that of a row with only EOS is empty."""
         source = Ragged.from_rows(rows, np.dtype("<u4"))
         filled = np.flatnonzero(source.lengths > 1)
-        outputs = dict(zip(filled.tolist(), self._written(model, source, filled, decoding), strict=True))
+        outputs = dict(zip(filled.tolist(), self._decode(model, source, filled, decoding), strict=True))
         return [outputs.get(number, "") for number in range(len(rows))]
 
-    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts as sources; those of blank ones are but an end."""
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts as sources; a blank text is EOS alone."""
         encoded = self.pack.vocabulary.encode(texts)
         rows = [[*row, EOS] if text.strip() else [EOS] for text, row in zip(texts, encoded, strict=True)]
         for number, (text, row) in enumerate(zip(texts, rows, strict=True), 1):
-            if len(row) > _LONGEST_INPUT:
-                which = f"text {number} of {len(texts):,}" if len(texts) > 1 else "a text"
-                raise Mistake(f"{which} has {len(row):,} pieces, more than {_LONGEST_INPUT:,}: {text[:40]!r}...")
+            if len(row) > _MAX_INPUT_TOKENS:
+                which = f"input {number} of {len(texts):,}" if len(texts) > 1 else "the input"
+                raise Mistake(
+                    f"{which} has {len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}; shorten it: {text[:40]!r}..."
+                )
         return rows
 
 
-def _transformer(model: nn.Module) -> Transformer:
-    from packtrain.recipes.transformer import Transformer
-
-    assert isinstance(model, Transformer)
-    return model
-
-
-def parts_of(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:
-    """`ids` by length in parts of at most `budget` padded positions, one sample at the least."""
+def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:
+    """Sort `ids` by length and divide them into parts of at most `budget` padded positions, or of one sample."""
     ordered = ids[np.argsort(lengths[ids], kind="stable")]
     parts, start = [], 0
     for end in range(1, len(ordered) + 1):

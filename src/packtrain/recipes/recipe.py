@@ -1,29 +1,35 @@
-"""What a recipe is: data, model, loss, measures and predictions of one kind of learning.
+"""The interface of a recipe: data, model, loss, metrics and predictions of one task.
 
 Importing a recipe does not import torch, so that the client can check a job; the methods that train do.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.errors import FieldMistake, nearest
+from packtrain.job.job import Job, Model
 from packtrain.pack.manifest import Kind
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor, nn
 
 Batch = dict[str, "Tensor"]
+
+SHOWN_SAMPLES = 5
+"""Samples of an evaluation that reports show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +58,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Scores:
-    """A split's scores; `signatures` say how those were computed that can be computed in many ways."""
+    """Scores of a split; `signatures` say how a metric with several definitions was computed."""
 
     values: dict[str, float]
     signatures: dict[str, str] = field(default_factory=dict)
@@ -61,9 +67,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How outputs are searched for. With `nucleus` they are drawn from the likeliest that make up that share.
+    """How outputs are generated: by beam search, or by nucleus sampling if `nucleus` (the probability mass) is set.
 
-    `repetition` above 1 makes what was written before less likely; no row of `no_repeat` tokens is written twice.
+    `repetition` above 1 makes tokens that were already written less likely; no n-gram of `no_repeat` tokens is
+    written twice.
     """
 
     beam: int = 4
@@ -76,47 +83,47 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says to one input: in words, as values for scripts, and perhaps as a picture (PNG).
+    """The output for one input: as text, as values for scripts, and for some recipes an attention map (PNG).
 
-    `note` is what a person should know of it, such as that a part of the input was not read.
+    `note` warns about the input, for instance that its beginning was cut off.
     """
 
     text: str
     details: dict[str, Any] = field(default_factory=dict)
-    picture: bytes | None = None
+    attention_map: bytes | None = None
     note: str = ""
 
 
 class Recipe(ABC):
-    """One kind of learning, built for a job and its pack.
+    """One task, built for a job and its pack.
 
-    A sample's cost is what it takes of the batch (its target tokens, or 1 for an image); the loss is a
-    sum over exactly that many things, so that its mean does not depend on how a batch is divided.
+    The cost of a sample is its part of the batch size: its target tokens, or 1 for an image. The loss is a sum over as
+    many terms, so that its mean does not depend on how a batch is divided among workers.
     """
 
     defaults: ClassVar[Mapping[str, object]]
-    """A fragment of a job file that lies under the person's own."""
+    """Defaults for fields of the job file."""
     unit: ClassVar[str]
-    """What batches are counted in: tokens or samples."""
+    """The unit of batch sizes: tokens or samples."""
     contents: ClassVar[frozenset[str]]
-    """The contents of raw data that it can learn from: pairs, turns, labels or captions."""
+    """Contents of raw data that it can learn from: pairs, turns, labels or captions."""
     kind: ClassVar[Kind]
     """The kind of pack it learns from."""
-    measure_of_best: ClassVar[str]
+    best_metric: ClassVar[str]
     """The score that decides which checkpoint is the best."""
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
-    """The scores of which less is better; of all others, more."""
+    """Scores that should be low; all others should be high."""
 
     inputs: ClassVar[Literal["texts", "images"]] = "texts"
-    """What predictions are made of: texts, or the paths of images."""
+    """The inputs of predictions: texts, or paths of images."""
     files: ClassVar[Sequence[str]] = ()
-    """Options of the model that name files; a run takes them along, and `pack.given_file` has them then."""
+    """Options of the model that name files; a run carries them along, and `pack.given_file` opens them."""
     decoding: ClassVar[Decoding] = Decoding()
-    """How predictions are searched for where the person does not say."""
-    heeds: ClassVar[frozenset[str]] = frozenset({"beam", "nucleus", "temperature", "repetition", "seed"})
-    """What of a person's wishes for the search it goes by; others are refused."""
-    converses: ClassVar[bool] = False
-    """Whether it can answer in a conversation."""
+    """How predictions are generated by default."""
+    decode_options: ClassVar[frozenset[str]] = frozenset({"beam", "nucleus", "temperature", "repetition", "seed"})
+    """Fields of `decoding` that `packtrain predict` may change."""
+    supports_chat: ClassVar[bool] = False
+    """True if `converse` is implemented."""
 
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
@@ -124,32 +131,29 @@ class Recipe(ABC):
     @classmethod
     @abstractmethod
     def check(cls, job: Job) -> None:
-        """Raises Mistake for what this recipe cannot do."""
+        """Raise FieldMistake if this recipe does not support the job."""
+
+    # Data.
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know of how the data is used, such as how much of it the model does not see."""
+        """Remarks about the data for the user, such as how many samples are truncated."""
         return ()
 
     @property
     @abstractmethod
     def costs(self) -> NDArray[np.int64]:
-        """What each training sample takes of the batch."""
+        """The part of the batch size that each training sample takes."""
 
     @property
     @abstractmethod
     def likeness(self) -> NDArray[np.int64]:
-        """Samples that stand together when sorted by this fit into one batch with little padding."""
+        """Sort key of the training samples: neighbors fit into one batch with little padding."""
 
     @property
     @abstractmethod
     def lengths(self) -> NDArray[np.int64]:
-        """The positions that each training sample takes when it is padded: what bounds the memory of a batch."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """The model's width, which some schedules go by."""
+        """Positions that each training sample takes when padded: they bound the memory of a batch."""
 
     @abstractmethod
     def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
@@ -160,26 +164,42 @@ class Recipe(ABC):
         """
 
     @abstractmethod
+    def count(self, split: str) -> int:
+        """Return the number of samples of a split; 0 if there is no such split."""
+
+    def prefetch(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Announce that the epoch's training samples are used in this order; what holds them may be fetched ahead."""
+        return nullcontext()
+
+    # The model.
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The model's width, which some schedules use."""
+
+    @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model with random weights: also where those of a checkpoint take their place."""
+        """Return the model with random weights; a checkpoint may replace them."""
 
-    def first_weights(self, model: nn.Module) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Tensors of the model's state that are not random when a run begins, the same on every rank.
+    def initial_weights(self, model: nn.Module) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return tensors of the model's state that do not start at random, the same on every rank.
 
-        Asked for only where there is no checkpoint to go on from: what they are read from may be gone by then.
+        Not called if the run resumes from a checkpoint: the files they come from may be gone by then.
         """
         return {}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss summed over the batch."""
+        """Return the loss summed over the batch."""
 
-    @abstractmethod
-    def count(self, split: str) -> int:
-        """How many samples a split has."""
+    def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
+        """Prepare the model for an epoch, for instance freeze a part. Called before its first step and on resume."""
+
+    # Evaluation.
 
     def divide(self, split: str, num_ranks: int) -> list[Ids]:
-        """The samples of a split that each worker measures: all of them, none twice."""
+        """Divide the samples of a split among workers: each sample goes to exactly one."""
         ids = np.arange(self.count(split))
         return [ids[list(block(len(ids), rank, num_ranks))] for rank in range(num_ranks)]
 
@@ -191,16 +211,51 @@ class Recipe(ABC):
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """Combine the parts of all workers; their outputs, in order, belong to `decode_ids`. Runs on rank 0."""
 
-    def prepare(self, epoch: int, model: nn.Module) -> None:  # noqa: B027 - most recipes have nothing to do
-        """Called before the first step of every epoch, and when a run goes on within one: to freeze parts, say."""
-
-    def fetching(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, an epoch's training samples are used in this order: what holds them may be fetched ahead."""
-        return nullcontext()
+    # Predictions.
 
     @abstractmethod
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]: ...
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+        """Return a prediction for every input."""
 
     def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
-        """What the model says after the turns of a conversation, the last of which is the person's."""
-        raise NotImplementedError(f"{type(self).__name__} does not converse")
+        """Return the reply to a conversation whose last turn is the user's."""
+        raise NotImplementedError(f"{type(self).__name__} does not support chat")
+
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+
+def read_options(
+    model: Model,
+    sizes: Mapping[str, Options],
+    choices: Mapping[str, Collection[str]] | None = None,
+    may_be_zero: Collection[str] = (),
+) -> Options:
+    """Return the named size with the job's model options applied; raise FieldMistake for a wrong name or value.
+
+    An option has the type of its default: integers are at least 1 (0 if in `may_be_zero`), numbers at least 0, dropouts
+    below 1, and strings one of `choices` if there are any.
+    """
+    if model.size not in sizes:
+        raise FieldMistake("model.size", f"no size {model.size!r}; {nearest(model.size, sizes)}")
+    size = sizes[model.size]
+    defaults = asdict(size)
+    for option, value in model.options.items():
+        if option not in defaults:
+            raise FieldMistake(f"model.{option}", f"unknown option; {nearest(option, defaults)}")
+        default = defaults[option]
+        allowed = choices.get(option) if choices else None
+        if isinstance(default, str):
+            expected = f"one of {', '.join(allowed)}" if allowed else "a string"
+            is_valid = isinstance(value, str) and (allowed is None or value in allowed)
+        elif isinstance(default, int):
+            least = 0 if option in may_be_zero else 1
+            expected = f"an integer of at least {least}"
+            is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        else:
+            limit = 1.0 if option.endswith("dropout") else math.inf
+            expected = "a number of at least 0" + (" and less than 1" if limit == 1 else "")
+            is_valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < limit
+        if not is_valid:
+            raise FieldMistake(f"model.{option}", f"must be {expected}, not {value!r}")
+    return replace(size, **model.options)

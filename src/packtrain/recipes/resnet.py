@@ -1,7 +1,7 @@
-"""The residual network, with torchvision's names of parameters so that published weights fit.
+"""The residual network, with torchvision's parameter names so that pretrained weights fit.
 
-pixels = normalised(batch)          uint8 [N, height, width, RGB] as packs give them
-maps = model.features(pixels)       [N, features, height / reduction, width / reduction]
+pixels = normalize(batch)           uint8 [N, height, width, RGB] as packs store them
+maps = model.features(pixels)       [N, features, height / total_stride, width / total_stride]
 logits = model(pixels)              [N, classes]
 """
 
@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from packtrain.errors import Mistake
-from packtrain.recipes.resnet_shape import ResNetShape
+from packtrain.recipes.images import ResNetShape
 
-_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, over 0 to 1: what published weights were trained with
+_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on a scale of 0 to 1: what pretrained weights expect
 _DEVIATION = (0.229, 0.224, 0.225)
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Bytes [N, height, width, RGB] as numbers [N, RGB, height, width] around 0, channels last in memory."""
+def normalize(pixels: Tensor) -> Tensor:
+    """Return bytes [N, height, width, RGB] as numbers [N, RGB, height, width] around 0, channels last in memory."""
     mean, deviation = _statistics(pixels.device)
     return ((pixels.float() - mean) / deviation).permute(0, 3, 1, 2)
 
 
-@cache  # the host would wait for a GPU each time they are copied there
+@cache  # every copy to a GPU would make the host wait
 def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # the first to ask may be an evaluation, and training asks for the same ones
+    with torch.inference_mode(False):  # an evaluation may be the first caller, and training uses the same tensors
         return torch.tensor(_MEAN, device=device) * 255, torch.tensor(_DEVIATION, device=device) * 255
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch norm that goes by its running means where a batch has at most one value for each channel.
+    """Batch norm that uses its running statistics if the batch has at most one value per channel.
 
     A rank's part of a batch may be one sample, or none.
     """
@@ -71,7 +71,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """With the stride on its 3 x 3 convolution, as torchvision has it."""
+    """The stride is on the 3 x 3 convolution, as in torchvision."""
 
     expansion = 4
 
@@ -101,7 +101,7 @@ _BLOCKS: Mapping[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBloc
 
 
 class ResNet(nn.Module):
-    """Without `classes` it has no last layer, and gives features only."""
+    """Without `classes` there is no last layer: the network has features only."""
 
     def __init__(self, shape: ResNetShape, classes: int | None = None) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class ResNet(nn.Module):
             self.add_module(f"layer{number + 1}", stage)
             inputs = width * _BLOCKS[shape.block].expansion
         self.fc = None if classes is None else nn.Linear(inputs, classes)
-        self._start()
+        self._initialize()
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
     def stages(self) -> list[nn.Module]:
-        """From the first to the last: what may be frozen or tuned apart."""
+        """The stages in order; each may be frozen or fine-tuned separately."""
         return [cast("nn.Module", getattr(self, f"layer{number + 1}")) for number in range(len(self.shape.depths))]
 
     def features(self, x: Tensor) -> Tensor:
@@ -136,39 +136,38 @@ class ResNet(nn.Module):
         logits: Tensor = self.fc(self.features(x).mean((2, 3)))
         return logits
 
-    def _start(self) -> None:
-        """The last layer begins with next to no opinion."""
+    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, (BasicBlock, Bottleneck)) and self.shape.quiet_start:
+            elif isinstance(module, (BasicBlock, Bottleneck)) and self.shape.zero_init_residual:
                 nn.init.zeros_(module.last_norm.weight)
             elif isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0, 0.01)
                 nn.init.zeros_(module.bias)
 
 
-def published(path: Path, own: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Weights of a safetensors file with torchvision's names, for a model whose tensors are `own`.
+def load_pretrained(path: Path, own: Mapping[str, Tensor], field: str) -> dict[str, Tensor]:
+    """Read weights with torchvision's names from a safetensors file, for a model whose tensors are `own`.
 
-    All of them must be there and fit, but for a last layer of other classes, which is not among those given back.
-    What the file has besides is left. `name` is what errors call the file.
+    All tensors must be there and fit, except a last layer for other classes, which is left out of the result. Further
+    tensors in the file are ignored. `field` is the job's field that named the file, for errors.
     """
     try:
         given = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise Mistake(f"{name}: cannot be read as safetensors ({error})") from error
-    wanted = {key for key in own if not key.endswith("num_batches_tracked")}  # which only training counts
+        raise Mistake(f"{field}: not a safetensors file ({error})") from error
+    needed = {key for key in own if not key.endswith("num_batches_tracked")}  # a counter that only training uses
     if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):
-        wanted -= {"fc.weight", "fc.bias"}
-    return {key: _fitting(given, key, own[key], name) for key in own if key in wanted}
+        needed -= {"fc.weight", "fc.bias"}
+    return {key: _fitting(given, key, own[key], field) for key in own if key in needed}
 
 
-def _fitting(given: Mapping[str, Tensor], key: str, own: Tensor, name: str) -> Tensor:
+def _fitting(given: Mapping[str, Tensor], key: str, own: Tensor, field: str) -> Tensor:
     if key not in given:
-        raise Mistake(f"{name} has no {key}: these are the weights of another model")
+        raise Mistake(f"{field}: the file has no {key}; it belongs to another model")
     if given[key].shape != own.shape:
-        raise Mistake(f"{name}: {key} is {_size(given[key])}, where this model has {_size(own)}")
+        raise Mistake(f"{field}: {key} is {_size(given[key])}, but this model needs {_size(own)}")
     return given[key].to(own.dtype)
 
 

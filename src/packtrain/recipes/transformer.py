@@ -1,9 +1,7 @@
-"""The Transformer of "Attention Is All You Need", with the norms before the layers.
+"""The Transformer of "Attention Is All You Need", with layer norm before the layers.
 
-Shapes: B sentences, S source and T target positions, D width, H heads, V vocabulary,
-N positions that are predicted.
-One embedding serves the source, the target and the softmax. A recipe's own model may embed, close or speak
-in its own way.
+Dimensions: B sentences, S source and T target positions, L positions of either, D width, V vocabulary, N predicted
+positions. Source, target and softmax share one embedding. A subclass may embed, finish or compute logits differently.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packtrain.pack.vocabulary import BOS, PAD
-from packtrain.recipes.shapes import Shape
+from packtrain.recipes.pairs import TransformerShape
 
 
 @dataclass
-class Cache:
-    """What a decoder layer keeps between the steps of a search."""
+class DecoderCache:
+    """Keys and values that a decoder layer keeps between the steps of a search."""
 
     memory_keys: Tensor
     memory_values: Tensor
@@ -31,14 +29,14 @@ class Cache:
     values: Tensor
 
     def select(self, rows: Tensor, same_sources: bool = False) -> None:
-        """Goes on with these rows alone; the memory stays as it is if each row keeps its source."""
+        """Keep these rows alone; with `same_sources` each row stays with its source, and the memory stays as it is."""
         if not same_sources:
             self.memory_keys, self.memory_values = self.memory_keys[rows], self.memory_values[rows]
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.heads, self.dropout = shape.heads, shape.attention_dropout
         self.query = nn.Linear(shape.width, shape.width)
@@ -67,7 +65,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__(
             nn.Linear(shape.width, shape.feedforward),
             nn.ReLU(inplace=True),
@@ -77,7 +75,7 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)
         self.feedforward_norm, self.feedforward = nn.LayerNorm(shape.width), FeedForward(shape)
@@ -91,7 +89,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)
         self.memory_norm, self.memory_attention = nn.LayerNorm(shape.width), Attention(shape)
@@ -103,11 +101,11 @@ class DecoderLayer(nn.Module):
         attended = self.attention(normed, *self.attention.project(normed), None, causal=True)
         return self._rest(x_BTD + self.dropout(attended), *self.memory_attention.project(memory_BSD), mask)
 
-    def start(self, memory_BSD: Tensor) -> Cache:
+    def start(self, memory_BSD: Tensor) -> DecoderCache:
         keys, values = self.memory_attention.project(memory_BSD)
-        return Cache(keys, values, keys[:, :, :0], values[:, :, :0])
+        return DecoderCache(keys, values, keys[:, :, :0], values[:, :, :0])
 
-    def step(self, x_B1D: Tensor, cache: Cache, mask: Tensor) -> Tensor:
+    def step(self, x_B1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
         normed = self.attention_norm(x_B1D)
         keys, values = self.attention.project(normed)
         cache.keys = torch.cat([cache.keys, keys], dim=2)
@@ -123,19 +121,19 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
+    def __init__(self, shape: TransformerShape, vocabulary: int) -> None:
         super().__init__()
         self.shape = shape
         self.vocabulary = vocabulary
-        self.embedding = nn.Embedding(whole_tiles(vocabulary), shape.width)
+        self.embedding = nn.Embedding(padded_to_8(vocabulary), shape.width)
         self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
         self.encoder_norm = nn.LayerNorm(shape.width)
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
         self.decoder_norm = nn.LayerNorm(shape.width)
         self.dropout = nn.Dropout(shape.dropout)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -154,51 +152,51 @@ class Transformer(nn.Module):
         embedded: Tensor = self.dropout(self.embedding(tokens_BL) * math.sqrt(width) + positions)
         return embedded
 
-    def close(self, norm: nn.Module, last: Tensor, embedded: Tensor, at: Tensor | EllipsisType = ...) -> Tensor:  # noqa: ARG002
-        """What leaves a stack of layers that began with `embedded`, at some of its positions."""
-        closed: Tensor = norm(last[at])
-        return closed
+    def finish(self, norm: nn.Module, last: Tensor, embedded: Tensor, at: Tensor | EllipsisType = ...) -> Tensor:  # noqa: ARG002
+        """Return the output of a stack of layers at some positions; `embedded` is what went into the stack."""
+        finished: Tensor = norm(last[at])
+        return finished
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight)
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """The source's states, and the mask of its real positions as attention wants it."""
+        """Return the source's states, and the mask that hides padding from attention."""
         mask_B11S = (source_BS != PAD)[:, None, None, :]
         x_BSD = embedded_BSD = self.embed_source(source_BS)
         for layer in self.encoder:
             x_BSD = layer(x_BSD, mask_B11S)
-        return self.close(self.encoder_norm, x_BSD, embedded_BSD), mask_B11S
+        return self.finish(self.encoder_norm, x_BSD, embedded_BSD), mask_B11S
 
-    def forward(self, source_BS: Tensor, target_BT: Tensor, wanted_N: Tensor) -> Tensor:
-        """Logits for some positions, one row each; they are counted through all rows of the target."""
+    def forward(self, source_BS: Tensor, target_BT: Tensor, predicted_N: Tensor) -> Tensor:
+        """Return logits for some positions, one row each; positions count through all rows of the target."""
         memory_BSD, mask_B11S = self.encode(source_BS)
         x_BTD = embedded_BTD = self.embed_target(target_BT)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, memory_BSD, mask_B11S)
-        return self.logits(self.close(self.decoder_norm, x_BTD.flatten(0, 1), embedded_BTD.flatten(0, 1), wanted_N))
+        return self.logits(self.finish(self.decoder_norm, x_BTD.flatten(0, 1), embedded_BTD.flatten(0, 1), predicted_N))
 
-    def start(self, memory_BSD: Tensor) -> list[Cache]:
+    def start(self, memory_BSD: Tensor) -> list[DecoderCache]:
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
 
-    def step(self, tokens_B: Tensor, position: int, caches: list[Cache], mask_B11S: Tensor) -> Tensor:
-        """Logits of the next token after `tokens_B`, which stand at `position`; never of one that cannot follow."""
+    def step(self, tokens_B: Tensor, position: int, caches: list[DecoderCache], mask_B11S: Tensor) -> Tensor:
+        """Return the logits of the token after `tokens_B`, which are at `position`. PAD and BOS never follow."""
         x_B1D = embedded_B1D = self.embed_target(tokens_B[:, None], position)
         for layer, cache in zip(self.decoder, caches, strict=True):
             x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
-        hidden_B1D = self.close(self.decoder_norm, x_B1D, embedded_B1D)
+        hidden_B1D = self.finish(self.decoder_norm, x_B1D, embedded_B1D)
         logits_BV = self.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
         logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
         return logits_BV
 
 
-def whole_tiles(count: int) -> int:
-    """As many or a few more, so that the matrix units of a GPU are filled."""
+def padded_to_8(count: int) -> int:
+    """Round up to a multiple of 8, the tiles of a GPU's matrix units."""
     return -(-count // 8) * 8
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
-    """The position table of the paper, rows `first` to `first + count`."""
+    """Return rows `first` to `first + count` of the paper's position table."""
     positions = torch.arange(first, first + count, device=device, dtype=torch.float32)[:, None]
     rates = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
     return torch.cat([torch.sin(positions * rates), torch.cos(positions * rates)], dim=1)

@@ -124,7 +124,7 @@ def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Re
         "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
         "rate": recent[-1].values["rate"] if recent else None,
         # A job with an own recipe names its measure: showing a run must not execute anybody's code.
-        "measure": recipe_class(job.recipe).measure_of_best
+        "measure": recipe_class(job.recipe).best_metric
         if job.recipe is not None and job.recipe in RECIPES
         else job.checkpoint.best_by or "",
         "unit": job.train.batch.unit if job.recipe else "",

@@ -62,7 +62,7 @@ class Checkpointer:
         # All ranks load what the first one found: a commit may appear between two listings.
         chosen = self._world.share(found.name.encode() if found else b"").decode()
         if not chosen:
-            self._engine.load_first_weights()
+            self._engine.load_initial_weights()
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
             fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)

@@ -64,9 +64,9 @@ class Engine:
             self.model.compile(dynamic=True)
 
     @torch.no_grad()
-    def load_first_weights(self) -> None:
+    def load_initial_weights(self) -> None:
         """Load the weights that a run starts from where they are not random; the same on every rank."""
-        first = self._recipe.first_weights(self.model)
+        first = self._recipe.initial_weights(self.model)
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
             own = model.state_dict()
             for name, tensor in first.items():

@@ -192,7 +192,7 @@ class Trainer:
                 self._world.rank,
                 self._world.num_ranks,
                 None if settings.micro_batch is None else settings.micro_batch.value,
-                recipe.fetching,
+                recipe.prefetch,
                 alike=settings.exchange.shards_model,  # there every forward pass is a collective
             )
         )
@@ -309,7 +309,7 @@ class Trainer:
         """Return the score of the current weights if they were evaluated; higher is better."""
         if self._evaluated is None or self._evaluated[0] != self._progress.step:
             return None
-        name = self._job.checkpoint.best_by or self._recipe.measure_of_best
+        name = self._job.checkpoint.best_by or self._recipe.best_metric
         value = self._evaluated[1].scores.values.get(name)
         if value is None or not math.isfinite(value):
             return None

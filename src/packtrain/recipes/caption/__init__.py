@@ -1,4 +1,4 @@
-"""Captions: Show, Attend and Tell, measured by BLEU and CIDEr on what it says freely about pictures."""
+"""Image captioning with Show, Attend and Tell, scored by BLEU and CIDEr on decoded captions."""
 
 from __future__ import annotations
 
@@ -11,54 +11,123 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from packtrain.data.images import Crop, ImageBatches, random_crops
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Job
+from packtrain.job.job import Job, Model
 from packtrain.pack.shard import Array, Ragged
-from packtrain.pack.tiles import Tiled
+from packtrain.pack.tiles import Box, Pixels
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.caption.images import CaptionedBatches, pressed, whole_of
-from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu_of, counted
-from packtrain.recipes.caption.shape import shape_of
-from packtrain.recipes.images import Copies, Pictured, read_picture
-from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Scores
+from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu
+from packtrain.recipes.images import RESNETS, ImageRecipe, ResNetShape, decode_box, read_image, resize
+from packtrain.recipes.recipe import (
+    SHOWN_SAMPLES,
+    Batch,
+    Decoding,
+    EvaluationRequest,
+    Measurement,
+    Prediction,
+    Scores,
+    read_options,
+)
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from packtrain.recipes.caption.model import Captioner, Seen
+    from packtrain.recipes.caption.model import Captioner, EncodedImages
 
-_SEEN_TOGETHER = 32  # pictures: bounds the memory of an evaluation
-_SHOWN_SAMPLES = 5
-_LAST_EPOCH = 1 << 40
+_EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
+
+# Tiny is for images of about 48 pixels, whose map then has 6 x 6 positions.
+ENCODERS: Mapping[str, ResNetShape] = {
+    "tiny": ResNetShape("basic", (1, 1), 64, zero_init_residual=False),
+    **RESNETS,
+}
 
 
 @dataclass(frozen=True)
-class _Truth:
-    """The captions of a split as texts, and what CIDEr learns from all of them, however few samples are decoded.
+class CaptionerShape:
+    """The encoder; the width of embedding, state and attention; and how the encoder learns.
 
-    Each source of a mix has a CIDEr of its own, which is what it would be of that source alone.
+    An encoder with pretrained `weights` is frozen for `frozen_epochs`; then its last `tuned_stages` are fine-tuned. A
+    random encoder learns as a whole from the start.
     """
 
-    references: list[list[str]]
+    encoder: str
+    width: int
+    attention: int
+    cell: str = "gru"
+    dropout: float = 0.2
+    penalty: float = 1.0
+    weights: str = ""
+    frozen_epochs: int = 5
+    tuned_stages: int = 1
+
+    @property
+    def is_pretrained(self) -> bool:
+        return bool(self.weights)
+
+    def is_frozen(self, epoch: int) -> bool:
+        return self.is_pretrained and (epoch < self.frozen_epochs or not self.tuned_stages)
+
+
+SIZES: Mapping[str, CaptionerShape] = {
+    "tiny": CaptionerShape("tiny", 160, 128),
+    "resnet18": CaptionerShape("resnet18", 500, 500),
+    "resnet50": CaptionerShape("resnet50", 500, 500),
+    "resnet101": CaptionerShape("resnet101", 500, 500),
+}
+
+
+def captioner_shape(model: Model) -> CaptionerShape:
+    """Return the named size with the job's options applied."""
+    choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm")}
+    shape = read_options(model, SIZES, choices, may_be_zero=("frozen_epochs", "tuned_stages"))
+    stages = len(ENCODERS[shape.encoder].depths)
+    if shape.tuned_stages > stages:
+        raise FieldMistake("model.tuned_stages", f"{shape.encoder} has {stages} stages")
+    return shape
+
+
+class CaptionBatches(ImageBatches):
+    """Images that still match their captions: neither mirrored, nor cropped in an evaluation."""
+
+    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
+        """Return random crops for training, not mirrored."""
+        crop_of = random_crops(ids, min_scale, seed, epoch, turns)
+        return self._batch(ids, size, size, lambda *place: crop_of(*place)._replace(flip=False))
+
+    def whole(self, ids: Ids, size: int) -> Pixels:
+        """Return whole images for evaluation, squeezed into a square."""
+        return self._batch(ids, size, size, lambda _, width, height: Crop(Box(0, 0, width, height)))
+
+
+@dataclass(frozen=True)
+class CaptionReferences:
+    """The captions of a split as texts, and CIDEr's document frequencies over all of them.
+
+    Each source of a mix has a CIDEr of its own, the same as if it were the only source.
+    """
+
+    texts: list[list[str]]
     cider: Cider
     by_source: dict[str, tuple[range, Cider]]
 
 
-class Caption(Pictured[CaptionedBatches]):
-    """Batches are counted in samples, because which of its captions a picture has changes from epoch to epoch.
+class Caption(ImageRecipe[CaptionBatches]):
+    """Batches are counted in samples, since an image has another of its captions in every epoch.
 
-    A sample's loss is the sum over its tokens, divided by the mean length of all captions: a constant, so that the
-    batch's mean is that of the tokens but for chance, and does not depend on how the batch is divided.
+    The loss of a sample is the sum over its tokens, divided by the mean length of all captions: a constant, so that
+    the mean over a batch does not depend on how the batch is divided.
     """
 
     contents = frozenset({"captions"})
     kind = "captions"
-    measure_of_best = "cider"
+    best_metric = "cider"
     files = ("weights",)
-    heeds = frozenset({"beam"})
+    decode_options = frozenset({"beam"})
     decoding = Decoding(beam=5)
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
@@ -70,7 +139,8 @@ class Caption(Pictured[CaptionedBatches]):
             "schedule": {
                 "phases": [
                     {"until": "5 epochs", "rate": 4e-4},
-                    # Adam has seen no gradient of a frozen encoder: its first steps would be several times too long.
+                    # Adam has no gradient history of the frozen encoder: its first steps would be several times too
+                    # long, so the rate warms up again.
                     {"until": "5.2 epochs", "rate": [1e-5, 1e-4]},
                     {"until": "15 epochs", "rate": 1e-4},
                 ],
@@ -82,31 +152,23 @@ class Caption(Pictured[CaptionedBatches]):
     }
 
     def __init__(self, job: Job, pack: Pack) -> None:
-        super().__init__(job, pack)
-        self._shape = shape_of(job.model)
-        self._copies = Copies(pack, job.data.sizes, CaptionedBatches)
-
-    @property
-    def copies(self) -> Copies[CaptionedBatches]:
-        return self._copies
+        super().__init__(job, pack, CaptionBatches)
+        self._shape = captioner_shape(job.model)
+        self._references: dict[str, CaptionReferences] = {}
 
     @classmethod
     def check(cls, job: Job) -> None:
-        shape = shape_of(job.model)
+        shape = captioner_shape(job.model)
         if job.train.optimizer.decay > 0 and shape.is_frozen(0) and shape.tuned_stages:
             raise FieldMistake(
-                "train.optimizer", "its decay would shrink the frozen encoder; leave it out, or set frozen_epochs to 0"
+                "train.optimizer", "weight decay would shrink the frozen encoder; remove it or set frozen_epochs to 0"
             )
 
-    # The data.
-
-    @property
-    def width(self) -> int:
-        return self._shape.width
+    # Data.
 
     @cached_property
-    def _mean_tokens(self) -> float:
-        """Of a training caption, with its end mark."""
+    def mean_tokens(self) -> float:
+        """Mean tokens of a training caption, with EOS."""
         split = self.pack.split("train")
         captions = int(split.lengths("caption_lengths").sum())
         return float(split.lengths("captions").sum() - captions) / max(1, captions)
@@ -116,36 +178,36 @@ class Caption(Pictured[CaptionedBatches]):
         ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)
         return np.split(shard.ragged["captions"][row], ends[:-1])
 
-    def _drawn(self, sample: int, epoch: int, turn: int) -> Array:
-        """The caption that a picture has in a turn of an epoch."""
+    def _choose_caption(self, sample: int, epoch: int, repeat: int) -> Array:
         captions = self._captions("train", sample)
-        word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS, turn=turn)[0])
+        word = int(philox_words(1, self.job.train.seed, epoch, sample, Stream.CAPTIONS, turn=repeat)[0])
         return captions[word % len(captions)]
 
     def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         train = self.job.train
         now = train.in_epoch(epoch)
-        pixels = self._copies.batches("train", now.size).random(
-            ids, train.seed, epoch, now.size, now.min_scale, repeats
-        )
-        turns = [0] * len(ids) if repeats is None else repeats.tolist()
-        drawn = [self._drawn(sample, epoch, turn) for sample, turn in zip(ids.tolist(), turns, strict=True)]
-        return {"pixels": pixels, "tokens": _padded(drawn)}
+        pixels = self.copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, repeats)
+        numbered = zip(ids.tolist(), np.zeros_like(ids) if repeats is None else repeats, strict=True)
+        return {"pixels": pixels, "tokens": _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])}
 
-    # Learning.
+    # The model.
+
+    @property
+    def width(self) -> int:
+        return self._shape.width
 
     def build_model(self) -> nn.Module:
         from packtrain.recipes.caption.model import Captioner
 
         return Captioner(self._shape, len(self.pack.vocabulary))
 
-    def first_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        from packtrain.recipes.resnet import published
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        from packtrain.recipes.resnet import load_pretrained
 
-        if not self._shape.is_published:
+        if not self._shape.is_pretrained:
             return {}
         own = _captioner(model).encoder.state_dict()
-        found = published(self.pack.given_file(self._shape.weights), own, "model.weights")
+        found = load_pretrained(self.pack.given_file(self._shape.weights), own, "model.weights")
         return {f"encoder.{name}": tensor for name, tensor in found.items()}
 
     def prepare(self, epoch: int, model: nn.Module) -> None:
@@ -154,11 +216,12 @@ class Caption(Pictured[CaptionedBatches]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        told = model(batch["pixels"], batch["tokens"])
+        forced = model(batch["pixels"], batch["tokens"])
         smoothing = self.job.train.label_smoothing
-        tokens = cross_entropy(told.logits.float(), told.wanted, label_smoothing=smoothing, reduction="sum")
-        penalty = (1 - told.places.float()).square().mean(1).sum()
-        loss: Tensor = tokens / self._mean_tokens + self._shape.penalty * penalty
+        tokens = cross_entropy(forced.logits.float(), forced.labels, label_smoothing=smoothing, reduction="sum")
+        # Doubly stochastic attention: over a caption, every position should be attended to once.
+        penalty = (1 - forced.attention.float()).square().mean(1).sum()
+        loss: Tensor = tokens / self.mean_tokens + self._shape.penalty * penalty
         return loss
 
     # Evaluation.
@@ -167,73 +230,72 @@ class Caption(Pictured[CaptionedBatches]):
         import torch
         from torch.nn.functional import cross_entropy
 
-        from packtrain.recipes.caption.model import captions, longest_first
+        from packtrain.recipes.caption.model import decode_captions, sort_captions
 
         captioner = _captioner(model)
         loss, tokens = 0.0, 0
         outputs: list[str] = []
         with torch.inference_mode():
-            for part, seen in self._seen(captioner, request, request.ids):
+            for part, encoded in self._encode(captioner, request, request.ids):
                 rows = [self._captions(request.split, sample) for sample in part.tolist()]
-                picture = np.repeat(np.arange(len(part)), [len(own) for own in rows])
-                told_of = longest_first(torch.from_numpy(_padded([row for own in rows for row in own])))
-                told = captioner.tell(seen.select(torch.from_numpy(picture).to(captioner.bias.device)), told_of)
-                loss += float(cross_entropy(told.logits.float(), told.wanted, reduction="sum"))
-                tokens += len(told.wanted)
-            for _, seen in self._seen(captioner, request, request.decode_ids):
-                outputs += self.pack.vocabulary.decode(captions(captioner, seen, request.beam))
+                image = np.repeat(np.arange(len(part)), [len(own) for own in rows])
+                captions = sort_captions(torch.from_numpy(_padded([row for own in rows for row in own])))
+                of_captions = encoded.select(torch.from_numpy(image).to(captioner.bias.device))
+                forced = captioner.teacher_force(of_captions, captions)
+                loss += float(cross_entropy(forced.logits.float(), forced.labels, reduction="sum"))
+                tokens += len(forced.labels)
+            for _, encoded in self._encode(captioner, request, request.decode_ids):
+                outputs += self.pack.vocabulary.decode(decode_captions(captioner, encoded, request.beam))
         return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
 
-    def _seen(self, model: Captioner, request: EvaluationRequest, ids: Ids) -> Iterator[tuple[Ids, Seen]]:
+    def _encode(self, model: Captioner, request: EvaluationRequest, ids: Ids) -> Iterator[tuple[Ids, EncodedImages]]:
         import torch
 
         size = self.job.train.in_epoch(request.epoch).size
-        for start in range(0, len(ids), _SEEN_TOGETHER):
+        for start in range(0, len(ids), _EVALUATION_BATCH):
             request.on_batch()
-            part = ids[start : start + _SEEN_TOGETHER]
-            pixels = torch.from_numpy(self._copies.batches(request.split, size).whole(part, size))
-            yield part, model.see(pixels.to(model.bias.device))
+            part = ids[start : start + _EVALUATION_BATCH]
+            pixels = torch.from_numpy(self.copies.batches(request.split, size).whole(part, size))
+            yield part, model.encode(pixels.to(model.bias.device))
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
-        """With several sources, each has scores of its own besides: a mix says little about its parts."""
+        """Each source of a mix has scores of its own besides: those of a mix say little about its parts."""
         tokens = sum(part.sums["tokens"] for part in parts)
         values = {"loss": sum(part.sums["loss"] for part in parts) / max(1.0, tokens)}
         outputs = [output for part in parts for output in part.outputs]
         if not outputs:
             return Scores(values)
-        truth = self._truth(split)
-        wanted = [truth.references[sample] for sample in decode_ids.tolist()]
-        counts = [counted(output, truths) for output, truths in zip(outputs, wanted, strict=True)]
-        values |= {f"bleu{order}": score for order, score in enumerate(bleu_of(counts), 1)}
-        values["cider"] = truth.cider.score(outputs, wanted)
-        for name, (samples_of_it, cider) in truth.by_source.items():
-            chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_it]
+        known = self.references(split)
+        references = [known.texts[sample] for sample in decode_ids.tolist()]
+        values |= {f"bleu{order}": score for order, score in enumerate(bleu(outputs, references), 1)}
+        values["cider"] = known.cider.score(outputs, references)
+        for name, (samples_of_source, cider) in known.by_source.items():
+            chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_source]
             if chosen:
-                values[f"bleu4_{name}"] = bleu_of([counts[at] for at in chosen])[-1]
-                values[f"cider_{name}"] = cider.score([outputs[at] for at in chosen], [wanted[at] for at in chosen])
+                own = [outputs[at] for at in chosen], [references[at] for at in chosen]
+                values[f"bleu4_{name}"] = bleu(*own)[-1]
+                values[f"cider_{name}"] = cider.score(*own)
         samples = tuple(
-            Sample(f"{split} picture {sample}", " / ".join(truths), output)
-            for sample, truths, output in zip(decode_ids[:_SHOWN_SAMPLES].tolist(), wanted, outputs, strict=False)
+            Sample(f"{split} image {sample}", " / ".join(texts), output)
+            for sample, texts, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), references, outputs, strict=False)
         )
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
 
-    @cached_property
-    def _truths(self) -> dict[str, _Truth]:
-        return {}
-
-    def _truth(self, split: str) -> _Truth:
-        if split not in self._truths:
+    def references(self, split: str) -> CaptionReferences:
+        """Return the captions of a whole split, however few of its samples are decoded."""
+        if split not in self._references:
             rows = [self._captions(split, sample) for sample in range(self.count(split))]
-            texts = iter(self.pack.vocabulary.decode([row.tolist() for own in rows for row in own]))
-            references = [[next(texts) for _ in own] for own in rows]
-            parts = self._by_source(split)
-            ciders = [Cider(references[part.start : part.stop]) for part in parts.values()]
-            by_source = dict(zip(parts, zip(parts.values(), ciders, strict=True), strict=True))
-            self._truths[split] = _Truth(references, Cider.joined(ciders) if parts else Cider(references), by_source)
-        return self._truths[split]
+            decoded = iter(self.pack.vocabulary.decode([row.tolist() for own in rows for row in own]))
+            texts = [[next(decoded) for _ in own] for own in rows]
+            ranges = self._ranges_by_source(split)
+            ciders = [Cider(texts[part.start : part.stop]) for part in ranges.values()]
+            by_source = dict(zip(ranges, zip(ranges.values(), ciders, strict=True), strict=True))
+            cider = Cider.joined(ciders) if ranges else Cider(texts)
+            self._references[split] = CaptionReferences(texts, cider, by_source)
+        return self._references[split]
 
-    def _by_source(self, split: str) -> dict[str, range]:
-        """The samples of each source of a mix, by its kind; numbered where a kind comes twice."""
+    def _ranges_by_source(self, split: str) -> dict[str, range]:
+        """Return the samples of each source of a mix by its kind, numbered if a kind comes twice."""
         kinds = [source.kind for source in getattr(self.job.data, split)]
         if len(kinds) < 2:
             return {}
@@ -244,26 +306,27 @@ class Caption(Pictured[CaptionedBatches]):
     # Predictions.
 
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        """A caption for each picture, with what was looked at for each of its words, also as a picture."""
-        pictures = [read_picture(path) for path in inputs]
-        return [self._told(_captioner(model), picture, decoding.beam) for picture in pictures]
+        """Return a caption for each image, with the attention map of each word."""
+        images = [read_image(path) for path in inputs]
+        whole = [decode_box(image, Box(0, 0, image.width, image.height)) for image in images]
+        return [self._describe(_captioner(model), pixels, decoding.beam) for pixels in whole]
 
-    def _told(self, model: Captioner, picture: Tiled, beam: int) -> Prediction:
+    def _describe(self, model: Captioner, pixels: Pixels, beam: int) -> Prediction:
         import torch
 
-        from packtrain.recipes.caption.attention import by_word, drawn
-        from packtrain.recipes.caption.model import captions, places
+        from packtrain.recipes.caption.attention import attention_by_word, draw_attention
+        from packtrain.recipes.caption.model import attention_maps, decode_captions
 
-        pixels, size = whole_of(picture), self.job.train.in_epoch(_LAST_EPOCH).size
+        size = self.final_settings.size
         with torch.inference_mode():
-            seen = model.see(torch.from_numpy(pressed(pixels, size))[None].to(model.bias.device))
-            tokens = captions(model, seen, beam)[0]
-            looked = places(model, seen, tokens).float().cpu().numpy()
+            encoded = model.encode(torch.from_numpy(resize(pixels, size, size))[None].to(model.bias.device))
+            tokens = decode_captions(model, encoded, beam)[0]
+            maps = attention_maps(model, encoded, tokens).float().cpu().numpy()
         text = self.pack.vocabulary.decode([tokens])[0]
-        side = -(-size // model.encoder.shape.reduction)
-        gazes = by_word(self.pack.vocabulary, tokens, looked.reshape(len(tokens), side, side))
-        details = {"words": [{"word": gaze.word, "looked": gaze.map.round(4).tolist()} for gaze in gazes]}
-        return Prediction(text, details, drawn(pixels, text, gazes))
+        side = -(-size // model.encoder.shape.total_stride)
+        words = attention_by_word(self.pack.vocabulary, tokens, maps.reshape(len(tokens), side, side))
+        details = {"words": [{"word": one.word, "attention": one.map.round(4).tolist()} for one in words]}
+        return Prediction(text, details, draw_attention(pixels, text, words))
 
 
 def _padded(rows: Sequence[Array]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Where the model looked for each word, drawn over the picture."""
+"""Attention maps: the part of the image that the model attended to for each word, drawn over the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Map = NDArray[np.float32]
 Pixels = NDArray[np.uint8]
 
 _PANEL = 192
-_NARROWEST = 120  # a panel, so that a word fits above it
+_MIN_PANEL = 120  # so that a word fits above it
 _CORNER = 6
 _GAP = 14
 _MARGIN = 22
@@ -24,21 +24,21 @@ _TITLE = 28
 _HEADING = 24
 _COLUMNS = 5
 _PAPER, _INK, _PALE, _EDGE = (255, 255, 255), (30, 34, 42), (112, 118, 130), (218, 221, 227)
-# From what is not looked at to what is: dark violet, red, orange, light yellow.
+# From no attention to full attention: dark violet, red, orange, light yellow.
 _HEAT = np.array([(24, 12, 60), (120, 28, 109), (212, 72, 66), (251, 155, 6), (252, 245, 160)], np.float64)
-_DIMMEST, _DENSEST = 0.35, 0.62  # how much of the heat lies over the picture where it is least and most
+_MAX_ALPHA, _MIN_ALPHA = 0.62, 0.35  # opacity of the heat map at the least and the most attention
 
 
 @dataclass(frozen=True)
-class Gaze:
-    """A word, and how much of the looking went to each place: a map that sums to 1."""
+class WordAttention:
+    """A word and its attention over the positions of the image, which sums to 1."""
 
     word: str
     map: Map
 
 
-def by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) -> list[Gaze]:
-    """The maps of a word's pieces, averaged. A blank belongs to the word behind it."""
+def attention_by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) -> list[WordAttention]:
+    """Average the maps of the tokens of each word. A space belongs to the word after it."""
     texts = vocabulary.decode([tokens[: end + 1] for end in range(len(tokens))])
     pieces = vocabulary.decode([[token] for token in tokens])
     numbers = [max(1, len(text.split())) for text in texts]
@@ -47,16 +47,20 @@ def by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) -> list[Ga
             numbers[at] = numbers[at + 1]
     found = np.array(numbers, np.int64)
     said = texts[-1].split() if texts else []
-    return [Gaze(word, maps[found == number].mean(0)) for number, word in enumerate(said, 1) if (found == number).any()]
+    return [
+        WordAttention(word, maps[found == number].mean(0))
+        for number, word in enumerate(said, 1)
+        if (found == number).any()
+    ]
 
 
-def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
-    """A PNG: the picture, then a panel for every word."""
-    panels = 1 + len(gazes)
+def draw_attention(pixels: Pixels, caption: str, attention: Sequence[WordAttention]) -> bytes:
+    """Return a PNG with the image and a panel for every word."""
+    panels = 1 + len(attention)
     columns = min(_COLUMNS, panels)
     rows = -(-panels // columns)
-    picture = _fitted(pixels)
-    across, down = max(_NARROWEST, picture.width) + _GAP, _TITLE + picture.height + _GAP
+    image = _fitted(pixels)
+    across, down = max(_MIN_PANEL, image.width) + _GAP, _TITLE + image.height + _GAP
     width = 2 * _MARGIN + columns * across - _GAP
     heading = _font(_HEADING)
     lines = _wrapped(caption, heading, width - 2 * _MARGIN)
@@ -66,14 +70,14 @@ def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * (_HEADING + 8)), line, _INK, heading)
-    titles = [("the picture", _PALE), *((gaze.word, _INK) for gaze in gazes)]
-    shown = [picture, *(heated(picture, gaze.map) for gaze in gazes)]
-    for number, ((title, colour), panel) in enumerate(zip(titles, shown, strict=True)):
+    titles = [("image", _PALE), *((one.word, _INK) for one in attention)]
+    shown = [image, *(overlay(image, one.map) for one in attention)]
+    for number, ((title, color), panel) in enumerate(zip(titles, shown, strict=True)):
         left, upper = _MARGIN + number % columns * across, top + number // columns * down
         font = _font(17)
-        draw.text((left, upper + 2), _shortened(title, font, across - _GAP), colour, font)
+        draw.text((left, upper + 2), _shortened(title, font, across - _GAP), color, font)
         sheet.paste(panel, (left, upper + _TITLE), _rounded(panel.size))
-        if number == 0:  # what is as white as the paper would have no edge
+        if number == 0:  # a white image would have no visible edge on white
             right, lower = left + panel.width - 1, upper + _TITLE + panel.height - 1
             draw.rounded_rectangle((left, upper + _TITLE, right, lower), _CORNER, outline=_EDGE)
     file = io.BytesIO()
@@ -82,26 +86,26 @@ def drawn(pixels: Pixels, caption: str, gazes: Sequence[Gaze]) -> bytes:
 
 
 def _fitted(pixels: Pixels) -> Image.Image:
-    """In its own shape, the long side as long as a panel."""
+    """Resize an image to the width of a panel, in its own shape."""
     height, width = pixels.shape[:2]
     scale = _PANEL / max(width, height)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     return Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
 
 
-def heated(picture: Image.Image, places: Map) -> Image.Image:
-    """The picture in grey under the colours of heat; the hottest place of each map has the brightest."""
-    least, most = float(places.min()), float(places.max())
-    scaled = (places - least) / max(most - least, 1e-9)
-    heat = Image.fromarray(scaled.astype(np.float32)).resize(picture.size, Image.Resampling.BICUBIC)
+def overlay(image: Image.Image, attention: Map) -> Image.Image:
+    """Return the image in gray under a heat map; the brightest color marks the most attention of this map."""
+    least, most = float(attention.min()), float(attention.max())
+    scaled = (attention - least) / max(most - least, 1e-9)
+    heat = Image.fromarray(scaled.astype(np.float32)).resize(image.size, Image.Resampling.BICUBIC)
     share = np.clip(np.asarray(heat, np.float64), 0, 1)
     at = share * (len(_HEAT) - 1)
     below = np.minimum(at.astype(np.int64), len(_HEAT) - 2)
     part = (at - below)[..., None]
-    colours = _HEAT[below] * (1 - part) + _HEAT[below + 1] * part
-    grey = np.asarray(picture.convert("L").convert("RGB"), np.float64)
-    density = (_DENSEST + (_DIMMEST - _DENSEST) * share)[..., None]
-    return Image.fromarray((grey * (1 - density) + colours * density).round().astype(np.uint8))
+    colors = _HEAT[below] * (1 - part) + _HEAT[below + 1] * part
+    gray = np.asarray(image.convert("L").convert("RGB"), np.float64)
+    density = (_MAX_ALPHA + (_MIN_ALPHA - _MAX_ALPHA) * share)[..., None]
+    return Image.fromarray((gray * (1 - density) + colors * density).round().astype(np.uint8))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
@@ -121,7 +125,7 @@ def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, widt
             lines[-1] += f" {word}"
         else:
             lines.append(_shortened(word, font, width))
-    return lines or ["(nothing)"]
+    return lines or ["(empty)"]
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:

@@ -1,29 +1,57 @@
-"""Dialogue: a Transformer from what was said to a reply, measured by perplexity and by how varied its replies are."""
+"""Dialogue with a Transformer from the last turns to a reply, scored by perplexity and distinct n-grams.
+
+A pack has pairs in the order in which they were said. A pair that starts with the reply of the pair before it belongs
+to the same conversation; and since prompts lie one after another in a shard, the turns before a reply are one slice
+of its tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.pack import SplitReader
 from packtrain.job.job import Job
-from packtrain.recipes.chat.prompts import Cut, seen
-from packtrain.recipes.chat.shape import SIZES, ChatShape
-from packtrain.recipes.pairs import PairRecipe, Sides
+from packtrain.pack.shard import Columns, Ragged
+from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
 from packtrain.recipes.recipe import Decoding, Prediction, Scores
-from packtrain.recipes.shapes import read_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class ChatShape(TransformerShape):
+    """`prompt` and `reply` are the maximum tokens of either with EOS: each position has a learned embedding.
+
+    A prompt is the last `turns` of the conversation; if it is too long, its beginning is cut off.
+    """
+
+    prompt: int = 15
+    reply: int = 16
+    turns: int = 2
+
+
+# Tiny learns in minutes on two CPU cores.
+SIZES: Mapping[str, ChatShape] = {
+    "tiny": ChatShape(128, 4, 512, 2, 2, 0.0, 0.0),
+    "small": ChatShape(256, 4, 1024, 3, 3, 0.1, 0.0),
+    "full": ChatShape(1024, 16, 4096, 6, 6, 0.1, 0.1),
+}
+
+
 class Chat(PairRecipe):
     contents = frozenset({"pairs", "turns"})
-    measure_of_best = "perplexity"
+    best_metric = "perplexity"
     decoding = Decoding(repetition=1.2, no_repeat=3)
-    converses = True
+    supports_chat = True
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 8000, "max_ratio": 80.0},
         "model": "full",
@@ -47,53 +75,107 @@ class Chat(PairRecipe):
         return DialogueTransformer(self.shape_of(self.job), len(self.pack.vocabulary))
 
     @cached_property
-    def _seen(self) -> dict[str, tuple[Sides, Cut]]:
+    def _truncated(self) -> dict[str, tuple[TokenPairs, Truncation]]:
         shape = self.shape_of(self.job)
-        return {
-            name: seen(self.pack.split(name), shape.prompt, shape.reply, shape.turns)
-            for name in self.pack.manifest.splits
-        }
+        return {name: truncate(self.pack.split(name), shape) for name in self.pack.manifest.splits}
 
     @cached_property
-    def sides(self) -> dict[str, Sides]:
-        return {name: sides for name, (sides, _) in self._seen.items()}
+    def pairs(self) -> dict[str, TokenPairs]:
+        return {name: pairs for name, (pairs, _) in self._truncated.items()}
 
     @property
     def notes(self) -> list[str]:
         shape = self.shape_of(self.job)
-        cuts = {name: cut for name, (_, cut) in self._seen.items() if cut.prompts or cut.replies}
-        room = f"a prompt has room for {shape.prompt} tokens, a reply for {shape.reply}"
-        return [f"{name}: {cut} ({room})" for name, cut in cuts.items()]
+        limits = f"limits: {shape.prompt} tokens for a prompt, {shape.reply} for a reply"
+        return [f"{name}: {cut} ({limits})" for name, (_, cut) in self._truncated.items() if cut.prompts or cut.replies]
 
-    def limits(self, source_BS: Tensor) -> Tensor:
+    def max_lengths(self, source_BS: Tensor) -> Tensor:
         return source_BS.new_full((len(source_BS),), self.shape_of(self.job).reply)
 
-    def grade(self, loss: float, wanted: Sequence[str], outputs: Sequence[str]) -> Scores:  # noqa: ARG002
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:  # noqa: ARG002
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # beyond that, exp overflows
         if outputs:
             values |= {"distinct_1": distinct(outputs, 1), "distinct_2": distinct(outputs, 2)}
         return Scores(values)
 
-    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._last(row) for row in super().encoded(texts)]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._last(row) for row in super().encode(texts)]
 
     def _last(self, row: list[int]) -> list[int]:
         return row[-self.shape_of(self.job).prompt :]
 
     def note(self, text: str) -> str:
-        unread = len(super().encoded([text])[0]) - self.shape_of(self.job).prompt
-        cut = f"its first {unread:,} tokens were not read" if unread > 0 else ""
+        unread = len(super().encode([text])[0]) - self.shape_of(self.job).prompt
+        cut = f"its first {unread:,} tokens were cut off" if unread > 0 else ""
         return "; ".join(filter(None, [cut, super().note(text)]))
 
     def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
         spoken = [turn for turn in turns if turn.strip()][-self.shape_of(self.job).turns :]
-        rows = [super(Chat, self).encoded([turn])[0] for turn in spoken]
+        rows = [super(Chat, self).encode([turn])[0] for turn in spoken]
         row = self._last(list(chain.from_iterable(rows)))
-        return Prediction(self.answers(model, [row], decoding)[0] if row else "", note=self.note(turns[-1]))
+        return Prediction(self.generate(model, [row], decoding)[0] if row else "", note=self.note(turns[-1]))
 
 
 def distinct(texts: Sequence[str], size: int) -> float:
-    """Of all runs of so many words, the share that are different."""
+    """Return the share of n-grams of `size` words that are different."""
     words = [text.lower().split() for text in texts]
-    runs = [tuple(row[start : start + size]) for row in words for start in range(len(row) - size + 1)]
-    return len(set(runs)) / max(1, len(runs))
+    ngrams = [tuple(row[start : start + size]) for row in words for start in range(len(row) - size + 1)]
+    return len(set(ngrams)) / max(1, len(ngrams))
+
+
+# Prompts of several turns, cut to the positions that the model has.
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How many prompts lost their beginning, and how many replies their end."""
+
+    prompts: int
+    replies: int
+    samples: int
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.samples:,} pairs, {self.prompts:,} prompts lose their beginning"
+            f" and {self.replies:,} replies their end"
+        )
+
+
+def truncate(split: SplitReader, shape: ChatShape) -> tuple[TokenPairs, Truncation]:
+    """Return the last turns before each reply and the reply, both cut to the positions of the model."""
+    shards = [split.shard(number) for number in range(split.num_shards)]
+    prompts, replies, cut_prompts = [], [], 0
+    for shard in shards:
+        starts, ends = _prompt_slices(shard, shape.turns)
+        cut_prompts += int((ends - starts > shape.prompt).sum())
+        prompts.append(_slices(shard.ragged["source"], np.maximum(starts, ends - shape.prompt), ends))
+        offsets = shard.ragged["target"].offsets
+        reply_ends = np.minimum(offsets[1:], offsets[:-1] + 1 + shape.reply)  # BOS takes no position of the reply
+        replies.append(_slices(shard.ragged["target"], offsets[:-1], reply_ends))
+    cut_replies = int((split.lengths("target") - 1 > shape.reply).sum())
+    pairs = TokenPairs(Ragged.joined(prompts), Ragged.joined(replies))
+    return pairs, Truncation(cut_prompts, cut_replies, len(split))
+
+
+def _prompt_slices(shard: Columns, turns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the last turns before each reply start and end in the shard's source tokens."""
+    offsets = shard.ragged["source"].offsets
+    rows = np.arange(len(shard))
+    first_rows = np.maximum.accumulate(np.where(_continues(shard), 0, rows))
+    return offsets[np.maximum(first_rows, rows - turns + 1)], offsets[1:]
+
+
+def _continues(shard: Columns) -> NDArray[np.bool_]:
+    """Return which pairs start with the reply of the pair before them."""
+    source, target = shard.ragged["source"], shard.ragged["target"]
+    found = np.zeros(len(shard), np.bool_)
+    found[1:] = source.lengths[1:] == target.lengths[:-1] - 1
+    for row in np.flatnonzero(found).tolist():
+        found[row] = np.array_equal(source[row], target[row - 1][1:])
+    return found
+
+
+def _slices(column: Ragged, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Ragged:
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
+    places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], ends - starts)
+    return Ragged(column.values[places], offsets)

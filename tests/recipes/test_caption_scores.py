@@ -1,4 +1,4 @@
-"""BLEU and CIDEr: against values computed by hand from their definitions, and against SacreBLEU."""
+"""BLEU and CIDEr against values computed by hand from their definitions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_n_grams_are_counted() -> None:
 # BLEU.
 
 
-def test_bleu_of_what_is_right_is_100() -> None:
+def test_a_right_caption_has_a_bleu_of_100() -> None:
     assert bleu(["A dog runs on the grass."], [REFERENCES[0]]) == pytest.approx((100.0,) * 4)
 
 
@@ -50,21 +50,21 @@ def test_a_word_counts_no_more_often_than_in_any_one_reference() -> None:
     assert bleu(said, wanted)[0] == pytest.approx(100 * 2 / 7)
 
 
-def test_what_is_too_short_is_punished_by_the_nearest_reference() -> None:
+def test_the_brevity_penalty_uses_the_reference_of_the_closest_length() -> None:
     one, two, *_ = bleu(["a dog"], [["a dog runs on grass", "the very brown dog is running over grass"]])
     assert one == pytest.approx(100 * math.exp(1 - 5 / 2))
     assert two == pytest.approx(one)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_bleu_is_that_of_sacrebleu(order: int) -> None:
+def test_outputs_may_have_different_numbers_of_references(order: int) -> None:
     most = max(len(wanted) for wanted in REFERENCES)
     streams = [[wanted[at] if at < len(wanted) else None for wanted in REFERENCES] for at in range(most)]
     peer = BLEU(max_ngram_order=order, smooth_method="none", tokenize="none", lowercase=True)
     assert bleu(OUTPUTS, REFERENCES)[order - 1] == pytest.approx(peer.corpus_score(OUTPUTS, streams).score)  # type: ignore[arg-type]
 
 
-def test_nothing_said_scores_nothing() -> None:
+def test_empty_outputs_score_0() -> None:
     assert bleu([""], [["a dog"]]) == (0.0, 0.0, 0.0, 0.0)
     assert bleu([], []) == (0.0, 0.0, 0.0, 0.0)
     assert Cider([["a dog"]]).score([""], [["a dog"]]) == 0.0
@@ -91,20 +91,20 @@ def test_cider_of_two_words_by_hand() -> None:
     assert cider.score_of("red dog", ["old dog", "red dog"]) == pytest.approx(both)
 
 
-def test_cider_clips_what_is_repeated_and_minds_the_length() -> None:
-    """Said three times, the word counts once; three words are two more than one."""
+def test_cider_clips_repeated_words_and_penalizes_the_length() -> None:
+    """Written three times, the word counts once; three words are two more than one."""
     cider = Cider([["dog"], ["cat"]])
     weight = math.log(2)
     likeness = weight * weight / (3 * weight * weight) * math.exp(-(2**2) / (2 * 6**2))
     assert cider.score_of("dog dog dog", ["dog"]) == pytest.approx(1000 * likeness / 4)
 
 
-def test_cider_of_parts_knows_what_all_of_them_know() -> None:
+def test_joined_cider_equals_that_of_all_references() -> None:
     joined, whole = Cider.joined([Cider(REFERENCES[:1]), Cider(REFERENCES[1:])]), Cider(REFERENCES)
     assert joined.score(OUTPUTS, REFERENCES) == whole.score(OUTPUTS, REFERENCES) > 0.0
 
 
-def test_what_every_image_has_says_nothing() -> None:
+def test_ngrams_of_every_image_have_no_weight() -> None:
     assert Cider([["a dog"], ["a cat"]]).score_of("a", ["a dog"]) == 0.0
 
 

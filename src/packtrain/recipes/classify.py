@@ -1,0 +1,254 @@
+"""Image classification with a residual network, scored by top-1 and top-5 accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan
+from packtrain.data.order import Ids, block
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake
+from packtrain.job.job import Job, Model
+from packtrain.job.train import EpochSettings
+from packtrain.pack.tiles import Pixels
+from packtrain.recipes.images import RESNETS, ImageRecipe, ResNetShape, decode_box, read_image, resize
+from packtrain.recipes.recipe import (
+    SHOWN_SAMPLES,
+    Batch,
+    Decoding,
+    EvaluationRequest,
+    Measurement,
+    Prediction,
+    Scores,
+    read_options,
+)
+from packtrain.run.records import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+EVALUATION_BATCH = 64
+"""Images that an evaluation computes together."""
+_TOP = 5
+_MAX_WORDS_BYTES = 10_000_000
+
+# Tiny learns images of about 32 pixels in minutes on two CPU cores; zero-initialized residuals would slow its start.
+SIZES: Mapping[str, ResNetShape] = {
+    "tiny": ResNetShape("basic", (1, 1, 1, 1), 32, "small", zero_init_residual=False),
+    **RESNETS,
+}
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """Options of the model: `weights` is a file of pretrained weights, `words` one with names of the classes."""
+
+    width: int
+    stem: str
+    weights: str = ""
+    words: str = ""
+
+
+def classifier_options(model: Model) -> ClassifierOptions:
+    sizes = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
+    return read_options(model, sizes, choices={"stem": ("large", "small")})
+
+
+class Classify(ImageRecipe[ImageBatches]):
+    contents = frozenset({"labels"})
+    kind = "labels"
+    best_metric = "top1"
+    files = ("weights", "words")
+    decode_options = frozenset()
+    defaults: ClassVar[Mapping[str, object]] = {
+        "data": {},
+        "model": "resnet50",
+        "train": {
+            "duration": "90 epochs",
+            "batch": "256 samples",
+            "optimizer": {"sgd": {"momentum": 0.9, "decay": 1e-4}},
+            "schedule": {"cosine": {"peak": 0.1, "warmup": "5 epochs"}},
+            "label_smoothing": 0.1,
+        },
+        "evaluate": {"every": "1 epochs"},
+    }
+
+    def __init__(self, job: Job, pack: Pack) -> None:
+        super().__init__(job, pack, ImageBatches)
+        self._options = classifier_options(job.model)
+        self._shape = replace(SIZES[job.model.size], width=self._options.width, stem=self._options.stem)
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        classifier_options(job.model)
+
+    # Data.
+
+    def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
+        settings = self.job.train.in_epoch(epoch)
+        batches = self.copies.batches("train", settings.size)
+        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale, repeats)
+        return {"pixels": pixels, "label": self._labels("train", settings.size, ids)}
+
+    def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
+        places = map(self.copies.reader(split, size).at, ids.tolist())
+        return np.fromiter((shard.plain["label"][row] for shard, row in places), np.int64, len(ids))
+
+    # The model.
+
+    @property
+    def width(self) -> int:
+        return self._shape.features
+
+    def build_model(self) -> nn.Module:
+        from packtrain.recipes.resnet import ResNet
+
+        return ResNet(self._shape, len(self.pack.manifest.classes))
+
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        from packtrain.recipes.resnet import load_pretrained
+
+        if not self._options.weights:
+            return {}
+        return load_pretrained(self.pack.given_file(self._options.weights), model.state_dict(), "model.weights")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        from packtrain.recipes.resnet import normalize
+
+        logits = model(normalize(batch["pixels"])).float()
+        return cross_entropy(logits, batch["label"], label_smoothing=self.job.train.label_smoothing, reduction="sum")
+
+    # Evaluation.
+
+    def divide(self, split: str, num_ranks: int) -> list[Ids]:
+        """Divide a split into contiguous parts; rectangular batches are the same for any number of workers."""
+        if not self.final_settings.rectangular or not self.count(split):
+            return super().divide(split, num_ranks)
+        plan = self._plan(split, np.arange(self.count(split)), self.final_settings)
+        none = np.zeros(0, np.int64)
+        return [
+            np.concatenate([none, *(plan[number].ids for number in block(len(plan), rank, num_ranks))])
+            for rank in range(num_ranks)
+        ]
+
+    def _plan(self, split: str, ids: Ids, settings: EpochSettings) -> list[RectangularBatch]:
+        size = settings.size
+        if settings.rectangular:
+            reader = self.copies.reader(split, size)
+            widths, heights = reader.plain("width")[ids], reader.plain("height")[ids]
+            plan = rectangular_plan(widths, heights, size, EVALUATION_BATCH)
+            return [RectangularBatch(ids[batch.ids], batch.height, batch.width) for batch in plan]
+        starts = range(0, len(ids), EVALUATION_BATCH)
+        return [RectangularBatch(ids[start : start + EVALUATION_BATCH], size, size) for start in starts]
+
+    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from packtrain.recipes.resnet import normalize
+
+        split, settings = request.split, self.job.train.in_epoch(request.epoch)
+        device = next(model.parameters()).device
+        counted = self._plan(split, request.ids, settings)
+        # A report shows only the first of these; another worker may count them.
+        shown = request.decode_ids[:SHOWN_SAMPLES]
+        others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
+        sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
+        guesses: dict[int, int] = {}
+        batches = self.copies.batches(split, settings.size)
+        for number, batch in enumerate([*counted, *others]):
+            request.on_batch()
+            pixels = torch.from_numpy(batches.centered(batch.ids, batch.height, batch.width)).to(device)
+            with torch.inference_mode():
+                logits = model(normalize(pixels)).float()
+            best = logits.topk(min(_TOP, logits.shape[1])).indices
+            guesses.update(zip(batch.ids.tolist(), best[:, 0].tolist(), strict=True))
+            if number < len(counted):
+                labels = torch.from_numpy(self._labels(split, settings.size, batch.ids)).to(device)
+                right = best == labels[:, None]
+                sums["loss"] += float(cross_entropy(logits, labels, reduction="sum"))
+                sums["top1"] += float(right[:, 0].sum())
+                sums["top5"] += float(right.sum())
+        names = [self._names[guesses[sample]] for sample in shown.tolist()]
+        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
+
+    def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
+        total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
+        samples = max(1.0, total["samples"])
+        values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
+        if len(self._names) > _TOP:  # with fewer classes top-5 would always be 100
+            values["top5"] = 100 * total["top5"] / samples
+        predictions = [output for part in parts for output in part.outputs]
+        shown = decode_ids[:SHOWN_SAMPLES]
+        labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
+        references = [self._names[label] for label in labels]
+        inputs = [f"image {sample}" for sample in shown.tolist()]
+        rows = zip(inputs, references, predictions, strict=False)
+        return Scores(values, samples=tuple(Sample(*row) for row in rows))
+
+    # Predictions.
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Names of the classes, in words if the job has a file of them."""
+        path = self._options.words
+        words = read_words(self.pack.given_file(path), "model.words") if path else {}
+        return tuple(words.get(name, name) for name in self.pack.manifest.classes)
+
+    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:  # noqa: ARG002
+        import torch
+
+        from packtrain.recipes.resnet import normalize
+
+        device = next(model.parameters()).device
+        found = []
+        for path in inputs:
+            pixels = torch.from_numpy(self._center(path)[None]).to(device)
+            with torch.inference_mode():
+                best = model(normalize(pixels)).float().softmax(1)[0].topk(min(_TOP, len(self._names)))
+            names = [self._names[label] for label in best.indices.tolist()]
+            found.append(top_prediction(names, best.values.tolist()))
+        return found
+
+    def _center(self, path: str) -> Pixels:
+        """Read an image and crop it as the last evaluation does."""
+        settings = self.final_settings
+        image = read_image(path, self.copies.short_side(settings.size))
+        height = width = settings.size
+        if settings.rectangular:
+            [batch] = rectangular_plan(np.array([image.width]), np.array([image.height]), settings.size, 1)
+            height, width = batch.height, batch.width
+        return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
+
+
+def top_prediction(names: Sequence[str], probabilities: Sequence[float]) -> Prediction:
+    best = list(zip(names, probabilities, strict=True))
+    text = ", ".join(f"{name} {f'{chance:.0%}' if chance >= 0.01 else '< 1%'}" for name, chance in best)
+    return Prediction(text, {"top5": [{"class": name, "probability": chance} for name, chance in best]})
+
+
+def read_words(path: Path, field: str) -> dict[str, str]:
+    """Read the first name of each class from lines such as `n02123045 tabby, tabby cat`, ImageNet's format.
+
+    `field` is the job's field that named the file, for errors.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_WORDS_BYTES + 1).decode("utf-8-sig")
+    except OSError as error:
+        raise Mistake(f"{field}: cannot read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise Mistake(f"{field}: not UTF-8; each line must look like 'n02123045 tabby, tabby cat'") from None
+    if len(text) > _MAX_WORDS_BYTES:
+        raise Mistake(f"{field}: larger than {_MAX_WORDS_BYTES // 1_000_000} MB; this is not a list of class names")
+    rows = (line.split(None, 1) for line in text.splitlines())
+    return {row[0]: row[1].partition(",")[0].strip() for row in rows if len(row) == 2}
