@@ -109,7 +109,7 @@ def test_a_pack_without_a_vocabulary_says_what_it_has(directory_store: Store, tm
 
 
 def test_a_pack_that_is_not_there_is_refused(directory_store: Store, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no pack nothing-0123"):
+    with pytest.raises(NotFound, match="pack nothing-0123 not found"):
         Pack(directory_store, "nothing-0123", tmp_path)
 
 

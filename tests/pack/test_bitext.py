@@ -7,11 +7,11 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.pack.bitext import BitextSource
-from packtrain.pack.raw import Dropped
+from packtrain.pack.raw import DropCounter
 
 
 def texts(*paths: Path) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in BitextSource(paths=tuple(map(str, paths))).pairs(Dropped())]
+    return [(pair.source, pair.target) for pair in BitextSource(paths=tuple(map(str, paths))).pairs(DropCounter())]
 
 
 def two_files(folder: Path, source: bytes, target: bytes) -> tuple[Path, Path]:
@@ -67,7 +67,7 @@ def test_a_line_that_is_not_a_pair_is_refused_with_its_place(tmp_path: Path, lin
     (tmp_path / "a.tsv").write_bytes(b"one\teins\n" + line + b"\nthree\tdrei\n")
     said = refusal(tmp_path / "a.tsv")
     assert f"{tmp_path / 'a.tsv'}:2: " in said
-    assert said.endswith(f"not {fields}")
+    assert said.endswith(f"found {fields}")
 
 
 @pytest.mark.parametrize(("source_lines", "target_lines"), [(3, 2), (2, 3), (0, 1), (1500, 3)])
@@ -77,7 +77,7 @@ def test_files_of_unequal_length_are_refused_with_both_counts(
     paths = two_files(tmp_path, b"x\n" * source_lines, b"y\n" * target_lines)
     assert refusal(*paths) == (
         f"{paths[0]} has {source_lines:,} lines and {paths[1]} has {target_lines:,};"
-        " aligned files must have equally many"
+        " aligned files must have the same number of lines"
     )
 
 
@@ -126,19 +126,19 @@ def test_what_is_not_utf8_is_refused_with_its_byte(tmp_path: Path, content: byte
 def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b"one\teins\n" * 1000)
     (tmp_path / "a.tsv.gz").write_bytes(whole[: len(whole) // 2])
-    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_a_compressed_file_that_was_damaged_is_refused(tmp_path: Path) -> None:
     damaged = bytearray(gzip.compress(b"one\teins\n" * 1000))
     damaged[10] = 0xFF  # the first block behind the header is of a type that does not exist
     (tmp_path / "a.tsv.gz").write_bytes(damaged)
-    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_plain_text_under_a_compressed_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tsv.gz").write_bytes(b"one\teins\n")
-    assert "a.tsv.gz: not a whole gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pack.rawsets import coco, picture, refusal, tar, write, zipped
 from packtrain.pack import raw
 from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, CocoSource
-from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped, RawImage
+from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, DropCounter, RawImage
 
 PETS = coco([(7, "b.jpg"), (0, "a.jpg")], [(0, "a cat"), (7, "a dog"), (0, "a tabby")])
 
@@ -24,7 +24,7 @@ class Reading:
         self.images = str(folder / "images")
         text = document if isinstance(document, str | bytes) else json.dumps(document)
         self.annotations = write(folder / "captions.json", text)
-        self.dropped, self.filtered = Dropped(), Dropped()
+        self.dropped, self.filtered = DropCounter(), DropCounter()
 
     def samples(self) -> list[RawImage]:
         return list(CocoSource(paths=(self.annotations, self.images)).captioned(self.dropped, self.filtered))
@@ -91,31 +91,31 @@ def test_a_byte_order_mark_is_no_harm_and_no_character_is_lost(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        pytest.param(coco([(1, "a.jpg"), (1, "b.jpg")], [(1, "x")]), "images[1]: the id 1 is there twice", id="id"),
-        pytest.param(coco([(1, "a.jpg"), (2, "a.jpg")], [(1, "x")]), "images[1]: the file 'a.jpg' is there", id="file"),
-        pytest.param(coco([(1, "a.jpg")], [(2, "x")]), "annotations[0]: of image 2, which is not among", id="dangling"),
-        pytest.param(coco([(1, "a.jpg")], [("1", "x")]), "annotations[0]: of image '1', which is not", id="kind of id"),
-        pytest.param(coco([(True, "a.jpg")], [(1, "x")]), "images[0].id: must be a whole number", id="boolean id"),
+        pytest.param(coco([(1, "a.jpg"), (1, "b.jpg")], [(1, "x")]), "images[1]: id 1 occurs twice", id="id"),
+        pytest.param(coco([(1, "a.jpg"), (2, "a.jpg")], [(1, "x")]), "images[1]: file 'a.jpg' occurs twice", id="file"),
+        pytest.param(coco([(1, "a.jpg")], [(2, "x")]), "annotations[0]: image 2 is not among", id="dangling"),
+        pytest.param(coco([(1, "a.jpg")], [("1", "x")]), "annotations[0]: image '1' is not among", id="kind of id"),
+        pytest.param(coco([(True, "a.jpg")], [(1, "x")]), "images[0].id: must be an integer", id="boolean id"),
         pytest.param(coco([(1.0, "a.jpg")], [(1, "x")]), "not a fraction", id="fraction"),
         pytest.param(coco([(None, "a.jpg")], [(1, "x")]), "images[0].id: must be", id="no id"),
         pytest.param(coco([(1, "../a.jpg")], [(1, "x")]), "'../a.jpg' must be a path below", id="dots"),
         pytest.param(coco([(1, "/etc/passwd")], [(1, "x")]), "'/etc/passwd' must be a path below", id="absolute"),
         pytest.param(coco([(1, "a\0.jpg")], [(1, "x")]), "must be a path below", id="NUL"),
-        pytest.param(coco([(1, "\ud800")], [(1, "x")]), "images[0].file_name: must be a text", id="half a character"),
-        pytest.param(coco([(1, "a.jpg")], [(1, "\ud800")]), "annotations[0].caption: must be a text", id="half"),
-        pytest.param({"images": [], "annotations": []}, 'the list of "images" is empty', id="empty"),
-        pytest.param({"images": [{"id": 1, "file_name": "a.jpg"}]}, 'must have a list of "annotations"', id="test set"),
-        pytest.param({"images": {"id": 1}}, 'must have a list of "images"', id="no list"),
+        pytest.param(coco([(1, "\ud800")], [(1, "x")]), "images[0].file_name: must be a string", id="lone surrogate"),
+        pytest.param(coco([(1, "a.jpg")], [(1, "\ud800")]), "annotations[0].caption: must be a string", id="half"),
+        pytest.param({"images": [], "annotations": []}, 'the list "images" is empty', id="empty"),
+        pytest.param({"images": [{"id": 1, "file_name": "a.jpg"}]}, 'must have a list "annotations"', id="test set"),
+        pytest.param({"images": {"id": 1}}, 'must have a list "images"', id="no list"),
         pytest.param({"images": [3]}, "images[0]: must be an object, not a number", id="no object"),
         pytest.param([], 'must be an object with "images"', id="list"),
         pytest.param("", "not JSON: Expecting value at line 1, column 1", id="nothing"),
         pytest.param('{"images": [\n{"id": 1,}]}', "at line 2, column", id="comma"),
         pytest.param('{"images": [NaN]}', "NaN is not a JSON value", id="NaN"),
         pytest.param('{"images": [-Infinity]}', "-Infinity is not a JSON value", id="infinity"),
-        pytest.param('{"images": [' + "9" * 5000 + "]}", "not usable JSON", id="huge number"),
+        pytest.param('{"images": [' + "9" * 5000 + "]}", "invalid JSON", id="huge number"),
         pytest.param("[" * 200_000, "nested too deep", id="deep"),
         pytest.param('{"a":' * 200_000, "nested too deep", id="deep objects"),
-        pytest.param('{"images": [], "images": []}', "the key 'images' is there twice", id="key"),
+        pytest.param('{"images": [], "images": []}', "the key 'images' occurs twice", id="key"),
         pytest.param(b'{"a": "\xff"}', "not UTF-8 at byte 7", id="not UTF-8"),
         pytest.param('{"images": []}'.encode("utf-16"), "not UTF-8 at byte 0", id="UTF-16"),
     ],
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, document: Any, 
 def test_the_same_annotation_id_twice_is_refused(tmp_path: Path) -> None:
     document = coco([(1, "a.jpg")], [(1, "x"), (1, "y")])
     document["annotations"][1]["id"] = 0
-    assert Reading(tmp_path, document).refusal() == ": annotations[1]: the id 0 is there twice"
+    assert Reading(tmp_path, document).refusal() == ": annotations[1]: id 0 occurs twice"
 
 
 def test_annotations_need_no_ids(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_marks_that_are_neither_true_nor_false_are_refused(tmp_path: Path, value
 def test_links_that_lead_out_of_the_images_are_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(1, "link.jpg")], [(1, "x")]))
     (tmp_path / "images/link.jpg").symlink_to("/etc/hostname")
-    assert "leads out of" in reading.refusal()
+    assert "points outside of" in reading.refusal()
 
 
 def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "captions.json").unlink()
     assert reading.refusal() == ": No such file or directory"
     reading.images += "/none"
-    assert refusal(reading.samples) == f"{reading.images}: no such folder, tar or zip of images"
+    assert refusal(reading.samples) == f"{reading.images}: not found; expected a folder, tar or zip of images"
 
 
 # Images in an archive.
@@ -196,4 +196,4 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
 
 def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "_JSON_BYTES", 100)
-    assert "split it into several files" in Reading(tmp_path, PETS).refusal()
+    assert "split the file" in Reading(tmp_path, PETS).refusal()

@@ -8,13 +8,13 @@ import pytest
 from pack.rawsets import SEPARATOR, cornell_conversations, cornell_lines, refusal, write
 from packtrain.pack import raw
 from packtrain.pack.dialogue import MISSING_LINE, DialogueSource
-from packtrain.pack.raw import Dropped
+from packtrain.pack.raw import DropCounter
 
 TEXTS = {"L4": "Where?", "L3": "There.", "L2": "They do to!", "L1": "They do not!"}
 
 
-def pairs(*paths: str | Path, drop: Dropped | None = None) -> list[tuple[str, str]]:
-    found = DialogueSource(paths=tuple(map(str, paths))).pairs(drop or Dropped())
+def pairs(*paths: str | Path, drop: DropCounter | None = None) -> list[tuple[str, str]]:
+    found = DialogueSource(paths=tuple(map(str, paths))).pairs(drop or DropCounter())
     return [(pair.source, pair.target) for pair in found]
 
 
@@ -43,7 +43,7 @@ def test_a_file_of_pairs_is_read_like_bitext(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.tsv", "Where?\tThere.\r\nWhy?\u2028\tBecause.\n")
     assert pairs(path) == [("Where?", "There."), ("Why?\u2028", "Because.")]
     write(tmp_path / "pairs.tsv", "Where?\n")
-    assert "pairs.tsv:1: a line must be two texts" in refusal(lambda: pairs(path))
+    assert "pairs.tsv:1: expected two texts" in refusal(lambda: pairs(path))
 
 
 def test_a_conversation_of_one_line_or_none_has_no_pairs(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_spaces_of_a_text_are_kept(tmp_path: Path) -> None:
 
 def test_pairs_with_a_line_that_is_missing_are_dropped_and_nothing_closes_the_gap(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), cornell_conversations(["L1", "L9", "L2", "L3"]))
-    dropped = Dropped()
+    dropped = DropCounter()
     assert pairs(folder, drop=dropped) == [("They do to!", "There.")]
     place = f"{folder}/movie_conversations.txt:1 L9"
     assert dropped.names == {MISSING_LINE: [place, place]}
@@ -81,7 +81,7 @@ def test_pairs_with_a_line_that_is_missing_are_dropped_and_nothing_closes_the_ga
 
 def test_a_line_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS) + cornell_lines({"L2": "No."}), cornell_conversations())
-    assert "movie_lines.txt:5: the line 'L2' is there twice" in refusal(lambda: pairs(folder))
+    assert "movie_lines.txt:5: line 'L2' occurs twice" in refusal(lambda: pairs(folder))
 
 
 SAID = {"L1": "Café… “naïve” €", "L2": "déjà vu"}
@@ -152,28 +152,28 @@ def test_lists_are_not_run_as_python(tmp_path: Path, names: str) -> None:
 
 def test_a_line_with_too_few_fields_is_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS) + "L9 +++$+++ u0\n", cornell_conversations())
-    assert "movie_lines.txt:5: must have 5 fields" in refusal(lambda: pairs(folder))
+    assert "movie_lines.txt:5: expected 5 fields" in refusal(lambda: pairs(folder))
 
 
 def test_files_in_the_wrong_order_are_noticed(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), cornell_conversations(["L4", "L3"]))
     said = refusal(lambda: pairs(folder / "movie_conversations.txt", folder / "movie_lines.txt"))
-    assert "movie_lines.txt comes first" in said
+    assert "name movie_lines.txt first" in said
 
 
 def test_a_folder_without_the_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "movie_lines.txt", cornell_lines(TEXTS))
-    assert "has no movie_conversations.txt" in refusal(lambda: pairs(tmp_path))
+    assert "movie_conversations.txt not found" in refusal(lambda: pairs(tmp_path))
 
 
 def test_files_that_are_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path / "set", cornell_lines(TEXTS), cornell_conversations())
     (folder / "movie_lines.txt").rename(tmp_path / "outside.txt")
     (folder / "movie_lines.txt").symlink_to("../outside.txt")
-    assert "leads out of" in refusal(lambda: pairs(folder))
+    assert "points outside of" in refusal(lambda: pairs(folder))
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "_LINE_BYTES", 1000)
     path = write(tmp_path / "pairs.tsv.gz", gzip.compress(b"a\tb\n" + b"x" * 2000))
-    assert "at byte 4; is it text?" in refusal(lambda: pairs(path))
+    assert "at byte 4; is this a text file?" in refusal(lambda: pairs(path))

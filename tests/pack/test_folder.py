@@ -7,7 +7,7 @@ import pytest
 
 from pack.rawsets import json_lines, picture, refusal, write
 from packtrain.pack.folder import FolderSource
-from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, Dropped
+from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, DropCounter
 
 LABELLED = [{"image": "b.jpg", "label": "dog"}, {"image": "deep/a.jpg", "label": "cat", "source_of_it": "me"}]
 CAPTIONED = [{"image": "b.jpg", "caption": "a dog"}, {"image": "deep/a.jpg", "caption": ["a cat", "a tabby"]}]
@@ -26,8 +26,8 @@ def folder(path: Path, *records: Any) -> FolderSource:
     return of(write(path / "samples.jsonl", "".join(lines)))
 
 
-def labelled(source: FolderSource, drop: Dropped | None = None) -> list[tuple[str, int | None]]:
-    return [(sample.name, sample.label) for sample in source.labeled(source.classes(), drop or Dropped())]
+def labelled(source: FolderSource, drop: DropCounter | None = None) -> list[tuple[str, int | None]]:
+    return [(sample.name, sample.label) for sample in source.labeled(source.classes(), drop or DropCounter())]
 
 
 def read(source: FolderSource) -> object:
@@ -36,9 +36,9 @@ def read(source: FolderSource) -> object:
         case "labels":
             return labelled(source)
         case "captions":
-            return [(sample.name, sample.captions) for sample in source.captioned(Dropped(), Dropped())]
+            return [(sample.name, sample.captions) for sample in source.captioned(DropCounter(), DropCounter())]
         case "pairs":
-            return [(pair.source, pair.target) for pair in source.pairs(Dropped())]
+            return [(pair.source, pair.target) for pair in source.pairs(DropCounter())]
 
 
 def test_the_first_line_says_what_the_samples_are(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
 
 
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
-    first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), Dropped()))
+    first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), DropCounter()))
     assert first.where.read() == picture(1)
 
 
@@ -68,8 +68,8 @@ def test_texts_are_pairs_and_keep_every_character(tmp_path: Path) -> None:
 
 def test_a_label_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
     source = folder(tmp_path, *LABELLED)
-    said = refusal(lambda: list(source.labeled(("cat", "horse"), Dropped())))
-    assert said == f"{source.path}:1: class 'dog' is not one of the 2 of the training data"
+    said = refusal(lambda: list(source.labeled(("cat", "horse"), DropCounter())))
+    assert said == f"{source.path}:1: class 'dog' is not among the 2 classes of the training data"
 
 
 def test_a_single_label_is_refused(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_single_label_is_refused(tmp_path: Path) -> None:
 
 
 def test_images_that_are_missing_are_dropped(tmp_path: Path) -> None:
-    dropped = Dropped()
+    dropped = DropCounter()
     source = folder(tmp_path, *LABELLED, {"image": "gone.jpg", "label": "cat"}, {"image": "deep", "label": "cat"})
     assert len(labelled(source, dropped)) == 2
     assert dropped.names == {MISSING_FILE: ["gone.jpg", "deep"]}
@@ -86,7 +86,7 @@ def test_images_that_are_missing_are_dropped(tmp_path: Path) -> None:
 def test_empty_captions_are_left_out_and_an_image_with_no_other_is_dropped(tmp_path: Path) -> None:
     records = [{"image": "b.jpg", "caption": ["a dog", " "]}, {"image": "deep/a.jpg", "caption": ""}]
     source = folder(tmp_path, *records, {"image": "c.jpg", "caption": []})
-    dropped, filtered = Dropped(), Dropped()
+    dropped, filtered = DropCounter(), DropCounter()
     assert [sample.captions for sample in source.captioned(dropped, filtered)] == [("a dog",)]
     assert filtered.names == {EMPTY_CAPTION: ["b.jpg", "deep/a.jpg"]}
     assert dropped.names == {NO_CAPTION: ["deep/a.jpg", "c.jpg"]}
@@ -108,22 +108,22 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
         pytest.param("[1]", "must be a JSON object", id="no object"),
         pytest.param("[" * 100_000, "nested too deep", id="deep"),
         pytest.param('{"image": "b.jpg", "label": NaN}', "NaN is not a JSON value", id="NaN"),
-        pytest.param('{"image": "x", "image": "y", "label": "cat"}', "the key 'image' is there twice", id="key"),
-        pytest.param({"image": "c.jpg", "label": 3}, '"label" must be a text in quotes', id="number"),
+        pytest.param('{"image": "x", "image": "y", "label": "cat"}', "the key 'image' occurs twice", id="key"),
+        pytest.param({"image": "c.jpg", "label": 3}, '"label" must be a string', id="number"),
         pytest.param({"image": "c.jpg", "label": " "}, '"label" is empty', id="empty label"),
-        pytest.param({"image": "c.jpg", "label": "\ud800"}, '"label" must be a text', id="half a character"),
-        pytest.param({"image": ["c.jpg"], "label": "cat"}, '"image" must be a text', id="image"),
+        pytest.param({"image": "c.jpg", "label": "\ud800"}, '"label" must be a string', id="lone surrogate"),
+        pytest.param({"image": ["c.jpg"], "label": "cat"}, '"image" must be a string', id="image"),
         pytest.param({"image": "c.jpg", "lable": "cat"}, "'lable': did you mean 'label'?", id="misspelt"),
         pytest.param({"image": "c.jpg"}, 'must have "image" and "label", or', id="without label"),
-        pytest.param({"image": "c.jpg", "label": "cat", "caption": "a cat"}, "at once; keep one", id="two shapes"),
-        pytest.param({"image": "c.jpg", "caption": "a cat"}, "one kind per file", id="other shape"),
-        pytest.param({"source": "a", "target": "b"}, "one kind per file", id="text among images"),
-        pytest.param({"image": "b.jpg", "label": "cat"}, "the image 'b.jpg' is there twice", id="twice"),
+        pytest.param({"image": "c.jpg", "label": "cat", "caption": "a cat"}, "; remove one", id="two shapes"),
+        pytest.param({"image": "c.jpg", "caption": "a cat"}, "must have the same keys", id="other shape"),
+        pytest.param({"source": "a", "target": "b"}, "must have the same keys", id="text among images"),
+        pytest.param({"image": "b.jpg", "label": "cat"}, "image 'b.jpg' occurs twice", id="twice"),
         pytest.param({"image": "../b.jpg", "label": "cat"}, "must be a path below", id="dots"),
         pytest.param({"image": "/etc/hostname", "label": "cat"}, "must be a path below", id="absolute"),
         pytest.param({"image": "", "label": "cat"}, "must be a path below", id="no name"),
-        pytest.param({"image": "out.jpg", "label": "cat"}, "leads out of", id="link"),
-        pytest.param({"image": "out/hostname", "label": "cat"}, "leads out of", id="link of a folder"),
+        pytest.param({"image": "out.jpg", "label": "cat"}, "points outside of", id="link"),
+        pytest.param({"image": "out/hostname", "label": "cat"}, "points outside of", id="link of a folder"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, line: Any, said: str) -> None:
@@ -138,7 +138,7 @@ def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, line: Any, said: s
 @pytest.mark.parametrize("caption", [3, None, {"a": "b"}, ["a cat", 3], [["a cat"]], "\ud800"])
 def test_captions_that_are_no_texts_are_refused(tmp_path: Path, caption: object) -> None:
     source = folder(tmp_path, CAPTIONED[0], {"image": "c.jpg", "caption": caption})
-    assert refusal(lambda: read(source)) == f'{source.path}:2: "caption" must be a text or a list of texts'
+    assert refusal(lambda: read(source)) == f'{source.path}:2: "caption" must be a string or a list of strings'
 
 
 def test_bad_utf8_is_refused_with_its_byte(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from packtrain.pack.coco import CocoSource
 from packtrain.pack.dialogue import DialogueSource
 from packtrain.pack.folder import FolderSource
 from packtrain.pack.imagenet import ImageNetSource
-from packtrain.pack.raw import Drop, Dropped, RawImage, TextPair
+from packtrain.pack.raw import Drop, DropCounter, RawImage, TextPair
 
 Sample = RawImage | TextPair
 Read = Callable[[Path, Drop], Iterable[Sample]]
@@ -193,7 +193,7 @@ def check(samples: Iterable[Sample], folder: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_files_as_they_are_give_samples(name: str) -> None:
     files, read = FORMATS[name]
-    dropped = Dropped()
+    dropped = DropCounter()
     with data_set(files) as folder:
         if name != "own captions":  # its second image is the link that leads out
             samples = list(read(folder, dropped))
@@ -213,7 +213,7 @@ def test_a_mutated_file_is_refused_with_one_line_or_read_rightly(name: str, data
         mutated = with_checksums(mutated)
     with data_set(files | {chosen: mutated}) as folder:
         try:
-            check(read(folder, Dropped()), folder)
+            check(read(folder, DropCounter()), folder)
         except Mistake as refused:
             said = str(refused)
             assert said.isprintable()
@@ -225,4 +225,4 @@ def test_a_mutated_file_is_refused_with_one_line_or_read_rightly(name: str, data
 def test_any_bytes_at_all_are_refused_or_read(content: bytes) -> None:
     for files, read in FORMATS.values():
         with data_set(dict.fromkeys(files, content)) as folder, suppress(Mistake):
-            check(read(folder, Dropped()), folder)
+            check(read(folder, DropCounter()), folder)

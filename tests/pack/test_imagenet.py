@@ -7,15 +7,15 @@ import pytest
 from pydantic import ValidationError
 
 from pack.rawsets import class_tars, header, numbered, picture, refusal, tar, write, write_classes
-from packtrain.pack.imagenet import EMPTY_CLASS, NO_PICTURE, ImageNetSource
-from packtrain.pack.raw import MISSING_FILE, Dropped, RawImage
+from packtrain.pack.imagenet import EMPTY_CLASS, NO_IMAGE, ImageNetSource
+from packtrain.pack.raw import MISSING_FILE, DropCounter, RawImage
 
 ANIMALS = {"n02": ["b.JPEG", "a.JPEG"], "n01": ["c.JPEG"], "n03": ["d.JPEG", "e.JPEG", "f.JPEG"]}
 
 
-def samples(*paths: str, classes: tuple[str, ...] | None = None, drop: Dropped | None = None) -> list[RawImage]:
+def samples(*paths: str, classes: tuple[str, ...] | None = None, drop: DropCounter | None = None) -> list[RawImage]:
     source = ImageNetSource(paths=paths)
-    return list(source.labeled(classes or source.classes(), drop or Dropped()))
+    return list(source.labeled(classes or source.classes(), drop or DropCounter()))
 
 
 def labels(*paths: str, classes: tuple[str, ...] | None = None) -> dict[str, int | None]:
@@ -54,8 +54,8 @@ class TestFoldersOfClasses:
 
     def test_a_class_that_training_does_not_have_is_refused_before_the_first_picture(self, tmp_path: Path) -> None:
         val = write_classes(tmp_path / "val", {"n01": ["x"], "n09": ["y"]})
-        found = ImageNetSource(paths=(val,)).labeled(("n01", "n02"), Dropped())
-        assert refusal(lambda: next(found)) == f"{val}: class 'n09' is not one of the 2 of the training data"
+        found = ImageNetSource(paths=(val,)).labeled(("n01", "n02"), DropCounter())
+        assert refusal(lambda: next(found)) == f"{val}: class 'n09' is not among the 2 classes of the training data"
 
     def test_a_single_class_is_refused(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"]})
@@ -63,13 +63,13 @@ class TestFoldersOfClasses:
 
     def test_a_class_without_pictures_is_reported_and_keeps_its_number(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": [], "n03": ["y"]})
-        dropped = Dropped()
+        dropped = DropCounter()
         assert [sample.label for sample in samples(train, drop=dropped)] == [0, 2]
         assert dropped.names == {EMPTY_CLASS: ["n02"]}
 
     def test_a_set_without_any_picture_is_refused(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": [], "n02": []})
-        assert refusal(lambda: samples(train)) == f"{train}: no pictures in it"
+        assert refusal(lambda: samples(train)) == f"{train}: contains no images"
 
     def test_hidden_names_loose_files_and_deeper_folders_are_not_samples(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x", ".DS_Store"], "n02": ["y"], ".cache": ["z"]})
@@ -98,14 +98,14 @@ class TestFoldersOfClasses:
     def test_links_that_lead_out_of_the_set_are_refused(self, tmp_path: Path, link: str, target: str) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train" / link).symlink_to(target)
-        assert "leads out of" in refusal(lambda: samples(train))
+        assert "points outside of" in refusal(lambda: samples(train))
 
     def test_links_to_nothing_are_dropped(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train/n01/gone").symlink_to("nothing")
         (tmp_path / "train/n01/loop").symlink_to("loop")
         (tmp_path / "train/n09").symlink_to("n09")
-        dropped = Dropped()
+        dropped = DropCounter()
         assert len(samples(train, drop=dropped)) == 2
         assert dropped.counts == {MISSING_FILE: 2}
 
@@ -138,7 +138,7 @@ class TestTarOfTars:
 
     def test_a_class_tar_without_pictures_is_reported(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", class_tars({"n01": ["x"], "n02": []}))
-        dropped = Dropped()
+        dropped = DropCounter()
         assert len(samples(train, drop=dropped)) == 1
         assert dropped.names == {EMPTY_CLASS: ["n02"]}
 
@@ -149,7 +149,7 @@ class TestTarOfTars:
 
     def test_pictures_beside_the_class_tars_are_refused(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", tar([("n01.tar", tar([])), ("x.JPEG", picture())]))
-        assert "x.JPEG is not a tar of a class" in refusal(ImageNetSource(paths=(train,)).classes)
+        assert "x.JPEG is not the tar of a class" in refusal(ImageNetSource(paths=(train,)).classes)
 
     def test_the_validation_tar_alone_is_refused_with_what_it_needs(self, tmp_path: Path) -> None:
         val = write(tmp_path / "val.tar", tar([(numbered(1)[0], picture())]))
@@ -157,7 +157,7 @@ class TestTarOfTars:
 
     def test_two_tars_of_a_class_are_refused(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", tar([("a/n01.tar", tar([])), ("b/n01.tar", tar([]))]))
-        assert "two tars of the class 'n01'" in refusal(ImageNetSource(paths=(train,)).classes)
+        assert "two tars of class 'n01'" in refusal(ImageNetSource(paths=(train,)).classes)
 
     def test_damage_inside_a_class_names_both_tars(self, tmp_path: Path) -> None:
         inner = header("x", b"2", linkname="/etc/passwd") + bytes(1024)
@@ -191,9 +191,9 @@ class TestFlatValidation:
 
     def test_lines_without_a_picture_are_reported(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "3\n1\n2\n1\n", pictures=3)
-        dropped = Dropped()
+        dropped = DropCounter()
         assert len(samples(*paths, drop=dropped)) == 3
-        assert dropped.names == {NO_PICTURE: [f"{paths[1]}:4"]}
+        assert dropped.names == {NO_IMAGE: [f"{paths[1]}:4"]}
 
     def test_a_byte_order_mark_carriage_returns_and_blank_last_lines_are_no_harm(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "\ufeff3\r\n1\r\n2\r\n\r\n", "\ufeffn01\r\nn02\r\nn03\r\n\n")
@@ -202,18 +202,18 @@ class TestFlatValidation:
     @pytest.mark.parametrize(
         ("truth", "synsets", "said"),
         [
-            ("3\n1\n4\n", "n01\nn02\nn03\n", "truth.txt:3: '4' is not a number from 1 to 3"),
-            ("3\n0\n1\n", "n01\nn02\nn03\n", "truth.txt:2: '0' is not a number from 1 to 3"),
-            ("3\nx\n1\n", "n01\nn02\nn03\n", "truth.txt:2: 'x' is not a number"),
-            ("3\n²\n1\n", "n01\nn02\nn03\n", "truth.txt:2: '²' is not a number"),
+            ("3\n1\n4\n", "n01\nn02\nn03\n", "truth.txt:3: '4' must be a number from 1 to 3"),
+            ("3\n0\n1\n", "n01\nn02\nn03\n", "truth.txt:2: '0' must be a number from 1 to 3"),
+            ("3\nx\n1\n", "n01\nn02\nn03\n", "truth.txt:2: 'x' must be a number"),
+            ("3\n²\n1\n", "n01\nn02\nn03\n", "truth.txt:2: '²' must be a number"),
             (f"{'9' * 5000}\n", "n01\nn02\n", "truth.txt:1: '999"),
-            ("3\n\n1\n", "n01\nn02\nn03\n", "truth.txt:2: a blank line"),
-            ("3\n1\n2\n", "n01\n\nn03\n", "synsets.txt:2: a blank line"),
-            ("3\n1\n2\n", "n01\nn02\nn01 again\n", "synsets.txt:3: n01 is there twice"),
+            ("3\n\n1\n", "n01\nn02\nn03\n", "truth.txt:2: blank line"),
+            ("3\n1\n2\n", "n01\n\nn03\n", "synsets.txt:2: blank line"),
+            ("3\n1\n2\n", "n01\nn02\nn01 again\n", "synsets.txt:3: n01 occurs twice"),
             ("", "n01\nn02\n", "truth.txt: empty"),
             ("1\n", "\n\n", "synsets.txt: empty"),
-            ("1\n2\n", "n01\nn02\n", "_00000003.JPEG is number 3, and"),
-            ("n01\n1\nn02", None, "truth.txt:2: 1 is a number; name the list of synsets"),
+            ("1\n2\n", "n01\nn02\n", "_00000003.JPEG has number 3, but"),
+            ("n01\n1\nn02", None, "truth.txt:2: 1 is a number; also name the synset list"),
         ],
     )
     def test_lists_that_do_not_fit_are_refused(
@@ -225,11 +225,11 @@ class TestFlatValidation:
     @pytest.mark.parametrize(
         ("names", "said"),
         [
-            (["cat.JPEG"], "has no number at its end"),
-            (["val_0.JPEG"], "is number 0"),
-            (["val_1.JPEG", "val_01.JPEG"], "another picture with the number 1"),
+            (["cat.JPEG"], "has no number at the end of its name"),
+            (["val_0.JPEG"], "has number 0"),
+            (["val_1.JPEG", "val_01.JPEG"], "another image with number 1"),
             (["n01.tar"], "is a tar inside the tar"),
-            ([], "no pictures in it"),
+            ([], "contains no images"),
         ],
     )
     def test_pictures_without_a_line_of_their_own_are_refused(
@@ -241,7 +241,7 @@ class TestFlatValidation:
 
     def test_a_class_that_training_does_not_have_is_refused(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "3\n1\n2\n")
-        assert "class 'n03' is not one of the 2" in refusal(lambda: samples(*paths, classes=("n01", "n02")))
+        assert "class 'n03' is not among the 2 classes" in refusal(lambda: samples(*paths, classes=("n01", "n02")))
 
     def test_synsets_that_no_picture_has_may_be_unknown_to_training(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "2\n1\n2\n")

@@ -43,7 +43,7 @@ def test_a_manifest_comes_back_as_it_was_written(any_store: Store) -> None:
 def test_a_pack_without_a_manifest_is_not_there(directory_store: Store) -> None:
     directory_store.put(pack_key("toy-0123", "train-00000.safetensors"), b"data")
     assert find_manifest(directory_store, "toy-0123") is None
-    with pytest.raises(NotFound, match=r"no pack toy-0123 in .*; `packtrain pack JOB` makes it") as refused:
+    with pytest.raises(NotFound, match=r"pack toy-0123 not found in .*; make it with `packtrain pack JOB`") as refused:
         read_manifest(directory_store, "toy-0123")
     assert refused.value.exit_code == EXIT_NOT_FOUND
 
@@ -71,7 +71,7 @@ def test_a_damaged_manifest_is_refused_in_one_line_that_says_what_to_do(director
 
 def test_a_manifest_of_another_format_is_refused(directory_store: Store) -> None:
     stored(directory_store, json.dumps({**json.loads(MANIFEST.to_json()), "format": FORMAT + 1}).encode())
-    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
+    with pytest.raises(PacktrainError, match=f"has format {FORMAT + 1}, but this version reads format {FORMAT}"):
         find_manifest(directory_store, "toy-0123")
 
 

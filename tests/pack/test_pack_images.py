@@ -182,7 +182,7 @@ def test_an_image_in_train_and_valid_causes_a_warning(directory_store: Store, tm
 
 def test_kinds_of_data_do_not_mix(directory_store: Store, tmp_path: Path) -> None:
     train = [{"imagenet": classes_in(tmp_path / "train")}, {"coco": captions_in(tmp_path / "coco", 2)}]
-    with pytest.raises(FieldMistake, match=r"data\.train\.1: has captions, where the first training source has labels"):
+    with pytest.raises(FieldMistake, match=r"data\.train\.1: has captions, but the first training source has labels"):
         packed(directory_store, train=train)
 
 

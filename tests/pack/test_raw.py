@@ -7,7 +7,7 @@ import pytest
 
 from pack.rawsets import refusal, write
 from packtrain.errors import printable
-from packtrain.pack.raw import Dropped, Locator, file_inside, in_order, number_of
+from packtrain.pack.raw import DropCounter, Locator, class_number, file_inside, sorted_classes
 
 
 def test_a_locator_reads_a_file_or_a_part_of_it(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_locator_reads_a_file_or_a_part_of_it(tmp_path: Path) -> None:
 
 
 def test_drops_are_counted_by_reason_and_the_first_ten_named() -> None:
-    dropped = Dropped()
+    dropped = DropCounter()
     for number in range(25):
         dropped("too dark", f"{number}.jpg")
     dropped("no caption", "z.jpg")
@@ -39,14 +39,19 @@ def test_a_name_that_is_not_utf8_can_be_shown_and_stored() -> None:
 
 
 def test_classes_are_numbered_by_name_and_one_is_not_enough() -> None:
-    assert in_order(["dog", "cat", "dog"], "train") == ("cat", "dog")
-    assert refusal(lambda: in_order(["dog"], "train")) == "train: only the class 'dog'; a classifier needs at least two"
-    assert refusal(lambda: in_order([], "train")) == "train: no classes; a classifier needs at least two"
+    assert sorted_classes(["dog", "cat", "dog"], "train") == ("cat", "dog")
+    assert (
+        refusal(lambda: sorted_classes(["dog"], "train"))
+        == "train: only the class 'dog'; a classifier needs at least two"
+    )
+    assert refusal(lambda: sorted_classes([], "train")) == "train: no classes; a classifier needs at least two"
 
 
 def test_a_class_that_training_does_not_have_is_named() -> None:
-    assert number_of("dog", {"cat": 0, "dog": 1}, "val") == 1
-    assert "val: class 'horse' is not one of the 2" in refusal(lambda: number_of("horse", {"cat": 0, "dog": 1}, "val"))
+    assert class_number("dog", {"cat": 0, "dog": 1}, "val") == 1
+    assert "val: class 'horse' is not among the 2 classes" in refusal(
+        lambda: class_number("horse", {"cat": 0, "dog": 1}, "val")
+    )
 
 
 def test_files_are_found_below_their_folder(tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ def test_links_may_lead_about_the_folder_but_not_out_of_it(tmp_path: Path) -> No
     (folder / "twice").symlink_to("folder")
     assert file_inside(str(folder), "again.jpg", "list:1") == f"{folder}/again.jpg"
     for name in ("file.jpg", "folder/b.jpg", "twice/b.jpg"):
-        assert "leads out of" in refusal(lambda name=name: file_inside(str(folder), name, "list:1"))  # type: ignore[misc]
+        assert "points outside of" in refusal(lambda name=name: file_inside(str(folder), name, "list:1"))  # type: ignore[misc]
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ def test_comments_stay_behind() -> None:
 @pytest.mark.parametrize(
     ("jpeg", "reason"),
     [
-        (b"", "starts"),
+        (b"", "not a JPEG"),
         (b"\xff\xd8", "damaged at byte 2"),
         (b"\xff\xd8" + b"\xff" * 100, "damaged"),
         (b"\xff\xd8\xff\xe0\x00\x00" + bytes(20), "damaged at byte 2"),
         (b"\xff\xd8\xff\xe0\xff\xff" + bytes(20), "damaged at byte 2"),
         (b"\xff\xd8\xff\xda\x00\x08\x03" + bytes(20), "one scan"),
-        (saved(photo(64, 64), "PNG"), "starts"),
+        (saved(photo(64, 64), "PNG"), "not a JPEG"),
         (saved(photo(64, 64), "JPEG"), "do not divide"),
         (saved(photo(64, 64), "JPEG", restart_marker_blocks=3), "do not divide"),
         (saved(photo(64, 64), "JPEG", progressive=True), "progressive"),

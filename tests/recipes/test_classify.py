@@ -237,7 +237,7 @@ def test_a_validation_set_of_other_classes_is_refused(make: MakeClassify, tmp_pa
     strange = tmp_path / "valid" / "zebra"
     strange.mkdir(parents=True)
     (strange / "1.png").write_bytes(saved(quarters(), "PNG"))
-    with pytest.raises(Mistake, match=r"valid: class 'zebra' is not one of the 7 of the training data$"):
+    with pytest.raises(Mistake, match=r"valid: class 'zebra' is not among the 7 classes of the training data$"):
         make({"valid": [{"imagenet": str(tmp_path / "valid")}]})
 
 

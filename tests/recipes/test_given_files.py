@@ -94,7 +94,7 @@ def test_a_missing_file_is_an_error_with_its_line(folder: Path) -> None:
 
 def test_a_missing_object_is_an_error_with_its_field(folder: Path) -> None:
     loaded = load(folder / "job.yaml", ["model.weights=store:raw/none"])
-    with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: there is no such object in "):
+    with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: not found in "):
         create(loaded, PlainProgress(lambda _: None))
 
 

@@ -1,4 +1,4 @@
-"""Aligned text: two files of which line n translates line n, or one file of tab-separated pairs."""
+"""Aligned text: two files whose lines n are translations of each other, or one file of tab-separated pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BitextSource(Source):
         return "pairs"
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
-        """Unequal files, bad UTF-8 and lines without a tab are refused with their place."""
+        """Yield all pairs; refuse files of unequal length, invalid UTF-8 and lines without a tab."""
         if len(self.paths) == 1:
             yield from read_tsv(Path(self.paths[0]))
         else:
@@ -34,7 +34,7 @@ def read_tsv(path: Path) -> Iterator[TextPair]:
     for number, line in enumerate(read_lines(path), 1):
         fields = line.split("\t")
         if len(fields) != 2:
-            raise Mistake(f"{path}:{number}: a line must be two texts with a tab between them, not {len(fields)}")
+            raise Mistake(f"{path}:{number}: expected two texts separated by a tab, found {len(fields)}")
         yield TextPair(fields[0], fields[1])
 
 
@@ -43,6 +43,7 @@ def _read_two(source: Path, target: Path) -> Iterator[TextPair]:
         if one is None or other is None:
             counts = [sum(1 for _ in read_lines(path)) for path in (source, target)]
             raise Mistake(
-                f"{source} has {counts[0]:,} lines and {target} has {counts[1]:,}; aligned files must have equally many"
+                f"{source} has {counts[0]:,} lines and {target} has {counts[1]:,};"
+                " aligned files must have the same number of lines"
             )
         yield TextPair(one, other)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from packtrain.job.job import Data
 from packtrain.job.kinds import Source
 from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key
-from packtrain.pack.raw import Dropped
+from packtrain.pack.raw import DropCounter
 from packtrain.pack.shard import Columns, encode_shard
 from packtrain.pack.workers import Workers
 from packtrain.store import Store
@@ -102,7 +102,9 @@ class ShardTarget:
         except ValidationError:
             return None
 
-    def put(self, store: Store, columns: Columns, dropped: Dropped, fingerprints: Iterable[int] = ()) -> FinishedShard:
+    def put(
+        self, store: Store, columns: Columns, dropped: DropCounter, fingerprints: Iterable[int] = ()
+    ) -> FinishedShard:
         file = put_file(store, self.pack, self.name, encode_shard(columns))
         shard = ShardFile(file.name, file.bytes, file.sha256, len(columns))
         finished = FinishedShard(self.split, self.number, self.source, shard, drops_of(dropped), tuple(fingerprints))
@@ -120,7 +122,7 @@ def delete_notes(store: Store, pack: str) -> None:
         store.delete(entry.key)
 
 
-def drops_of(dropped: Dropped) -> dict[str, Drops]:
+def drops_of(dropped: DropCounter) -> dict[str, Drops]:
     return {reason: Drops(count, tuple(dropped.names[reason])) for reason, count in dropped.counts.most_common()}
 
 
@@ -130,8 +132,8 @@ class SplitBuild:
 
     sources: int
     shards: list[FinishedShard] = field(default_factory=list)
-    filtered: Dropped = field(default_factory=Dropped)
-    dropped: Dropped = field(default_factory=Dropped)
+    filtered: DropCounter = field(default_factory=DropCounter)
+    dropped: DropCounter = field(default_factory=DropCounter)
 
     def finish(self) -> Split:
         ordered = sorted(self.shards, key=lambda finished: finished.number)

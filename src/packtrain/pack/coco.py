@@ -2,8 +2,8 @@
 
     {"images": [{"id": 0, "file_name": "a.jpg"}], "annotations": [{"id": 0, "image_id": 0, "caption": "a dog"}]}
 
-VizWiz marks captions that say nothing about the image: `is_precanned` (a ready-made sentence for images that nobody can
-make out) and `is_rejected`. They are taken out, and so are images that have no others.
+VizWiz marks captions that do not describe the image: `is_precanned` (a standard sentence for unrecognizable images) and
+`is_rejected`. They are filtered out, and so are images without other captions.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class VizWizSource(CocoSource):
 
 
 def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-    """Images with their captions, in the order of the file.
+    """Yield images with their captions, in the order of the file.
 
-    `drop` tells of images that should have been samples; `filtered` of what the format marks as not meant to be one.
+    `drop` reports images that should have been samples; `filtered` what the format marks as unsuitable.
     """
     find = _finder(images, annotations)
     document = read_json(Path(annotations))
@@ -66,7 +66,7 @@ def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator
         raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
     names = _names(document, annotations)
     captions, emptied = _captions(document, names, annotations, filtered)
-    del document  # a hundred megabytes, and iteration may take hours
+    del document  # hundreds of megabytes, and the iteration may take hours
     for image_id, name in names.items():
         shown = printable(name)
         where = find(name)
@@ -82,7 +82,7 @@ def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator
 
 
 def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
-    """Finds an image by the name that `place` has for it."""
+    """Return a function that finds an image by its name in the file `place`."""
     if Path(images).is_dir():
 
         def in_folder(name: str) -> Locator | None:
@@ -91,9 +91,9 @@ def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
 
         return in_folder
     if not Path(images).exists():
-        raise Mistake(f"{images}: no such folder, tar or zip of images")
+        raise Mistake(f"{images}: not found; expected a folder, tar or zip of images")
     members = {one.name: one.where for one in (zip_members(images) if is_zip(images) else tar_members(Locator(images)))}
-    below: dict[str, list[Locator]] = {}  # archives of a folder have its name before all others
+    below: dict[str, list[Locator]] = {}  # an archive of a folder has the folder's name in front of all others
     for path, where in members.items():
         below.setdefault(path.partition("/")[2], []).append(where)
 
@@ -101,22 +101,22 @@ def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
         check_inside(images, name, place)
         found = [members[name]] if name in members else below.get(name, [])
         if len(found) > 1:
-            raise Mistake(f"{place}: {quoted(name)} is in several folders of {images}; name the folder too")
+            raise Mistake(f"{place}: {quoted(name)} is in several folders of {images}; include the folder in the name")
         return found[0] if found else None
 
     return in_archive
 
 
 def _names(document: Record, place: str) -> dict[Id, str]:
-    """The file name of each image."""
+    """Return the file name of each image."""
     names: dict[Id, str] = {}
     seen: set[str] = set()
     for where, record in _records(document, "images", place):
         image_id, name = _id(record, "id", where), _text(record, "file_name", where)
         if image_id in names:
-            raise Mistake(f"{where}: the id {_said(image_id)} is there twice")
+            raise Mistake(f"{where}: id {_said(image_id)} occurs twice")
         if name in seen:
-            raise Mistake(f"{where}: the file {quoted(name)} is there twice; give all its captions to one image")
+            raise Mistake(f"{where}: file {quoted(name)} occurs twice; give all its captions to one image")
         seen.add(name)
         names[image_id] = name
     return names
@@ -125,18 +125,18 @@ def _names(document: Record, place: str) -> dict[Id, str]:
 def _captions(
     document: Record, names: dict[Id, str], place: str, filtered: Drop
 ) -> tuple[dict[Id, list[str]], set[Id]]:
-    """The captions of each image that has any, and the images that the filter took one from."""
+    """Return the captions of each image that has any, and the images that lost one to the filter."""
     captions: dict[Id, list[str]] = {}
     touched: set[Id] = set()
     seen: set[Id] = set()
     for where, record in _records(document, "annotations", place):
         image_id, caption = _id(record, "image_id", where), _text(record, "caption", where)
         if image_id not in names:
-            raise Mistake(f'{where}: of image {_said(image_id)}, which is not among the "images"')
+            raise Mistake(f'{where}: image {_said(image_id)} is not among the "images"')
         if "id" in record:
             own_id = _id(record, "id", where)
             if own_id in seen:
-                raise Mistake(f"{where}: the id {_said(own_id)} is there twice")
+                raise Mistake(f"{where}: id {_said(own_id)} occurs twice")
             seen.add(own_id)
         precanned, rejected = _flag(record, "is_precanned", where), _flag(record, "is_rejected", where)
         if precanned or rejected:
@@ -152,9 +152,9 @@ def _captions(
 def _records(document: Record, key: str, place: str) -> Iterator[tuple[str, Record]]:
     records = document.get(key)
     if not isinstance(records, list):
-        raise Mistake(f'{place}: must have a list of "{key}"; is it the captions file?')
+        raise Mistake(f'{place}: must have a list "{key}"; is this the captions file?')
     if not records:
-        raise Mistake(f'{place}: the list of "{key}" is empty')
+        raise Mistake(f'{place}: the list "{key}" is empty')
     for number, record in enumerate(records):
         where = f"{place}: {key}[{number}]"
         if not isinstance(record, dict):
@@ -166,13 +166,13 @@ def _id(record: Record, key: str, where: str) -> Id:
     value = record.get(key)
     if is_text(value) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    raise Mistake(f"{where}.{key}: must be a whole number or a text, not {_kind(value)}")
+    raise Mistake(f"{where}.{key}: must be an integer or a string, not {_kind(value)}")
 
 
 def _text(record: Record, key: str, where: str) -> str:
     value = record.get(key)
     if not is_text(value):
-        raise Mistake(f"{where}.{key}: must be a text, not {_kind(value)}")
+        raise Mistake(f"{where}.{key}: must be a string, not {_kind(value)}")
     return value
 
 
@@ -189,6 +189,6 @@ def _said(value: Id) -> str:
 
 def _kind(value: object) -> str:
     if isinstance(value, str):
-        return "half a character"
+        return "invalid Unicode"
     kinds = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a fraction"}
     return kinds.get(type(value), "missing or null")

@@ -1,9 +1,9 @@
-"""Dialogue: prompts and the replies to them, from the Cornell Movie-Dialogs files or a file of tab-separated pairs.
+"""Dialogue: prompts and replies, from the Cornell Movie-Dialogs files or a file of tab-separated pairs.
 
     movie_lines.txt          L1 +++$+++ u0 +++$+++ m0 +++$+++ BIANCA +++$+++ They do not!
     movie_conversations.txt  u0 +++$+++ u2 +++$+++ m0 +++$+++ ['L1', 'L2', 'L3']
 
-Every two consecutive lines of a conversation are a pair. Lines may come in any order, so all are held in memory.
+Two consecutive lines of a conversation are a pair. Lines may be in any order, so all are held in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import Drop, TextPair, encoding_of, file_inside, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
-MISSING_LINE = "line of a conversation that is not in the file of lines"
+MISSING_LINE = "conversation with an unknown line"
 
 _SEPARATOR = " +++$+++ "
 _LINE_FIELDS, _CONVERSATION_FIELDS = 5, 4
@@ -52,7 +52,7 @@ def _find(folder: str, name: str) -> Path:
         path = file_inside(folder, choice, folder)
         if path is not None:
             return Path(path)
-    raise Mistake(f"{folder}: has no {name}; a folder of dialogue must have {LINES} and {CONVERSATIONS}")
+    raise Mistake(f"{folder}: {name} not found; the folder must contain {LINES} and {CONVERSATIONS}")
 
 
 def _read_cornell(lines_path: Path, conversations_path: Path, drop: Drop) -> Iterator[TextPair]:
@@ -71,13 +71,13 @@ def _texts(path: Path) -> dict[str, str]:
     for place, fields in _rows(path, _LINE_FIELDS):
         name = fields[0].strip()
         if name in texts:
-            raise Mistake(f"{place}: the line {quoted(name)} is there twice; which one is meant?")
+            raise Mistake(f"{place}: line {quoted(name)} occurs twice; remove one")
         texts[name] = fields[-1]
     return texts
 
 
 def _rows(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:
-    """The fields of each line with its place. A last field that is empty may have lost the space before it."""
+    """Yield the fields of each line with its place. An empty last field may have lost the space before it."""
     for number, line in enumerate(read_lines(path, encoding_of(path)), 1):
         if not line.strip():
             continue
@@ -85,15 +85,15 @@ def _rows(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:
         fields = f"{line} ".split(_SEPARATOR, count - 1)
         if len(fields) != count:
             raise Mistake(
-                f"{place}: must have {count} fields with '{_SEPARATOR}' between them, not {len(fields)};"
-                f" {LINES} comes first, then {CONVERSATIONS}"
+                f"{place}: expected {count} fields separated by '{_SEPARATOR}', found {len(fields)};"
+                f" name {LINES} first, then {CONVERSATIONS}"
             )
         fields[-1] = fields[-1].removesuffix(" ")
         yield place, fields
 
 
 def _ids(text: str, place: str) -> list[str]:
-    """The names in a list as Python writes it, which is not run as Python."""
+    """Parse a list of names in Python's syntax, without evaluating it."""
     inner = text.strip()
     if not (inner.startswith("[") and inner.endswith("]")):
         raise Mistake(f"{place}: the last field must be a list such as ['L194', 'L195'], not {quoted(text)}")
@@ -102,6 +102,6 @@ def _ids(text: str, place: str) -> list[str]:
     for item in inner.split(",") if inner else []:
         match = _QUOTED.fullmatch(item)
         if match is None:
-            raise Mistake(f"{place}: {quoted(item)} must be the name of a line in quotes, such as 'L194'")
+            raise Mistake(f"{place}: {quoted(item)} must be a quoted line name such as 'L194'")
         names.append(match[1] or match[2])
     return names

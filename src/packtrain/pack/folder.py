@@ -1,10 +1,10 @@
-"""A folder of your own: a file of JSON lines with the samples, and the images that it names beside or below it.
+"""Your own data: a file of JSON lines with the samples; images are beside or below it.
 
     {"image": "cats/1.jpg", "label": "cat"}
     {"image": "1.jpg", "caption": "a cat"}             or a list of captions
     {"source": "good morning", "target": "guten Morgen"}
 
-All lines of a file have the same shape, which its first one decides. Other keys are the owner's business.
+All lines of a file have the shape of the first one. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from packtrain.pack.raw import (
     Locator,
     RawImage,
     TextPair,
+    class_number,
     file_inside,
-    in_order,
     is_text,
-    number_of,
     parse_json,
     read_lines,
+    sorted_classes,
 )
 
 Shape = Literal["label", "caption", "text"]
@@ -59,24 +59,24 @@ class FolderSource(Source):
         raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")
 
     def classes(self) -> tuple[str, ...]:
-        """The labels, sorted: an image's number is the place of its label in it."""
-        return in_order((_text(row, "label", place) for place, row in self._rows("label")), self.path)
+        """Return the labels, sorted; the index of a label is its number."""
+        return sorted_classes((_text(row, "label", place) for place, row in self._rows("label")), self.path)
 
     def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
-        """Images with the numbers of their labels among the classes of the training data."""
+        """Yield images with the numbers of their labels among the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         for place, name, row in self._images("label"):
-            label = number_of(_text(row, "label", place), numbers, place)
+            label = class_number(_text(row, "label", place), numbers, place)
             yield from self._found(place, name, label, (), drop)
 
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-        """Images with their captions. `drop` tells of images, `filtered` of captions that are left out."""
+        """Yield images with their captions. `drop` reports images, `filtered` captions that are left out."""
         for place, name, row in self._images("caption"):
             given = row["caption"]
             captions: list[str] = []
             for caption in given if isinstance(given, list) else [given]:
                 if not is_text(caption):
-                    raise Mistake(f'{place}: "caption" must be a text or a list of texts')
+                    raise Mistake(f'{place}: "caption" must be a string or a list of strings')
                 if caption.strip():
                     captions.append(caption)
                 else:
@@ -104,7 +104,7 @@ class FolderSource(Source):
         for place, row in self._rows(shape):
             name = _text(row, "image", place)
             if name in seen:
-                raise Mistake(f"{place}: the image {quoted(name)} is there twice; make one line of them")
+                raise Mistake(f"{place}: image {quoted(name)} occurs twice; merge the lines")
             seen.add(name)
             yield place, name, row
 
@@ -113,7 +113,7 @@ class FolderSource(Source):
             found = _shape(record, place)
             if found != shape:
                 raise Mistake(
-                    f"{place}: a line with {_said(found)} where {_said(shape)} was expected; one kind per file"
+                    f"{place}: has {_said(found)}, expected {_said(shape)}; all lines of a file must have the same keys"
                 )
             yield place, record
 
@@ -123,7 +123,7 @@ class FolderSource(Source):
                 place = f"{self.path}:{number}"
                 record = parse_json(line, place)
                 if not isinstance(record, dict):
-                    raise Mistake(f"{place}: must be a JSON object, in braces")
+                    raise Mistake(f"{place}: must be a JSON object in braces")
                 yield place, record
 
 
@@ -132,7 +132,7 @@ def _shape(record: dict[str, object], place: str) -> Shape:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise Mistake(f"{place}: {' and '.join(map(_said, fitting))} at once; keep one of them")
+        raise Mistake(f"{place}: has both {' and '.join(map(_said, fitting))}; remove one")
     known = {key for keys in _KEYS.values() for key in keys}
     strange = next((key for key in record if key not in known), None)
     hint = "" if strange is None else f"; {quoted(strange)}: {nearest(strange[:40], known)}"
@@ -146,7 +146,7 @@ def _said(shape: Shape) -> str:
 def _text(record: dict[str, object], key: str, place: str) -> str:
     value = record[key]
     if not is_text(value):
-        raise Mistake(f'{place}: "{key}" must be a text in quotes')
+        raise Mistake(f'{place}: "{key}" must be a string')
     if key == "label" and not value.strip():
         raise Mistake(f'{place}: "label" is empty')
     return value

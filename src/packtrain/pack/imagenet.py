@@ -1,12 +1,12 @@
-"""ImageNet and whatever has its layout: a folder for each class, or the ILSVRC2012 tars as they are downloaded.
+"""ImageNet and data with its layout: a folder for each class, or the ILSVRC2012 tars as downloaded.
 
 A source is one to three paths:
 
     train/ or val/                     a folder for each class, named after it
     ILSVRC2012_img_train.tar           a tar for each class, named after it
-    ILSVRC2012_img_val.tar or val/,    pictures without classes, with a number at the end of their names,
-      truth                            ... a file whose line n is the class of picture n,
-      or truth, synsets                ... or a file of numbers, and the list that they count in, from 1
+    ILSVRC2012_img_val.tar or val/,    images without classes, with a number at the end of their names,
+      truth                            ... a file whose line n is the class of image n,
+      or truth, synsets                ... or a file of numbers, and the list that they index, from 1
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from packtrain.pack.raw import (
     Drop,
     Locator,
     RawImage,
-    in_order,
-    number_of,
+    check_link,
+    class_number,
     read_lines,
-    refuse_leading_out,
+    sorted_classes,
 )
 
-EMPTY_CLASS = "class without pictures"
-NO_PICTURE = "line of the ground truth without a picture"
+EMPTY_CLASS = "class without images"
+NO_IMAGE = "line of the ground truth without an image"
 
-_ADVICE = "For pictures without classes name the ground truth too: [images, ground truth, synset list]"
+_ADVICE = "For images without classes, name the ground truth too: [images, ground truth, synset list]"
 _LAST_NUMBER = re.compile(r"([0-9]+)(\.[^.]*)?\Z")
-# How the devkit's ground truth starts, and its first picture's class. Lists sorted by name, as many are, do not fit it.
+# The start of the devkit's ground truth, and the class of its first image: synset lists sorted by name do not match it.
 _DEVKIT_START, _DEVKIT_FIRST = ("490", "361", "171", "822"), "n01751748"
 
 
@@ -51,12 +51,12 @@ class ImageNetSource(Source):
         return "labels"
 
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, sorted: a picture's label is the place of its class in it."""
+        """Return the class names, sorted; the index of a class is the label of its images."""
         names = _truth(self.paths) if len(self.paths) > 1 else (name for name, _ in _class_places(self.paths[0]))
-        return in_order(names, self.paths[0])
+        return sorted_classes(names, self.paths[0])
 
     def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
-        """The pictures in the order of their names, or of the tar, labelled by the classes of the training data."""
+        """Yield images in the order of their names, or of the tar, labeled by the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         read = _read_flat if len(self.paths) > 1 else _read_classes
         found = False
@@ -64,15 +64,15 @@ class ImageNetSource(Source):
             found = True
             yield sample
         if not found:
-            raise Mistake(f"{self.paths[0]}: no pictures in it")
+            raise Mistake(f"{self.paths[0]}: contains no images")
 
 
 def _read_classes(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop) -> Iterator[RawImage]:
     [path] = paths
-    for name, _ in _class_places(path):  # all names before the first picture: hours may lie between them
-        number_of(name, numbers, path)
+    for name, _ in _class_places(path):  # check all names first: an unknown class may come hours later
+        class_number(name, numbers, path)
     for name, where in _class_places(path):
-        label = number_of(name, numbers, path)
+        label = class_number(name, numbers, path)
         is_empty = True
         for member in _class_members(path, name, where, drop):
             is_empty = False
@@ -85,45 +85,45 @@ def _read_flat(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop) -
     path, truth_path = paths[:2]
     truth = _truth(paths)
     for name in sorted(set(truth)):
-        number_of(name, numbers, truth_path)
+        class_number(name, numbers, truth_path)
     seen = bytearray(len(truth))
     for member in _flat_members(path, drop):
         shown = printable(member.name)
         line = _line_of(member.name, f"{path}: {shown}")
         if not 1 <= line <= len(truth):
-            raise Mistake(f"{path}: {shown} is number {line:,}, and {truth_path} has {len(truth):,} lines")
+            raise Mistake(f"{path}: {shown} has number {line:,}, but {truth_path} has only {len(truth):,} lines")
         if seen[line - 1]:
-            raise Mistake(f"{path}: {shown} is another picture with the number {line:,}; remove one of them")
+            raise Mistake(f"{path}: {shown} is another image with number {line:,}; remove one")
         seen[line - 1] = 1
         yield RawImage(shown, member.where, numbers[truth[line - 1]])
     for line, is_there in enumerate(seen, 1):
         if not is_there:
-            drop(NO_PICTURE, f"{truth_path}:{line}")
+            drop(NO_IMAGE, f"{truth_path}:{line}")
 
 
 def _class_places(path: str) -> Iterator[tuple[str, Locator]]:
-    """Each class with its folder or its tar."""
+    """Yield each class with its folder or its tar."""
     found = False
     if Path(path).is_dir():
         for entry in _listing(path):
             if _is_there(entry.is_dir):
                 found = True
                 if entry.is_symlink():
-                    refuse_leading_out(path, entry.path, path)
+                    check_link(path, entry.path, path)
                 yield _class_name(entry.name, path), Locator(entry.path)
     else:
         seen = set()
         for member in _visible(tar_members(Locator(path))):
             if not member.name.endswith(".tar"):
-                raise Mistake(f"{path}: {printable(member.name)} is not a tar of a class. {_ADVICE}")
+                raise Mistake(f"{path}: {printable(member.name)} is not the tar of a class. {_ADVICE}")
             found = True
             name = _class_name(Path(member.name).name.removesuffix(".tar"), path)
             if name in seen:
-                raise Mistake(f"{path}: two tars of the class {quoted(name)}; make one of them")
+                raise Mistake(f"{path}: two tars of class {quoted(name)}; merge them")
             seen.add(name)
             yield name, member.where
     if not found:
-        raise Mistake(f"{path}: no class in it, neither a folder nor a tar. {_ADVICE}")
+        raise Mistake(f"{path}: contains no class, neither as a folder nor as a tar. {_ADVICE}")
 
 
 def _class_members(path: str, name: str, where: Locator, drop: Drop) -> Iterator[ArchiveMember]:
@@ -139,14 +139,14 @@ def _flat_members(path: str, drop: Drop) -> Iterator[ArchiveMember]:
 
 
 def _visible(members: Iterator[ArchiveMember]) -> Iterator[ArchiveMember]:
-    """Without the files that systems leave behind (`._x`, `.DS_Store`)."""
+    """Skip hidden files such as `._x` and `.DS_Store`."""
     return (member for member in members if not member.name.rpartition("/")[2].startswith("."))
 
 
 def _files(root: str, folder: str, drop: Drop) -> Iterator[ArchiveMember]:
     for entry in _listing(folder):
         if entry.is_symlink():
-            refuse_leading_out(root, entry.path, root)
+            check_link(root, entry.path, root)
             if not Path(entry.path).exists():
                 drop(MISSING_FILE, printable(entry.path))
         if _is_there(entry.is_file):
@@ -161,7 +161,7 @@ def _is_there(kind: Callable[[], bool]) -> bool:
 
 
 def _listing(folder: str) -> list[os.DirEntry[str]]:
-    """What is in one folder, but for hidden names, in an order that no file system decides."""
+    """Return the visible entries of a folder, sorted: file systems list them in any order."""
     try:
         with os.scandir(folder) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
@@ -174,40 +174,40 @@ def _class_name(name: str, path: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise Mistake(f"{path}: the class name {quoted(name)} is not UTF-8; rename it") from None
+        raise Mistake(f"{path}: class name {quoted(name)} is not UTF-8; rename it") from None
     return name
 
 
 def _line_of(name: str, place: str) -> int:
-    """The number at the end of a picture's name, which is its line in the ground truth."""
+    """Return the number at the end of an image's name, which is its line in the ground truth."""
     if name.endswith(".tar"):
-        raise Mistake(f"{place} is a tar inside the tar; name a tar of class tars without a ground truth")
+        raise Mistake(f"{place} is a tar inside the tar; a tar of class tars needs no ground truth")
     match = _LAST_NUMBER.search(name)
     if match is None:
-        raise Mistake(f"{place} has no number at its end, as in ILSVRC2012_val_00000001.JPEG, to find its line by")
+        raise Mistake(f"{place} has no number at the end of its name, as in ILSVRC2012_val_00000001.JPEG")
     return int(match[1])
 
 
 def _truth(paths: tuple[str, ...]) -> list[str]:
-    """The class of each picture, by its number."""
+    """Return the class of each image, by its number."""
     path = Path(paths[1])
     rows = _rows(path)
     if len(paths) == 2:
         for line, row in enumerate(rows, 1):
             if row.isdigit():
-                raise Mistake(f"{path}:{line}: {row} is a number; name the list of synsets that it counts in as well")
+                raise Mistake(f"{path}:{line}: {row} is a number; also name the synset list that it indexes")
         return rows
     synsets = _synsets(Path(paths[2]))
     if tuple(rows[:4]) == _DEVKIT_START and len(synsets) >= 1000 and synsets[489] != _DEVKIT_FIRST:
         raise Mistake(
-            f"{paths[2]}: not in the order of the devkit (its meta.mat, by ILSVRC2012_ID), which {path} counts in:"
+            f"{paths[2]}: not in the order of the devkit (meta.mat, by ILSVRC2012_ID), which {path} uses:"
             f" line 490 must be {_DEVKIT_FIRST}"
         )
     classes = []
     for line, row in enumerate(rows, 1):
         if not re.fullmatch("[0-9]{1,9}", row) or not 1 <= int(row) <= len(synsets):
             most = f"{len(synsets):,}, the lines of {paths[2]}"
-            raise Mistake(f"{path}:{line}: {quoted(row)} is not a number from 1 to {most}")
+            raise Mistake(f"{path}:{line}: {quoted(row)} must be a number from 1 to {most}")
         classes.append(synsets[int(row) - 1])
     return classes
 
@@ -217,18 +217,18 @@ def _synsets(path: Path) -> list[str]:
     seen: set[str] = set()
     for line, name in enumerate(names, 1):
         if name in seen:
-            raise Mistake(f"{path}:{line}: {printable(name)} is there twice")
+            raise Mistake(f"{path}:{line}: {printable(name)} occurs twice")
         seen.add(name)
     return names
 
 
 def _rows(path: Path) -> list[str]:
-    """Lines that count: none may be blank but the last ones, or all that follow would shift."""
+    """Return the lines; only the last ones may be blank, since a blank line in between would shift the numbers."""
     rows = [line.strip() for line in read_lines(path)]
     while rows and not rows[-1]:
         rows.pop()
     if not rows:
-        raise Mistake(f"{path}: empty; it must have a line for each class or picture")
+        raise Mistake(f"{path}: empty; expected a line for each class or image")
     if "" in rows:
-        raise Mistake(f"{path}:{rows.index('') + 1}: a blank line; which one is missing?")
+        raise Mistake(f"{path}:{rows.index('') + 1}: blank line; fill in or remove it")
     return rows

@@ -22,7 +22,7 @@ from packtrain.pack.build import (
     splits_of,
 )
 from packtrain.pack.picture import UnusableImage, to_tiled
-from packtrain.pack.raw import Dropped, RawImage
+from packtrain.pack.raw import DropCounter, RawImage
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
@@ -59,7 +59,7 @@ def pack_captions(packing: Packing) -> PackContents:
 
 def _training_captions(packing: Packing) -> Iterator[str]:
     for source in packing.data.train:
-        for image in source.captioned(Dropped(), Dropped()):
+        for image in source.captioned(DropCounter(), DropCounter()):
             yield from image.captions
 
 
@@ -108,7 +108,7 @@ def make_shard(task: ImageTask) -> FinishedShard:
     finished = task.target.find(store)
     if finished is not None:
         return finished
-    dropped = Dropped()
+    dropped = DropCounter()
     kept: list[RawImage] = []
     tiled: list[Tiled] = []
     fingerprints: list[int] = []

@@ -1,4 +1,4 @@
-"""A pack's manifest: what is in it, with the hash of every file. It is written last."""
+"""The manifest of a pack: its contents, with the hash of every file. It is written last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["pairs", "labels", "captions"]
 
 def _plain(name: str) -> str:
     if not is_key(name) or "/" in name:
-        raise ValueError(f"{name!r} is not the name of a file")
+        raise ValueError(f"{name!r} is not a file name")
     return name
 
 
@@ -43,7 +43,7 @@ class ShardFile(PackFile):
 
 @dataclass(frozen=True)
 class Drops:
-    """How many samples were left out for a reason, and the names of the first of them."""
+    """The number of samples left out for one reason, and the names of the first ones."""
 
     count: int
     names: tuple[str, ...]
@@ -51,9 +51,9 @@ class Drops:
 
 @dataclass(frozen=True)
 class Split:
-    """`filtered` has the raw samples that the settings leave out, `dropped` those that could not be used, by reason.
+    """`filtered` are raw samples that the settings leave out, `dropped` those that are unusable, by reason.
 
-    `sources` says how many samples came from each source, in their order.
+    `sources` is the number of samples from each source, in order.
     """
 
     samples: int
@@ -65,12 +65,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`name` is that of the pack's folder: the job's name and the digest of sources and settings.
+    """`name` is the pack's folder: the name of the job and the digest of sources and settings.
 
     Pairs have token columns `source` and `target`. Images have `jpeg`, `segments`, `width` and `height`, with the
     class in `label`, or with `captions` (tokens of all captions of an image) and `caption_lengths` (of each).
-    Without `target_vocabulary` both sides of a pair share `vocabulary`. A split `train@160` has the same samples as
-    `train`, at most 160 pixels on the short side.
+    Without `target_vocabulary` both sides of a pair use `vocabulary`. The split `train@160` has the samples of `train`
+    with at most 160 pixels on the short side.
     """
 
     format: int
@@ -97,7 +97,9 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     try:
         version = TypeAdapter(FormatVersion).validate_json(data).format
         if version != FORMAT:
-            raise PacktrainError(f"pack {pack} in {store.url} has format {version}, this version reads {FORMAT}")
+            raise PacktrainError(
+                f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT}; pack the data again"
+            )
         return TypeAdapter(Manifest).validate_json(data)
     except ValidationError as error:
         raise PacktrainError(
@@ -108,5 +110,5 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
 def read_manifest(store: Store, pack: str) -> Manifest:
     manifest = find_manifest(store, pack)
     if manifest is None:
-        raise NotFound(f"no pack {pack} in {store.url}; `packtrain pack JOB` makes it")
+        raise NotFound(f"pack {pack} not found in {store.url}; make it with `packtrain pack JOB`")
     return manifest

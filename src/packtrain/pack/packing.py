@@ -29,6 +29,7 @@ PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
 }
 MOST_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
 _HASHED_BYTES = 4_000_000_000
+_NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
 
 def pack(
@@ -63,11 +64,11 @@ def common_kind(splits: Mapping[str, Sequence[Source]]) -> Kind:
     for split, found in kinds.items():
         for number, kind in enumerate(found):
             if kind != first:
-                raise FieldMistake(f"data.{split}.{number}", f"has {kind}, where the first training source has {first}")
+                raise FieldMistake(
+                    f"data.{split}.{number}",
+                    f"has {kind}, but the first training source has {first}; all sources must have the same kind",
+                )
     return first
-
-
-_NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
 
 def _left_out(split: Split) -> str:

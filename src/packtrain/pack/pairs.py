@@ -25,7 +25,7 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.raw import Drop, Dropped, TextPair
+from packtrain.pack.raw import Drop, DropCounter, TextPair
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 
@@ -57,7 +57,7 @@ def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vo
     seen = contents.fingerprints["train"]
 
     def noted() -> Iterator[TextPair]:
-        for _, _, pair in _kept(packing, Dropped(), Dropped()):
+        for _, _, pair in _kept(packing, DropCounter(), DropCounter()):
             seen.append(fingerprint(pair))
             if len(seen) % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
@@ -68,7 +68,7 @@ def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vo
         joint = Vocabulary.fit((side for pair in noted() for side in (pair.source, pair.target)), size)
         return joint, joint
     source = Vocabulary.fit((pair.source for pair in noted()), size)
-    kept = _kept(packing, Dropped(), Dropped())
+    kept = _kept(packing, DropCounter(), DropCounter())
     return source, Vocabulary.fit((pair.target for _, _, pair in kept), size)
 
 
@@ -123,7 +123,7 @@ def _make_shards(
         target = ShardTarget(packing.name, split, number, index)
         finished = target.find(packing.store)
         if finished is None:
-            finished = target.put(packing.store, encode(pairs, *vocabularies), Dropped())
+            finished = target.put(packing.store, encode(pairs, *vocabularies), DropCounter())
         contents.splits[split].shards.append(finished)
         advance(len(pairs))
 

@@ -1,22 +1,21 @@
-"""Any image file as tiles, or a reason why not: the one place where pictures of unknown origin are opened.
+"""Turn any image file into tiles, or say why not: the one place where image files of unknown origin are opened.
 
-What becomes of each kind of file:
+By kind of file:
 
-- JPEG, sequential, upright, grey or 4:4:4, 4:2:2 or 4:2:0: kept at its size with its own quantisation tables and
-  subsampling; only restart markers are added. Pixels differ by the rounding of decoding and encoding once more: on
-  average by 0.08 of 255 in photographs, by 0.5 in the noise of benchmarks/input.py.
-- JPEG, progressive or arithmetic: the same, and sequential from then on. Other subsamplings become 4:4:4.
-- JPEG in CMYK or YCCK, which are taken to be inverted as Adobe writes them: converted to RGB.
-- PNG, WebP, GIF, BMP and TIFF: converted, 4:2:0 at quality 92. 16 bits become 8 by leaving out the lower ones.
-  Palettes become RGB, black and white becomes grey, what is transparent lies on white, and of animations and
-  pages the first is taken.
-- Turned by EXIF: turned upright. All metadata is left out, colour profiles too: pixels are taken to be sRGB.
-- What a file holds decides, never its name. Formats other than these are not opened.
+- JPEG, sequential, upright, gray or 4:4:4, 4:2:2 or 4:2:0: keeps its size, quantization tables and subsampling; only
+  restart markers are added. Pixels differ by the rounding of one more decoding and encoding: on average by 0.08 of
+  255 in photographs, by 0.5 in the noise of benchmarks/input.py.
+- JPEG, progressive or arithmetic: the same, and becomes sequential. Other subsamplings become 4:4:4.
+- JPEG in CMYK or YCCK: converted to RGB, assuming that it is inverted, as Adobe writes it.
+- PNG, WebP, GIF, BMP and TIFF: converted, 4:2:0 at quality 92. 16 bits become the upper 8. Palettes become RGB,
+  black and white becomes gray, transparency becomes white, and of animations and pages the first is used.
+- Rotated by EXIF: turned upright. All metadata is removed, color profiles too: pixels are assumed to be sRGB.
+- The content decides, never the name. Other formats are not opened.
 - Dropped, as UnusableImage, with the reason: "empty", "not an image", "damaged", "cut off", "too many pixels" (over 89
-  million, seen in the header before anything is decoded), "too long" (a side over 65,500 pixels), "unknown depth"
-  (integers of 32 bits, and floats, whose black and white only the maker knows).
+  million, by the header, before anything is decoded), "too long" (a side over 65,500 pixels), "unknown depth" (32-bit
+  integers and floats, whose range is unknown).
 
-Damage that still decodes cannot be told from a picture, and is kept.
+Damage that still decodes cannot be detected, and is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MOST_PIXELS = 89_000_000
 
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_MOST_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however few bytes it has
+_MOST_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -53,7 +52,7 @@ _UPRIGHT = {
 
 
 class UnusableImage(Exception):
-    """Why a file is left out, in a few words that are the same for all such files, so that they can be counted."""
+    """The reason to leave a file out, in the same few words for all such files, so that they can be counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -61,7 +60,7 @@ class UnusableImage(Exception):
 
 
 def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
-    """The picture in a file's bytes; with its short side made that many pixels if it has more."""
+    """Convert the bytes of an image file; a longer short side is reduced to `short_side` pixels."""
     with _quiet():
         image = _open(data)
         try:
@@ -70,7 +69,7 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
             upright = _orientation(image)
         except UnusableImage:
             raise
-        except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
+        except Exception as error:  # Pillow's decoders raise anything on hostile bytes
             raise UnusableImage(_fault(error)) from error
     if short_side is not None and min(pixels.size) > short_side:
         coding = Coding()
@@ -83,7 +82,7 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
 
 
 def _open(data: bytes) -> Image.Image:
-    """The image with only its header read."""
+    """Open the image, reading only its header."""
     if not data:
         raise UnusableImage("empty")
     try:
@@ -106,7 +105,7 @@ def _fault(error: Exception) -> str:
 
 
 def _orientation(image: Image.Image) -> int:
-    """How the camera was held. EXIF that cannot be read says nothing about the pixels, which are kept."""
+    """Return the orientation of the camera; unreadable EXIF is ignored."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # as above
@@ -114,7 +113,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _coding(image: Image.Image) -> Coding:
-    """That of the file itself if it is a JPEG whose components go into ours as they are."""
+    """Return the settings of the file itself if it is a JPEG whose components can be kept, else the default."""
     if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB"):
         return Coding()
     if any(component[3] not in image.quantization for component in image.layer):
@@ -125,9 +124,9 @@ def _coding(image: Image.Image) -> Coding:
 
 
 def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
-    """The pixels of a grey or coloured JPEG, unless only Pillow can decode it.
+    """Return the pixels of a gray or RGB JPEG, or None if only Pillow can decode it.
 
-    Pillow fills up with grey what is missing before the end marker, and tells nobody.
+    Pillow is the second choice: it silently fills a truncated image with gray.
     """
     if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB"):
         return None
@@ -139,13 +138,13 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
         fault = str(error)
     if "premature end" in fault.lower():
         raise UnusableImage("cut off")
-    if "Corrupt" in fault and "extraneous" not in fault:  # bytes too many do no harm, and are common
+    if "Corrupt" in fault and "extraneous" not in fault:  # extra bytes are harmless and common
         raise UnusableImage("damaged")
     return None
 
 
 def _flat(image: Image.Image) -> Image.Image:
-    """The image as L or RGB of 8 bits."""
+    """Return the image as 8-bit L or RGB."""
     image.load()
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -171,7 +170,7 @@ _silence = warnings.catch_warnings()
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of Pillow's while any thread is inside: `catch_warnings` alone does not hold with several."""
+    """Silence Pillow's warnings while any thread is inside; `catch_warnings` alone is not safe with threads."""
     global _inside, _silence  # noqa: PLW0603
     with _silenced:
         if not _inside:

@@ -1,4 +1,7 @@
-"""What raw formats have in common: samples as they come, before anything is decoded, their names and classes."""
+"""Shared by all raw formats: samples before decoding, dropped samples, classes, files inside a folder, text, JSON.
+
+Lines end at line feeds and nowhere else, so that no other character can shift aligned lines.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 from packtrain.errors import Mistake, printable, quoted
 
 Drop = Callable[[str, str], None]
-"""Tells of a sample that is left out: the reason, which is counted, and the sample's own name."""
+"""Reports a sample that is left out: the reason, which is counted, and the name of the sample."""
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
@@ -29,7 +32,7 @@ _FIRST_NAMES = 10
 Encoding = Literal["utf-8", "windows-1252"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# What is longer is not a line that anybody wrote, and would be held in memory as a whole.
+# Nobody wrote a longer line, and it would have to fit into memory.
 _LINE_BYTES = 16 << 20
 _JSON_BYTES = 1 << 30
 # Bytes 81, 8D, 8F, 90 and 9D have no character in windows-1252; they keep the control characters of ISO-8859-1.
@@ -40,9 +43,9 @@ _WINDOWS_1252 = {
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """Where the bytes of a sample are: a file, or a part of one (a member of an archive, found without unpacking it).
+    """The place of a sample's bytes: a file, or a part of one (a member of an archive that is not unpacked).
 
-    `inflated` is how many bytes a part comes to that is compressed, as it may be in a zip.
+    `inflated` is the unpacked size of a part that is compressed, as it may be in a zip.
     """
 
     path: str
@@ -58,7 +61,7 @@ class Locator:
 
 
 def _inflated(data: bytes, size: int) -> bytes:
-    """No more than a byte beyond that size is ever made, whatever the data would come to."""
+    """Unpack the data, and never more than one byte beyond that size, whatever it would unpack to."""
     try:
         found = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
     except zlib.error:
@@ -70,7 +73,7 @@ def _inflated(data: bytes, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RawImage:
-    """An image with its class or its captions. `name` is what people know it by, and unique in its source."""
+    """An image with its class or its captions. `name` is shown to people, and unique in its source."""
 
     name: str
     where: Locator
@@ -85,8 +88,8 @@ class TextPair:
 
 
 @dataclass
-class Dropped:
-    """What was left out and why: counts, and the first names of each reason for a person to look at."""
+class DropCounter:
+    """Samples that were left out: their number and the first names, by reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     names: dict[str, list[str]] = field(default_factory=dict)
@@ -98,8 +101,8 @@ class Dropped:
             first.append(name)
 
 
-def in_order(classes: Iterable[str], where: str) -> tuple[str, ...]:
-    """Classes numbered by name. A single one leaves nothing to learn."""
+def sorted_classes(classes: Iterable[str], where: str) -> tuple[str, ...]:
+    """Return the classes sorted by name, which is how they are numbered."""
     names = tuple(sorted(set(classes)))
     if len(names) < 2:
         found = f"only the class {quoted(names[0])}" if names else "no classes"
@@ -107,22 +110,22 @@ def in_order(classes: Iterable[str], where: str) -> tuple[str, ...]:
     return names
 
 
-def number_of(name: str, numbers: Mapping[str, int], where: str) -> int:
-    """The class's number in training, which every other split goes by."""
+def class_number(name: str, numbers: Mapping[str, int], where: str) -> int:
+    """Return the number of a class in the training data, which all splits use."""
     if name not in numbers:
-        raise Mistake(f"{where}: class {quoted(name)} is not one of the {len(numbers):,} of the training data")
+        raise Mistake(f"{where}: class {quoted(name)} is not among the {len(numbers):,} classes of the training data")
     return numbers[name]
 
 
 def file_inside(folder: str, name: str, place: str) -> str | None:
-    """The path of a file that a list names, or None if there is none. Names and links that lead out are refused."""
+    """Return the path of a file below `folder`, or None; refuse names and links that point outside."""
     check_inside(folder, name, place)
     path = folder
     try:
         for part in name.split("/"):
             path = f"{path}/{part}"
             if Path(path).is_symlink():
-                refuse_leading_out(folder, path, place)
+                check_link(folder, path, place)
         return path if Path(path).is_file() else None
     except OSError:  # a name longer than the file system has
         return None
@@ -133,14 +136,14 @@ def check_inside(folder: str, name: str, place: str) -> None:
         raise Mistake(f"{place}: {quoted(name)} must be a path below {folder}, without '..'")
 
 
-def refuse_leading_out(folder: str, path: str, place: str) -> None:
+def check_link(folder: str, path: str, place: str) -> None:
     root = os.path.realpath(folder)
     if os.path.commonpath([root, os.path.realpath(path)]) != root:
-        raise Mistake(f"{place}: {printable(path)} is a link that leads out of {folder}; copy what it points to")
+        raise Mistake(f"{place}: {printable(path)} is a link that points outside of {folder}; copy its target")
 
 
 def read_lines(path: Path, encoding: Encoding = "utf-8") -> Iterator[str]:
-    """Lines without their ends. A byte order mark at the start is not text; what is not UTF-8 is refused."""
+    """Yield lines without line ends and without a byte order mark; refuse text that is not UTF-8."""
     for number, (offset, raw) in enumerate(_raw_lines(path), 1):
         line = raw.rstrip(b"\r\n")
         if encoding == "windows-1252":
@@ -155,10 +158,10 @@ def read_lines(path: Path, encoding: Encoding = "utf-8") -> Iterator[str]:
 
 
 def encoding_of(path: Path) -> Encoding:
-    """UTF-8 if the file is, or was but for some damage; otherwise windows-1252, which has ISO-8859-1's characters too.
+    """Return UTF-8 or windows-1252, which includes the characters of ISO-8859-1.
 
-    In windows-1252 hardly a line with an accent is also UTF-8. Where most are, the file is UTF-8 with bad
-    bytes: reading it then refuses them with their place, instead of turning every accent into two wrong characters.
+    Hardly any line with an accent in windows-1252 is valid UTF-8. If most are, the file is UTF-8 with damaged bytes:
+    reading it reports them with their place, instead of turning every accent into two wrong characters.
     """
     whole = broken = 0
     for offset, raw in _raw_lines(path):
@@ -173,11 +176,11 @@ def encoding_of(path: Path) -> Encoding:
 
 
 def read_json(path: Path) -> object:
-    """A whole file of JSON, as a value."""
+    """Return the value of a JSON file."""
     try:
         size = path.stat().st_size
         if size > _JSON_BYTES:
-            raise Mistake(f"{path}: {size:,} bytes of JSON are more than fit into memory; split it into several files")
+            raise Mistake(f"{path}: {size:,} bytes of JSON do not fit into memory; split the file")
         data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror or error}") from error
@@ -190,19 +193,19 @@ def read_json(path: Path) -> object:
 
 
 def parse_json(text: str, place: str) -> object:
-    """JSON as it is defined: without NaN, and without a key that is there twice, of which one would be lost."""
+    """Parse strict JSON: no NaN, and no duplicate keys, of which one would be lost."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_raise_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise Mistake(f"{place}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise Mistake(f"{place}: not usable JSON: nested too deep") from None
+        raise Mistake(f"{place}: invalid JSON: nested too deeply") from None
     except ValueError as error:
-        raise Mistake(f"{place}: not usable JSON: {error}") from None
+        raise Mistake(f"{place}: invalid JSON: {error}") from None
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether it is a text that can be written as UTF-8; JSON can spell halves of characters."""
+    """True for a string that can be written as UTF-8; JSON can contain lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -218,11 +221,13 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with _open(path) as file:
             for raw in iter(partial(file.readline, _LINE_BYTES + 1), b""):
                 if len(raw) > _LINE_BYTES:
-                    raise Mistake(f"{path}: a line of more than {_LINE_BYTES >> 20} MB at byte {offset:,}; is it text?")
+                    raise Mistake(
+                        f"{path}: line longer than {_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
+                    )
                 yield offset, raw
                 offset += len(raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise Mistake(f"{path}: not a whole gzip file ({error})") from error
+        raise Mistake(f"{path}: damaged or incomplete gzip file ({error})") from error
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror or error}") from error
 
@@ -239,7 +244,7 @@ def _is_utf8(raw: bytes) -> bool:
     return True
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _raise_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
@@ -247,5 +252,5 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         again, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {quoted(again)} is there twice in one object")
+        raise ValueError(f"the key {quoted(again)} occurs twice in one object")
     return fields

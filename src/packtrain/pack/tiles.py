@@ -1,8 +1,9 @@
-"""Tiles, the write side: JPEGs from which a reader can take any part without decoding the rest.
+"""Tiles: JPEGs that can be decoded in part.
 
-A JPEG with restart markers is a header followed by segments that decode on their own. The markers are
-set so that they divide each row of blocks evenly; the segments are then tiles in a grid, and their
-offsets are stored beside the JPEG. packtrain.data.tiles puts the tiles under a crop together again.
+A JPEG with restart markers is a header followed by segments that decode independently. `encode` sets the markers so
+that they divide each row of blocks evenly; the segments are then tiles in a grid, and their offsets are stored beside
+the JPEG. `decode_crop` joins the header and the tiles under a crop to a smaller JPEG and decodes that. Its pixels are
+those of a full decode, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,28 +22,27 @@ from packtrain.errors import PacktrainError
 Pixels = NDArray[np.uint8]
 
 QUALITY = 92
-LONGEST_SIDE = 65_500  # of any JPEG, says libjpeg
+LONGEST_SIDE = 65_500  # libjpeg's limit
 
-# Narrow tiles fit a crop more closely, but each costs a marker and a fresh start. Measured once on
-# random crops of the made-up photographs of benchmarks/input.py, 32 pixels against 64: 12 % less time to decode,
-# for 1.7 % more bytes.
+# Narrow tiles fit a crop more closely, but each costs a marker and resets the coder. Measured on random crops of the
+# synthetic photographs of benchmarks/input.py, 32 pixels against 64: 12 % less time to decode, 1.7 % more bytes.
 _NARROWEST_TILE = 32  # pixels
 _EOI, _SOS, _DRI, _TEMPORARY = 0xD9, 0xDA, 0xDD, 0x01
 _SEQUENTIAL = (0xC0, 0xC1)
 _STARTS_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _STAND_ALONE = {*range(0xD0, 0xDA), _TEMPORARY}
-MARGIN_PIXELS = 2  # pixels: colour is stored at half the resolution, and each value is blended with its neighbours
+MARGIN_PIXELS = 2  # color is stored at half the resolution, and each value is blended with its neighbors
 _MOST_TILES = 1 << 16
 _RESTART_MARKERS = (0xD0 + (np.arange(_MOST_TILES) & 7)).astype(np.uint8)
 
 
 class BadTiles(PacktrainError):
-    """A JPEG that is not made of tiles, or not of those it says."""
+    """A JPEG that does not consist of tiles, or not of the tiles that its offsets claim."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tiled:
-    """A JPEG and the offset of each restart segment's first byte, and of what follows the end marker."""
+    """A JPEG with the offset of the first byte of each restart segment, and the offset after the end marker."""
 
     jpeg: bytes
     segments: NDArray[np.uint32]
@@ -52,13 +52,13 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the header of a JPEG says. An MCU is the smallest block of pixels that is coded together."""
+    """The header of a JPEG. An MCU is the smallest block of pixels that is coded together."""
 
     width: int
     height: int
     mcu_width: int
     mcu_height: int
-    size_at: int  # where height and width stand: two bytes each
+    size_at: int  # the place of height and width, two bytes each
     scan_at: int  # the first byte of coded pixels
     interval: int  # MCUs from one restart marker to the next; 0 without markers
 
@@ -73,7 +73,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Coding:
-    """How pixels become JPEG: by a quality, or by the quantisation tables of another JPEG, one for each component."""
+    """JPEG settings: a quality, or the quantization tables of another JPEG, one for each component."""
 
     subsampling: str = "4:2:0"
     quality: int = QUALITY
@@ -81,18 +81,18 @@ class Coding:
 
 
 def tile_mcus(mcus_per_row: int, mcu_width: int) -> int:
-    """How many MCUs wide a tile is: the fewest that make 32 pixels and divide the row; else all of the row."""
+    """Return the width of a tile in MCUs: the fewest that make 32 pixels and divide the row, or the whole row."""
     fewest = _NARROWEST_TILE // mcu_width
     return next((n for n in range(fewest, mcus_per_row) if mcus_per_row % n == 0), mcus_per_row)
 
 
 def encode(image: Image.Image, coding: Coding) -> Tiled:
-    """An image of mode L or RGB as tiles. No metadata goes along."""
+    """Encode an image of mode L or RGB as tiles, without metadata."""
     assert image.mode in ("L", "RGB"), image.mode
     mcu_width = 16 if image.mode == "RGB" and coding.subsampling != "4:4:4" else 8
     blocks = tile_mcus(-(-image.width // mcu_width), mcu_width)
     options: dict[str, Any] = {"subsampling": coding.subsampling, "restart_marker_blocks": blocks}
-    options["comment"] = None  # the one thing that Pillow would copy unasked
+    options["comment"] = None  # Pillow would copy it from the source
     if coding.tables is None:
         options["quality"] = coding.quality
     else:
@@ -104,12 +104,12 @@ def encode(image: Image.Image, coding: Coding) -> Tiled:
 
 
 def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
-    """The header of a sequential JPEG whose pixels are all in one scan; refuses everything else."""
+    """Read the header of a sequential JPEG with a single scan; refuse everything else."""
     size = mcu = None
     interval = components = 0
     at = 2
     if bytes(jpeg[:2]) != b"\xff\xd8":
-        raise BadTiles("no JPEG starts like this")
+        raise BadTiles("not a JPEG")
     while True:
         at = _marker(jpeg, at)
         kind = jpeg[at + 1]
@@ -118,7 +118,7 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
             raise BadTiles(f"the JPEG's header is damaged at byte {at}")
         if kind in _STARTS_OF_FRAME:
             if kind not in _SEQUENTIAL or size is not None:
-                raise BadTiles("the JPEG is progressive or of another kind that has no tiles")
+                raise BadTiles("the JPEG is progressive or of another kind without tiles")
             size, components, mcu = at + 5, *_sampling(jpeg, at, end)
         elif kind == _DRI:
             if end != at + 6:
@@ -136,7 +136,7 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
 
 
 def _marker(jpeg: bytes | bytearray | memoryview, at: int) -> int:
-    """Where the marker at `at` has its last 0xFF: any number of them may stand before it as padding."""
+    """Return the place of the last 0xFF of the marker at `at`: any number of them may precede it as padding."""
     last = len(jpeg) - 4
     while at <= last and jpeg[at] == 0xFF:
         if jpeg[at + 1] != 0xFF:
@@ -146,19 +146,19 @@ def _marker(jpeg: bytes | bytearray | memoryview, at: int) -> int:
 
 
 def _sampling(jpeg: bytes | bytearray | memoryview, at: int, end: int) -> tuple[int, tuple[int, int]]:
-    """The number of components, and the width and height of an MCU."""
+    """Return the number of components, and the width and height of an MCU."""
     if end < at + 10 or end != at + 10 + 3 * jpeg[at + 9] or jpeg[at + 4] != 8:
         raise BadTiles(f"the JPEG's header is damaged at byte {at}")
     factors = [jpeg[component] for component in range(at + 11, end, 3)]
     if not all(1 <= factor >> 4 <= 4 and 1 <= factor & 15 <= 4 for factor in factors) or not factors:
         raise BadTiles(f"the JPEG's header is damaged at byte {at}")
-    if len(factors) == 1:  # a component alone is never interleaved, whatever its factors say
+    if len(factors) == 1:  # a single component is never interleaved, whatever its factors say
         return 1, (8, 8)
     return len(factors), (8 * max(factor >> 4 for factor in factors), 8 * max(factor & 15 for factor in factors))
 
 
 def find_segments(jpeg: bytes) -> NDArray[np.uint32]:
-    """The offsets of a JPEG's tiles, as Tiled has them; refuses a JPEG whose markers do not make tiles."""
+    """Return the offsets of a JPEG's tiles, as in Tiled; refuse a JPEG whose markers do not make tiles."""
     frame = read_frame(jpeg)
     data = np.frombuffer(jpeg, np.uint8)[frame.scan_at :]
     escapes = np.flatnonzero(data[:-1] == 0xFF)
@@ -175,7 +175,7 @@ def find_segments(jpeg: bytes) -> NDArray[np.uint32]:
 
 
 class Box(NamedTuple):
-    """A part of an image, in its pixels."""
+    """A part of an image, in pixels."""
 
     left: int
     top: int
@@ -191,10 +191,10 @@ def decode_crop(
     box: Box,
     scratch: Pixels | None = None,
 ) -> Pixels:
-    """The pixels in `box` as a view [height, width, RGB] of what was decoded.
+    """Return the pixels in `box` as a view [height, width, RGB].
 
     `jpeg` is any buffer of bytes. Pixels are decoded into `scratch`, a flat array, if it is large enough for the
-    whole image: fresh memory for each would take time.
+    whole image: allocating memory for each image would take time.
     """
     small, left, top = splice(memoryview(jpeg), segments, width, height, box)
     if scratch is not None and len(scratch) < 3 * width * height:
@@ -206,7 +206,7 @@ def decode_crop(
 def splice(
     jpeg: memoryview, segments: NDArray[np.uint32], width: int, height: int, box: Box
 ) -> tuple[memoryview | bytearray, int, int]:
-    """A JPEG of the tiles under the box, or the whole if all are; and where the box starts in it, from left and top."""
+    """Return a JPEG of the tiles under the box, or the original if that is all, and the box's left and top in it."""
     left, top, box_width, box_height = box
     if not (0 <= left < left + box_width <= width and 0 <= top < top + box_height <= height):
         raise ValueError(f"{box} is not within {width} x {height} pixels")
@@ -244,7 +244,8 @@ def splice(
     at = frame.size_at
     head[at : at + 4] = new_height.to_bytes(2, "big") + new_width.to_bytes(2, "big")
 
-    # The tiles of a row that are wanted follow each other in the file: one slice for each row.
+    # The wanted tiles of a row are adjacent in the file: one slice for each row. Their restart markers count from 0
+    # to 7 through the file, so they are numbered again for the new one.
     ends = offsets[1:].reshape(rows, columns)[first_row:end_row, first_column:end_column]
     row_starts = offsets[:-1].reshape(rows, columns)[first_row:end_row, first_column]
     row_ends = ends[:, -1]
