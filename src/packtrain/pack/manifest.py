@@ -98,7 +98,8 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
         version = TypeAdapter(FormatVersion).validate_json(data).format
         if version != FORMAT:
             raise PacktrainError(
-                f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT}; pack the data again"
+                f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT};"
+                " pack the data again"
             )
         return TypeAdapter(Manifest).validate_json(data)
     except ValidationError as error:
