@@ -9,7 +9,7 @@ from parts.sandbox import Sandbox, make_sandbox
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These wait for real machines: on a busy computer, far longer than others."""
+    """These tests wait for real machines, which takes far longer on a busy computer."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
-    """The run that all others are compared with."""
+    """The run that the others are compared with."""
     sandbox = make_sandbox(tmp_path_factory.mktemp("oracle"))
     done = sandbox.packtrain("run", "job.yaml")
     assert done.returncode == 0, done.stderr + done.stdout

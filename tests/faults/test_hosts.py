@@ -1,4 +1,4 @@
-"""Hosts that lose their power, their network, or the right time, each compared with a run that nothing happened to."""
+"""Hosts that lose power, network or the right time, compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parts.sandbox import STEPS, Sandbox, assert_same_samples, history, weights
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Sandbox) -> Iterator[dict[str, Future[None]]]:
-    """What happens on hosts happens at the same time, each on a network of its own: they mostly wait."""
+    """All scenes run at the same time, each on a network of its own: they mostly wait."""
     missing = hosts.missing()
     need(missing is None, str(missing))
 
@@ -31,16 +31,18 @@ def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Sandbox) -> 
         yield {scene.__name__: pool.submit(play, scene) for scene in (halves, cut_off)}
 
 
-def test_two_halves_and_then_a_power_cut_beside_a_clock_that_is_wrong(scenes: dict[str, Future[None]]) -> None:
+def test_a_network_split_and_a_power_cut_with_a_wrong_clock(
+    scenes: dict[str, Future[None]],
+) -> None:
     scenes["halves"].result()
 
 
-def test_the_first_is_cut_off_and_comes_back(scenes: dict[str, Future[None]]) -> None:
+def test_a_first_machine_that_is_cut_off_rejoins_as_a_new_one(scenes: dict[str, Future[None]]) -> None:
     scenes["cut_off"].result()
 
 
 def halves(network: Network, uninterrupted: Sandbox) -> None:
-    """Nothing is lost but steps since the commit, and there is one line of commits only."""
+    """Only steps since the last commit are lost, and there is one line of commits."""
     field = make_host_run(network, str(network.shared / "store"), ["train.patience=8 s"], {})
     first, second = network
     field.pace(0.1)
@@ -68,7 +70,7 @@ def halves(network: Network, uninterrupted: Sandbox) -> None:
 
 
 def split_for_less_than_their_patience(field: HostRun) -> None:
-    """They stall and go on."""
+    """They stall and continue."""
     first, second = field.network
     first.cut(second)
     time.sleep(2)
@@ -78,7 +80,7 @@ def split_for_less_than_their_patience(field: HostRun) -> None:
 
 
 def split_for_more_than_their_patience(field: HostRun) -> None:
-    """Both reach the store, so both are taken for alive: they begin together again, and wait for each other."""
+    """Both reach the store, so both count as alive: they start together again, and wait for each other."""
     first, second = field.network
     first.cut(second)
     field.wait_for(lambda: field.causes() == ["start", "hang"], "the workers to be taken for hanging")
@@ -91,7 +93,7 @@ def split_for_more_than_their_patience(field: HostRun) -> None:
 
 
 def assert_one_line(field: HostRun) -> None:
-    """Whatever was seen to be committed is what later generations went on from."""
+    """Later generations resumed from what was seen to be committed."""
     starts = {point.generation: point.step for point in field.run.points().read() if point.kind == "start"}
     for name, generation in field.seen.items():
         later = [step for number, step in starts.items() if number > generation]
@@ -99,7 +101,7 @@ def assert_one_line(field: HostRun) -> None:
 
 
 def cut_off(network: Network, uninterrupted: Sandbox) -> None:
-    """The other goes on alone, one line of commits survives, and the first is taken in again as a new machine is."""
+    """The other continues alone, one line of commits survives, and the first joins again like a new machine."""
     first, second = network
     with bucket_on(network) as server, pytest.MonkeyPatch.context() as monkeypatch:
         server.enter(monkeypatch)

@@ -1,4 +1,4 @@
-"""What is killed or stopped on one machine, compared with a run that nothing happened to."""
+"""Killed workers and nodes, and a stopped run, compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def causes(sandbox: Sandbox) -> list[str]:
     return [generation.cause for generation in sandbox.run().generations()]
 
 
-def test_a_worker_and_an_agent_are_killed_and_the_run_is_stopped(sandbox: Sandbox, uninterrupted: Sandbox) -> None:
+def test_a_run_survives_a_killed_worker_a_killed_node_and_a_stop(sandbox: Sandbox, uninterrupted: Sandbox) -> None:
     """All of it happens to one run."""
     sandbox.pace(0.15)
     sandbox.detach()
@@ -39,11 +39,11 @@ def kill_a_worker(sandbox: Sandbox) -> None:
 
 
 def kill_the_agent_where_the_others_meet(sandbox: Sandbox) -> str:
-    """Its workers die with it, and another takes its place."""
+    """Its workers die with it, and another node takes its place."""
     first = members(sandbox)[0]
-    agent = sandbox.machine(first)[0]
+    node = sandbox.machine(first)[0]
     workers = sandbox.workers_of(first)
-    kill([agent])
+    kill([node])
     wait_until(lambda: not any(one.is_running() for one in workers), "its workers to die with it", 60)
     sandbox.add_node()
     wait_until(lambda: len(causes(sandbox)) == 3, "the next generation")

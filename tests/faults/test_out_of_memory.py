@@ -1,4 +1,4 @@
-"""A program that takes more memory than the kernel gives it."""
+"""A program that takes more memory than the kernel allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_BYTES = 900_000_000
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory group of this test's own, where root may make one."""
+    """A memory cgroup for this test, if root can create one."""
     v1 = Path("/sys/fs/cgroup/memory")
     root = v1 if (v1 / "memory.limit_in_bytes").exists() else Path("/sys/fs/cgroup")
     made = root / f"packtrain-{uuid.uuid4().hex[:8]}"
@@ -40,20 +40,20 @@ def group() -> Iterator[Path]:
     made.rmdir()
 
 
-def test_twice_in_the_same_place_ends_the_run_with_advice(tmp_path: Path, group: Path) -> None:
+def test_out_of_memory_twice_at_the_same_step_ends_the_run_with_advice(tmp_path: Path, group: Path) -> None:
     run: Run = new_run(open_store(str(tmp_path / "store")), program_job(fleet={"local": {}, "workers": 1}), GREEDY)
     environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def enter() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    agent = subprocess.Popen(
+    node = subprocess.Popen(
         [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
         env=environment,
         preexec_fn=enter,  # noqa: PLW1509
         stdout=subprocess.DEVNULL,
     )
-    assert agent.wait(120) == 100
+    assert node.wait(120) == 100
     result = run.result()
     assert result is not None
     assert "out of memory" in result.reason

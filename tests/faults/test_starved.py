@@ -1,4 +1,4 @@
-"""A client that is gone, a full disk, a worker that hangs; compared with a run that nothing happened to."""
+"""A client that is gone, a full disk and a worker that hangs, compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(sandbox: Sandbox, kind: str) -> list[Event]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The machine's own disk: caches, logs and what is on its way to the store."""
+    """The machine's own disk: caches, logs and what is being uploaded."""
     disk = tmp_path / "cache"
     disk.mkdir()
     done = subprocess.run(
@@ -58,10 +58,10 @@ def sandbox(tmp_path: Path, small_disk: Path) -> Iterator[Sandbox]:
     made.close()
 
 
-def test_the_client_goes_the_disk_is_full_and_a_worker_hangs(
+def test_a_run_survives_a_lost_client_a_full_disk_and_a_hanging_worker(
     sandbox: Sandbox, small_disk: Path, uninterrupted: Sandbox
 ) -> None:
-    """All of it happens to one run, and nobody does anything about it but make room."""
+    """All of it happens to one run, and the only help is space on the disk."""
     sandbox.pace(0.15)
     start_and_lose_the_client(sandbox)
     sandbox.wait_for_commit()
@@ -89,7 +89,7 @@ def start_and_lose_the_client(sandbox: Sandbox) -> None:
 
 
 def fill_the_disk_for_a_while(sandbox: Sandbox, disk: Path) -> None:
-    """Training goes on and says what it cannot save; the last good checkpoint stays, until there is room again."""
+    """Training continues and says what it cannot save; the last good checkpoint stays until there is space again."""
     kept = sandbox.committed_step()
     filler = fill(disk)
     wait_until(lambda: len(told(sandbox, "warning")) >= 2, "two saves to fail")

@@ -1,4 +1,4 @@
-"""A store that often fails and is slow, and one that is gone for a while."""
+"""A store that often fails and is slow, and then is gone for a while."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[..., Sandbox]
 
 @pytest.fixture
 def make(tmp_path: Path, s3_environment: object, s3_proxy: Proxy) -> Iterator[Make]:
-    """Places whose stores lie behind a proxy that the test tells what to do."""
+    """Sandboxes whose stores are behind a proxy that the test controls."""
     sandboxes = []
 
     def make(name: str, **extra: str) -> Sandbox:
@@ -34,11 +34,11 @@ def make(tmp_path: Path, s3_environment: object, s3_proxy: Proxy) -> Iterator[Ma
         sandbox.close()
 
 
-def test_it_often_fails_and_is_gone_for_a_minute(
+def test_a_run_survives_a_failing_store_and_a_minute_without_it(
     make: Make, s3_proxy: Proxy, uninterrupted: Sandbox, tmp_path: Path
 ) -> None:
-    """Training goes on meanwhile, nobody is taken for dead, and all is caught up afterwards. Only a run whose budget is
-    used up while it is gone ends without the store: by itself, and its machines are switched off."""
+    """Training continues, no machine counts as lost, and everything is uploaded afterwards. Only a run whose budget is
+    used up meanwhile ends without the store: by itself, and its machines shut down."""
     switched_off = tmp_path / "switched-off"
     path = f"{without_power_off(tmp_path / 'bin', switched_off)}:{os.environ['PATH']}"
     sandbox, short = make("place"), make("short", PATH=path)
@@ -78,7 +78,7 @@ def every_fifth_request_fails_and_every_fifth_is_slow(proxy: Proxy) -> None:
 
 
 def without_power_off(directory: Path, switched_off: Path) -> Path:
-    """For the front of PATH: what would switch the machine off writes a line instead."""
+    """For the front of PATH: a command that writes a line instead of shutting the machine down."""
     directory.mkdir()
     assert POWER_OFF == ("systemctl", "poweroff")
     (directory / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {switched_off}\n')

@@ -17,7 +17,7 @@ from packtrain.fleet import fleet_of
 from packtrain.job.job import Budget, FleetSettings
 from packtrain.node import node as node_module
 from packtrain.node import preemption
-from packtrain.node.deadline import Deadline, first_bound, seconds_left, used_up
+from packtrain.node.deadline import Deadline, left_at_start, seconds_left, used_up
 from packtrain.node.preemption import switch_off
 from packtrain.run.records import Result
 from packtrain.run.run import Run
@@ -31,7 +31,6 @@ def fleet(**fields: Any) -> FleetSettings:
 
 def test_without_a_budget_there_is_no_deadline() -> None:
     assert seconds_left(Budget(), fleet(), [a_lease("a")], 1e9, 1) is None
-    assert first_bound(Budget(), fleet()) is None
 
 
 def test_hours_are_wall_time_of_the_run() -> None:
@@ -50,9 +49,11 @@ def test_dollars_are_paid_for_every_machine_also_those_that_are_gone() -> None:
     assert seconds_left(Budget(dollars=8, hours=1), fleet(), leases, 1800.0, 2) == 1800.0
 
 
-def test_a_machine_that_knows_of_no_other_keeps_to_its_share_of_the_budget() -> None:
-    assert first_bound(Budget(dollars=8), fleet()) == 3600.0
-    assert first_bound(Budget(dollars=8, hours=0.5), fleet()) == 1800.0
+def test_a_machine_that_knows_of_no_other_keeps_to_its_share_of_the_budget(directory_store: Store) -> None:
+    machines = {"local": {"machines": "1..4"}, "price": 2.0}
+    for budget, seconds in (({"dollars": 8}, 3600.0), ({"dollars": 8, "hours": 0.5}, 1800.0), ({}, None)):
+        run = new_run(directory_store, recipe_job(fleet=machines, budget=budget))
+        assert left_at_start(run, None) == seconds
 
 
 def test_the_budget_is_named_as_in_the_job() -> None:

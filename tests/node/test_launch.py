@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from packtrain.node.address import interface_of
 from packtrain.node.launch import (
     Directories,
     Launch,
     Launchers,
     free_port,
-    interface_of,
     last_output,
     launcher_arguments,
     worker_environment,
@@ -145,7 +145,7 @@ print(session.pid, plain.pid, bare.pid, flush=True)
 """
 
 
-class Nodes:
+class NodeLaunchers:
     """Launchers of a run's nodes, and what they start in place of torch's."""
 
     def __init__(self, run: Run, directory: Path) -> None:
@@ -157,7 +157,7 @@ class Nodes:
             (folder / "__init__.py").touch()
 
     def does(self, script: str) -> None:
-        """What launchers do once they have their work; that they are ready, they say when they are imported."""
+        """Define what launchers do with their work; they report that they are ready when imported."""
         ready = "import os, pathlib; pathlib.Path(os.environ['PACKTRAIN_CONTROL'] + '.ready').touch()\n"
         body = "def main(arguments):\n" + textwrap.indent(script, "    ")
         (self._package / "run.py").write_text(ready + body)
@@ -189,8 +189,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(directory_store: Store, tmp_path: Path) -> Nodes:
-    return Nodes(new_run(directory_store), tmp_path)
+def nodes(directory_store: Store, tmp_path: Path) -> NodeLaunchers:
+    return NodeLaunchers(new_run(directory_store), tmp_path)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -204,7 +204,7 @@ def still_there(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: Nodes) -> None:
+def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched(FAMILY + "time.sleep(600)")
     assert still_there(pids) == pids
     launch.kill()
@@ -212,7 +212,7 @@ def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: Nodes) -
     assert still_there(pids) == []
 
 
-def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: Nodes) -> None:
+def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
     launch.process.wait()
@@ -221,7 +221,7 @@ def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: Nodes) -> None:
     assert still_there(orphans) == []
 
 
-def test_kill_leaves_the_workers_of_another_generation_alone(nodes: Nodes) -> None:
+def test_kill_leaves_the_workers_of_another_generation_alone(nodes: NodeLaunchers) -> None:
     one, pids_of_one = nodes.launched(FAMILY + "time.sleep(600)", "one")
     other, pids_of_other = nodes.launched(FAMILY + "time.sleep(600)", "other")
     one.kill()
@@ -231,7 +231,7 @@ def test_kill_leaves_the_workers_of_another_generation_alone(nodes: Nodes) -> No
     assert still_there(pids_of_other) == []
 
 
-def test_a_launcher_can_be_killed_twice(nodes: Nodes) -> None:
+def test_a_launcher_can_be_killed_twice(nodes: NodeLaunchers) -> None:
     launch, _ = nodes.launched("print(flush=True)")
     launch.kill()
     code = launch.poll()
@@ -239,14 +239,14 @@ def test_a_launcher_can_be_killed_twice(nodes: Nodes) -> None:
     assert launch.poll() == code
 
 
-def test_terminate_sends_sigterm_to_the_launcher(nodes: Nodes) -> None:
+def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
     launch.terminate()
     assert launch.process.wait(timeout=90) == 7
 
 
-def test_sigusr1_to_every_process_reaches_the_workers_and_does_not_end_the_launcher(nodes: Nodes) -> None:
+def test_sigusr1_to_every_process_reaches_the_workers_and_does_not_end_the_launcher(nodes: NodeLaunchers) -> None:
     script = """
 import signal, subprocess, sys
 hear = "import signal; signal.signal(10, lambda *_: exit(7)); print(flush=True); signal.pause()"
@@ -262,7 +262,7 @@ sys.exit(worker.wait())
 
 
 @pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
-def test_a_launcher_ends_when_its_node_dies(nodes: Nodes, has_work: bool) -> None:
+def test_a_launcher_ends_when_its_node_dies(nodes: NodeLaunchers, has_work: bool) -> None:
     """The node is a process of its own here, because it has to die."""
     nodes.does("import time; print(flush=True); time.sleep(600)")
     (nodes.directory / "node" / "code").mkdir(parents=True)
@@ -299,7 +299,7 @@ def with_parts() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
-def test_a_prepared_launcher_gets_the_next_work(nodes: Nodes) -> None:
+def test_a_prepared_launcher_gets_the_next_work(nodes: NodeLaunchers) -> None:
     nodes.does("import os; print(os.getpid(), flush=True)")
     launchers = nodes.launchers("node")
     launchers.prepare()
@@ -312,7 +312,7 @@ def test_a_prepared_launcher_gets_the_next_work(nodes: Nodes) -> None:
     assert pids != [ready.pid], "each has one work"
 
 
-def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: Nodes) -> None:
+def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) -> None:
     nodes.does("import os; print(os.getpid(), flush=True)")
     launchers = nodes.launchers("node")
     launchers.prepare()
@@ -324,7 +324,7 @@ def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: Nodes) -> None:
     assert pids != [dead.pid]
 
 
-def test_a_launcher_without_work_is_ended(nodes: Nodes) -> None:
+def test_a_launcher_without_work_is_ended(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     launchers = nodes.launchers("node")
     launchers.close()
@@ -336,14 +336,14 @@ def test_a_launcher_without_work_is_ended(nodes: Nodes) -> None:
     assert still_there([ready.pid]) == []
 
 
-def test_workers_get_their_environment_and_an_empty_standard_input(nodes: Nodes) -> None:
+def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLaunchers) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
     assert said == [1, 0]
     assert launch.process.wait(timeout=90) == 0
 
 
-def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: Nodes) -> None:
+def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     (nodes.packages / "torch" / "distributed" / "run.py").write_text("raise ImportError('no such thing')")
     launchers, home = nodes.launchers("node"), nodes.directory / "node"

@@ -206,7 +206,7 @@ def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Mach
 
 
 def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine) -> None:
-    """Whoever asked for the stop waits for the result."""
+    """The person who asked for the stop waits for the result."""
     run = machine.run_of(WORK)
     node = machine.start(run)
     until(lambda: machine.working(0), "the worker")

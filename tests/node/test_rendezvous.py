@@ -1,4 +1,4 @@
-"""Where launchers meet: one of them listens, at the address that was agreed on."""
+"""The rendezvous of launchers: the first one listens, only at its registered address."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def change_manifest(run: Run, checkpoint: Checkpoint, **changes: Any) -> None:
 # Committing.
 
 
-def test_a_checkpoint_comes_back_as_it_was(any_store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_is_fetched_as_it_was_committed(any_store: Store, tmp_path: Path) -> None:
     run = new_run(any_store)
     saved = save(run, tmp_path, step=7, score=0.5)
     assert committed(run) == [saved]
@@ -131,7 +131,7 @@ def operations_of(store: Store, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("answers_get_lost", [False, True], ids=["before", "after"])
-def test_whoever_dies_while_committing_and_pruning_leaves_the_old_or_the_new_checkpoint_whole(
+def test_a_crash_while_committing_or_pruning_leaves_the_old_or_the_new_checkpoint_whole(
     directory_store: Store, tmp_path: Path, answers_get_lost: bool
 ) -> None:
     steps = []
@@ -166,7 +166,7 @@ def test_a_checkpoint_loses_its_manifest_before_its_files(directory_store: Store
     assert directory_store.folders("runs/job-1/checkpoints") == [new.name]
 
 
-def test_nothing_is_deleted_where_the_checkpoints_cannot_be_read_back(directory_store: Store, tmp_path: Path) -> None:
+def test_nothing_is_deleted_if_the_checkpoints_cannot_be_read_back(directory_store: Store, tmp_path: Path) -> None:
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     both = [save(run, tmp_path, step=1), save(run, tmp_path, step=2)]
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_its_reader_refuses_is_skipped_too(
     assert complaints == [f"checkpoint {refused.name}: {error}; skipped"]
 
 
-def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginning(
+def test_if_all_checkpoints_belong_to_another_run_the_run_does_not_start_over(
     directory_store: Store, tmp_path: Path
 ) -> None:
     run = new_run(directory_store)
@@ -241,7 +241,7 @@ def test_where_all_are_of_something_else_that_is_an_error_and_not_a_new_beginnin
         fetch_newest(run, tmp_path / "back", lambda _: None, refusing(Mistake("it is of another run"), 1, 2))
 
 
-def test_where_none_holds_that_is_an_error_and_not_a_new_beginning(directory_store: Store, tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for step in (1, 2):
         damage(run, save(run, tmp_path, step), "corrupt")
@@ -251,7 +251,7 @@ def test_where_none_holds_that_is_an_error_and_not_a_new_beginning(directory_sto
     assert read_files(tmp_path / "back") == {}
 
 
-def test_where_no_manifest_can_be_read_that_is_no_new_beginning_either(directory_store: Store, tmp_path: Path) -> None:
+def test_if_all_manifests_are_unreadable_the_run_does_not_start_over(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     directory_store.put(manifest_key(run, save(run, tmp_path, step=1)), b"{")
     with pytest.raises(Mistake, match="none of the 1 checkpoints of job-1 can be used: the manifest of"):
@@ -277,9 +277,7 @@ def test_a_foreign_format_is_skipped_with_a_warning(directory_store: Store, tmp_
     assert restore(run, tmp_path / "back") == (older, content(1), [line])
 
 
-def test_checkpoints_of_a_newer_version_are_neither_begun_over_nor_deleted(
-    directory_store: Store, tmp_path: Path
-) -> None:
+def test_checkpoints_of_a_newer_format_are_neither_replaced_nor_deleted(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for step in (1, 2, 3):
         change_manifest(run, save(run, tmp_path, step=step), format=2)
@@ -289,7 +287,7 @@ def test_checkpoints_of_a_newer_version_are_neither_begun_over_nor_deleted(
     assert [one.step for one in committed(run)] == [1, 2, 3]
 
 
-def test_a_score_that_is_not_a_number_is_none(directory_store: Store, tmp_path: Path) -> None:
+def test_a_score_that_is_not_finite_does_not_count(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for step, score in enumerate((math.nan, 5.0, 1.0, math.nan), 1):
         save(run, tmp_path, step=step, score=score)
@@ -300,9 +298,7 @@ def test_a_score_that_is_not_a_number_is_none(directory_store: Store, tmp_path: 
     assert [one.step for one in committed(run)] == [2, 4]
 
 
-def test_a_manifest_that_was_copied_from_another_checkpoint_is_passed_over(
-    directory_store: Store, tmp_path: Path
-) -> None:
+def test_a_manifest_copied_from_another_checkpoint_is_skipped(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     older, newer = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     directory_store.put(manifest_key(run, older), directory_store.get(manifest_key(run, newer)))
@@ -342,7 +338,7 @@ def lines(draw: st.DrawFn) -> list[Checkpoint]:
 
 @settings(deadline=None)
 @given(lines(), st.integers(0, 4), st.integers(0, 4))
-def test_the_newest_is_never_superfluous_nor_are_the_best(
+def test_the_newest_and_the_best_are_never_pruned(
     checkpoints: list[Checkpoint], keep_last: int, keep_best: int
 ) -> None:
     dropped = superfluous(checkpoints, keep_last, keep_best)
@@ -358,15 +354,13 @@ def test_the_newest_is_never_superfluous_nor_are_the_best(
 
 @settings(deadline=None)
 @given(lines(), st.integers(1, 3), st.integers(0, 3))
-def test_what_is_kept_once_pruned_is_kept_when_pruned_again(
-    checkpoints: list[Checkpoint], keep_last: int, keep_best: int
-) -> None:
+def test_pruning_twice_deletes_nothing_more(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> None:
     dropped = superfluous(checkpoints, keep_last, keep_best)
     kept = [one for one in checkpoints if one not in dropped]
     assert superfluous(kept, keep_last, keep_best) == []
 
 
-def test_the_best_is_the_one_with_the_most_and_without_scores_the_newest() -> None:
+def test_the_best_has_the_highest_score_and_without_scores_is_the_newest() -> None:
     made = [Checkpoint(1, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
     assert best(made) == made[1]
     assert best(made[2:3]) == made[2]

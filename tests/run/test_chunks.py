@@ -53,7 +53,7 @@ def test_what_was_flushed_is_read_in_order(any_store: Store) -> None:
     assert numbers(reading.read()) == [1, 2, 3]
 
 
-def test_each_call_of_read_returns_what_has_come_since_the_last(any_store: Store) -> None:
+def test_each_read_returns_what_is_new(any_store: Store) -> None:
     writing, reading = writer(any_store), reader(any_store)
     assert reading.read() == []
     note(writing, 1)
@@ -114,7 +114,7 @@ def test_nothing_is_put_when_nothing_was_collected(directory_store: Store) -> No
     assert store.changes() == [("put", "runs/job-1/notes/w/00000000.jsonl")]
 
 
-def test_what_could_not_be_flushed_is_kept_and_put_later_in_order(directory_store: Store) -> None:
+def test_records_that_could_not_be_flushed_are_put_later_in_order(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     writing, reading = writer(store), reader(directory_store)
     store.refuse("put")
@@ -171,7 +171,7 @@ def test_a_read_that_fails_half_way_loses_nothing(directory_store: Store) -> Non
     assert numbers(reading.read()) == [1, 2]
 
 
-def test_records_come_back_as_they_were(any_store: Store) -> None:
+def test_records_are_read_as_they_were_written(any_store: Store) -> None:
     texts = ["", "ä\u2028\n\r\0\x85", '"]},\\', "💡"]
     writing = writer(any_store)
     for text in texts:
@@ -180,7 +180,7 @@ def test_records_come_back_as_they_were(any_store: Store) -> None:
     assert reader(any_store).read() == [Note(0.1, text) for text in texts]
 
 
-def test_numbers_that_are_not_finite_are_records_too(any_store: Store) -> None:
+def test_numbers_that_are_not_finite_can_be_recorded(any_store: Store) -> None:
     writing = writer(any_store)
     for number in (math.inf, -math.inf, math.nan):
         writing.append(Note(number))
@@ -190,7 +190,7 @@ def test_numbers_that_are_not_finite_are_records_too(any_store: Store) -> None:
     assert math.isnan(read[2])
 
 
-def test_half_a_character_in_a_text_costs_that_character_alone(any_store: Store) -> None:
+def test_half_a_character_in_a_text_loses_only_that_character(any_store: Store) -> None:
     writing = writer(any_store)
     writing.append(Note(1, "before\udc80after"))
     writing.flush()
@@ -223,7 +223,7 @@ def test_threads_can_share_a_writer(directory_store: Store) -> None:
     assert sorted(numbers(reader(directory_store).read())) == list(range(200))
 
 
-def test_a_flusher_puts_what_is_collected_by_itself(directory_store: Store) -> None:
+def test_a_flusher_flushes_in_the_background(directory_store: Store) -> None:
     writing, reading = writer(directory_store), reader(directory_store)
     flusher = Flusher([writing], complain=lambda _: None, seconds=0.01)
     note(writing, 1)
@@ -231,7 +231,7 @@ def test_a_flusher_puts_what_is_collected_by_itself(directory_store: Store) -> N
     assert flusher.close()
 
 
-def test_a_flusher_complains_of_a_store_that_is_away_and_goes_on(directory_store: Store) -> None:
+def test_a_flusher_complains_about_an_absent_store_and_keeps_trying(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     writing, reading = writer(store), reader(directory_store)
     complaints: list[StoreError] = []
@@ -245,7 +245,7 @@ def test_a_flusher_complains_of_a_store_that_is_away_and_goes_on(directory_store
     assert {str(complaint) for complaint in complaints} == {"the store is away"}
 
 
-def test_closing_a_flusher_flushes_what_is_left_and_says_whether_it_could(directory_store: Store) -> None:
+def test_closing_a_flusher_flushes_the_rest_and_returns_whether_it_succeeded(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     writing, complaints = writer(store), []
     store.refuse("put")

@@ -10,7 +10,6 @@ import pytest
 import zstandard
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run import code
 from packtrain.run.code import archive, snapshot, unpack
 from parts.runs import read_files, write_files
 
@@ -47,7 +46,7 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 # What goes in.
 
 
-def test_the_files_come_back_as_they_were(tmp_path: Path) -> None:
+def test_files_are_unpacked_as_they_were(tmp_path: Path) -> None:
     files = {"train.py": b"print()", "package/deep/module.py": b"", "data.bin": bytes(range(256)), "ä ö.txt": b"x"}
     write_files(tmp_path / "code", files)
     assert kept(tmp_path / "code", tmp_path / "back") == files
@@ -61,7 +60,7 @@ def test_a_script_stays_executable(tmp_path: Path) -> None:
     assert not (tmp_path / "back" / "train.py").stat().st_mode & 0o111
 
 
-def test_the_same_files_give_the_same_bytes_whenever_and_in_whatever_order_they_were_made(tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_bytes_whatever_their_times_and_order(tmp_path: Path) -> None:
     files = {"b.py": b"2", "a/c.py": b"3", "a.py": b"1"}
     write_files(tmp_path / "one", files)
     write_files(tmp_path / "other", dict(reversed(files.items())))
@@ -69,7 +68,7 @@ def test_the_same_files_give_the_same_bytes_whenever_and_in_whatever_order_they_
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "other")
 
 
-def test_what_git_ignores_is_left_out(repository: Path, tmp_path: Path) -> None:
+def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -> None:
     write_files(
         repository,
         {"train.py": b"", "new.py": b"", ".gitignore": b"data/\n*.log\n", "data/big.bin": b"x", "out.log": b"x"},
@@ -84,7 +83,7 @@ def test_without_git_the_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: p
     assert kept(tmp_path / "code", tmp_path / "back") == {"train.py": b"1", "lib/more.py": b"2"}
 
 
-def test_a_file_that_git_knows_and_that_is_gone_is_no_trouble(repository: Path, tmp_path: Path) -> None:
+def test_a_deleted_file_that_git_still_knows_is_no_error(repository: Path, tmp_path: Path) -> None:
     write_files(repository, {"train.py": b"", "old.py": b""})
     subprocess.run(["git", "-C", repository, "add", "."], check=True)
     (repository / "old.py").unlink()
@@ -106,7 +105,7 @@ def test_a_file_that_git_knows_and_that_is_gone_is_no_trouble(repository: Path, 
     ],
 )
 @pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
-def test_what_holds_keys_is_left_out(tmp_path: Path, repository: Path, name: str, tracked: bool) -> None:
+def test_files_that_may_hold_keys_are_left_out(tmp_path: Path, repository: Path, name: str, tracked: bool) -> None:
     directory = repository if tracked else tmp_path / "plain"
     write_files(directory, {"train.py": b"", name: b"CANARY"})
     if tracked:
@@ -115,7 +114,7 @@ def test_what_holds_keys_is_left_out(tmp_path: Path, repository: Path, name: str
 
 
 @pytest.mark.parametrize("name", [".git/config", "__pycache__/train.pyc", ".venv/bin/python", "x.egg-info/PKG-INFO"])
-def test_what_can_be_made_again_is_left_out(tmp_path: Path, name: str) -> None:
+def test_caches_and_environments_are_left_out(tmp_path: Path, name: str) -> None:
     write_files(tmp_path / "code", {"train.py": b"", name: b"x"})
     assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
 
@@ -127,11 +126,10 @@ def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
     assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
 
 
-def test_too_much_is_refused_with_the_largest_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "LARGEST_BYTES", 1000)
+def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
     with pytest.raises(Mistake, match=r"is 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
-        snapshot(tmp_path)
+        snapshot(tmp_path, most_bytes=1000)
 
 
 # What comes out.
@@ -150,7 +148,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE)
-def test_anything_but_plain_files_inside_the_directory_is_refused(
+def test_anything_but_regular_files_inside_the_directory_is_refused(
     tmp_path: Path, entry: tuple[tarfile.TarInfo, bytes]
 ) -> None:
     (tmp_path / "back").mkdir()
@@ -168,13 +166,10 @@ def test_a_link_cannot_lead_a_later_file_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("says_its_size", [True, False])
-def test_what_swells_is_refused_whatever_size_it_claims(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says_its_size: bool
-) -> None:
-    monkeypatch.setattr(code, "_UNPACKED_BYTES", 100_000)
+def test_a_decompression_bomb_is_refused_whatever_size_it_claims(tmp_path: Path, says_its_size: bool) -> None:
     bomb = zstandard.ZstdCompressor(write_content_size=says_its_size).compress(bytes(10_000_000))
     with pytest.raises(PacktrainError, match="is larger than"):
-        unpack(bomb, tmp_path)
+        unpack(bomb, tmp_path, most_bytes=100_000)
     assert read_files(tmp_path) == {}
 
 
@@ -190,6 +185,6 @@ def test_what_swells_is_refused_whatever_size_it_claims(
     ],
     ids=["empty", "plain", "no tar", "cut off", "a file as a folder", "no name"],
 )
-def test_what_cannot_be_unpacked_is_said_in_one_line(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_archive_is_an_error_in_one_line(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(PacktrainError, match=r"^cannot unpack the run's code"):
         unpack(data, tmp_path)

@@ -1,4 +1,4 @@
-"""Whether machines are alive, by watching their leases and at one look."""
+"""Liveness of machines: by watching their leases, and at one look."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def looked(*looks: tuple[float, list[Lease]]) -> LeaseWatch:
 # Leases.
 
 
-def test_one_look_does_not_tell_whether_a_lease_lives() -> None:
+def test_one_look_does_not_say_whether_a_node_is_alive() -> None:
     watch = looked((0.0, [a_lease("a", 5)]))
     assert not watch.alive("a", 1.0)
     assert not watch.lost("a", 1.0)
 
 
-def test_a_lease_that_was_seen_to_renew_is_alive() -> None:
+def test_a_node_that_was_seen_to_renew_its_lease_is_alive() -> None:
     watch = looked((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]))
     assert watch.alive("a", 2.0 + LOST - 0.1)
     assert not watch.lost("a", 2.0 + LOST - 0.1)
 
 
-def test_a_lease_that_does_not_renew_for_long_is_lost() -> None:
+def test_a_node_that_does_not_renew_for_too_long_is_lost() -> None:
     still = [(now, [a_lease("a", 6)]) for now in (2.0, 5.0, 8.0, 11.0, 13.0)]
     watch = looked((0.0, [a_lease("a", 5)]), *still)
     assert watch.lost("a", 2.0 + LOST)
@@ -80,18 +80,18 @@ def test_time_in_which_the_reader_could_not_look_does_not_count() -> None:
     assert watch.alive("a", 64.0)
 
 
-def test_a_lease_that_never_moved_is_lost_after_the_same_time() -> None:
+def test_a_node_that_never_renewed_is_lost_after_the_same_time() -> None:
     watch = looked((100.0, [a_lease("a", 5)]))
     assert watch.lost("a", 100.0 + LOST)
 
 
-def test_a_lease_that_leaves_is_lost_at_once() -> None:
+def test_a_node_that_leaves_is_lost_immediately() -> None:
     watch = looked((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]), (3.0, [a_lease("a", 7, left=True)]))
     assert watch.lost("a", 3.0)
     assert not watch.alive("a", 3.0)
 
 
-def test_a_lease_that_nobody_has_seen_is_lost() -> None:
+def test_a_node_without_a_lease_is_lost() -> None:
     assert LeaseWatch(LOST).lost("a", 0.0)
     assert not LeaseWatch(LOST).alive("a", 0.0)
 
@@ -104,7 +104,7 @@ def test_a_lost_node_that_renews_again_is_alive_again() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3.9), st.integers(0, 3), st.booleans()), max_size=12), st.floats(0, 20))
 def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, bool]], after: float) -> None:
-    """Whatever the counter does, what matters is how long ago this reader saw it change."""
+    """The counter's value does not matter, only how long ago this reader saw it change."""
     watch, now, changed, before, renewed = LeaseWatch(LOST), 0.0, None, None, False
     for pause, renewal, left in looks:
         now += pause
@@ -152,13 +152,13 @@ def test_a_run_whose_node_renews_its_lease_is_running(any_store: Store) -> None:
         assert quick_state(run) == "running"
 
 
-def test_a_run_whose_lease_stands_still_is_interrupted(any_store: Store) -> None:
+def test_a_run_whose_lease_is_not_renewed_is_interrupted(any_store: Store) -> None:
     run = new_run(any_store)
     run.renew(a_lease("a", renewal=5))
     assert quick_state(run) == "interrupted"
 
 
-def test_a_lease_that_leaves_while_it_is_watched_is_no_sign_of_life(directory_store: Store) -> None:
+def test_a_node_that_leaves_while_it_is_watched_does_not_count_as_alive(directory_store: Store) -> None:
     run = new_run(directory_store)
     run.renew(a_lease("a", renewal=5))
     timer = threading.Timer(0.1, lambda: run.renew(a_lease("a", renewal=6, left=True)))
@@ -181,7 +181,7 @@ def test_a_run_that_is_resumed_is_running_once_a_new_machine_has_joined(director
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "stopped"])
-def test_a_run_with_a_result_is_what_the_result_says(directory_store: Store, status: str) -> None:
+def test_the_state_of_a_run_with_a_result_is_its_status(directory_store: Store, status: str) -> None:
     run = new_run(directory_store)
     run.renew(a_lease("a"))
     run.finish(Result(status, "", 1, 1.0))  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def test_many_runs_are_judged_at_one_look_and_only_doubts_are_watched(directory_
 
 
 def test_a_node_on_this_machine_is_judged_by_its_lock(directory_store: Store, watched: Watched) -> None:
-    """Whatever its lease says: it may be killed a moment ago, or unable to reach the store."""
+    """Its lease may be newer than its death, or older because the store cannot be reached."""
     run = new_run(directory_store)
     node = a_lease("here-1")
     node = Lease(**{**node.__dict__, "hostname": socket.gethostname()})

@@ -22,14 +22,14 @@ def test_runs_of_a_job_are_numbered_from_one(any_store: Store) -> None:
     assert [new_run(any_store).name for _ in range(3)] == ["job-1", "job-2", "job-3"]
 
 
-def test_the_numbers_of_one_job_do_not_depend_on_another_whose_name_begins_alike(any_store: Store) -> None:
+def test_the_numbers_of_a_job_do_not_depend_on_a_job_with_a_similar_name(any_store: Store) -> None:
     for name in ("en", "en-de", "en-de-2"):
         new_run(any_store, program_job(name))
     assert new_run(any_store, program_job("en")).name == "en-2"
     assert new_run(any_store, program_job("en-de")).name == "en-de-2"
 
 
-def test_runs_that_are_created_at_once_get_different_numbers(any_store: Store) -> None:
+def test_runs_created_at_the_same_time_get_different_numbers(any_store: Store) -> None:
     together = threading.Barrier(8)
 
     def create() -> str:
@@ -62,7 +62,7 @@ def test_a_run_is_found_by_its_name(any_store: Store) -> None:
     assert open_run(any_store, "job-1").name == "job-1"
 
 
-def test_without_a_name_the_newest_run_of_all_is_meant(directory_store: Store) -> None:
+def test_without_a_name_the_newest_run_is_opened(directory_store: Store) -> None:
     for name in ("beta", "alpha", "beta"):
         new_run(directory_store, program_job(name))
     assert open_run(directory_store, None).name == "beta-2"
@@ -70,7 +70,7 @@ def test_without_a_name_the_newest_run_of_all_is_meant(directory_store: Store) -
     assert open_run(directory_store, None).name == "alpha-2"
 
 
-def test_a_jobs_name_means_its_newest_run_however_many_there_are(any_store: Store) -> None:
+def test_a_jobs_name_opens_its_newest_run(any_store: Store) -> None:
     for _ in range(11):
         new_run(any_store)
     new_run(any_store, program_job("other"))
@@ -83,7 +83,7 @@ def test_runs_are_listed_from_the_oldest_to_the_newest_even_within_a_second(any_
     assert open_run(any_store, None).name == "job-11"
 
 
-def test_what_is_not_a_run_is_not_listed(any_store: Store) -> None:
+def test_folders_that_are_not_runs_are_not_listed(any_store: Store) -> None:
     new_run(any_store)
     any_store.put("runs/half-1/code.tar.zst", b"its job.json was never written")
     any_store.put("runs/Not a Name-²/job.json", b"{}")
@@ -104,12 +104,12 @@ def test_an_unknown_name_is_answered_with_the_newest_runs(directory_store: Store
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64])
-def test_what_cannot_be_a_name_is_refused_before_the_store_is_asked(directory_store: Store, name: str) -> None:
+def test_an_invalid_name_is_refused_before_the_store_is_asked(directory_store: Store, name: str) -> None:
     with pytest.raises(NotFound, match="is not a valid run name"):
         Run(directory_store, name)
 
 
-def test_a_run_that_is_not_there_says_so(any_store: Store) -> None:
+def test_a_run_that_does_not_exist_is_an_error(any_store: Store) -> None:
     with pytest.raises(NotFound, match="no run 'job-1'"):
         _ = Run(any_store, "job-1").job
 
@@ -135,7 +135,7 @@ def test_a_damaged_object_is_named_in_one_line(directory_store: Store, name: str
     assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or from another version"
 
 
-def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:
+def test_the_first_proposal_of_a_number_wins(any_store: Store) -> None:
     run = new_run(any_store)
     assert run.latest_generation() is None
     assert run.propose(a_generation(1, "a", "b"))
@@ -145,7 +145,7 @@ def test_the_first_proposal_of_a_number_holds(any_store: Store) -> None:
     assert run.latest_generation() == a_generation(2, "c")
 
 
-def test_a_generation_that_is_known_is_not_read_again(any_store: Store) -> None:
+def test_a_known_generation_is_not_read_again(any_store: Store) -> None:
     run = new_run(any_store)
     run.propose(a_generation(1))
     known = run.latest_generation()
@@ -154,14 +154,14 @@ def test_a_generation_that_is_known_is_not_read_again(any_store: Store) -> None:
     assert run.latest_generation(known) == a_generation(2, "b")
 
 
-def test_one_machine_at_a_time_calls_the_next_generation(any_store: Store) -> None:
+def test_in_each_turn_one_node_proposes_the_next_generation(any_store: Store) -> None:
     run = new_run(any_store)
     assert [run.proposer(1, 0, node) for node in ("a", "b", "a")] == ["a", "a", "a"]
     assert run.proposer(1, 1, "b") == "b"
     assert run.proposer(2, 0, "b") == "b"
 
 
-def test_many_leases_are_read_as_few_are(any_store: Store) -> None:
+def test_many_leases_are_read_in_order(any_store: Store) -> None:
     run = new_run(any_store)
     nodes = [a_lease(f"n{number:02d}", renewal=number) for number in range(30)]
     for node in nodes:
@@ -171,7 +171,7 @@ def test_many_leases_are_read_as_few_are(any_store: Store) -> None:
     assert run.lease("nobody") is None
 
 
-def test_a_member_has_a_rank_and_others_have_none() -> None:
+def test_only_members_have_a_rank() -> None:
     generation: Generation = a_generation(1, "a", "b")
     assert [generation.rank_of(node) for node in ("a", "b", "c")] == [0, 1, None]
 
@@ -184,7 +184,7 @@ def test_a_lease_is_replaced_when_it_is_renewed(any_store: Store) -> None:
     assert run.leases() == [a_lease("a", renewal=2), a_lease("b", renewal=7)]
 
 
-def test_the_first_result_holds(any_store: Store) -> None:
+def test_only_the_first_result_counts(any_store: Store) -> None:
     run = new_run(any_store)
     first = Result("finished", "done", 10, 1.5, {"test.bleu": 20.0}, {"test.bleu": "x"}, (Sample("a", "b", "c"),))
     assert run.result() is None
@@ -193,7 +193,7 @@ def test_the_first_result_holds(any_store: Store) -> None:
     assert run.result() == first
 
 
-def test_the_first_request_to_stop_holds(any_store: Store) -> None:
+def test_only_the_first_stop_request_counts(any_store: Store) -> None:
     run = new_run(any_store)
     run.request_stop("enough")
     run.request_stop("more than enough")
@@ -202,7 +202,7 @@ def test_the_first_request_to_stop_holds(any_store: Store) -> None:
     assert stop.reason == "enough"
 
 
-def test_a_run_that_is_opened_again_has_no_end(any_store: Store) -> None:
+def test_a_reopened_run_has_no_result_and_no_stop_request(any_store: Store) -> None:
     run = new_run(any_store)
     run.request_stop("enough")
     run.finish(Result("stopped", "enough", 1, 1.0))
@@ -218,7 +218,7 @@ def a_point(kind: str, generation: int, step: int, value: float = 0.0) -> Point:
     return Point(kind, generation, step, 0.0, {"loss": value})  # type: ignore[arg-type]
 
 
-def test_steps_that_were_lost_and_made_again_count_once() -> None:
+def test_steps_that_were_lost_and_repeated_count_once() -> None:
     lost = [a_point("train", 1, step, value=1.0) for step in range(1, 8)]
     made_again = [a_point("start", 2, 4)] + [a_point("train", 2, step, value=2.0) for step in range(5, 10)]
     kept = [point for point in surviving(lost + made_again) if point.kind == "train"]
@@ -226,7 +226,7 @@ def test_steps_that_were_lost_and_made_again_count_once() -> None:
     assert [point.generation for point in kept] == [1] * 4 + [2] * 5
 
 
-def test_a_measure_that_is_taken_again_at_the_same_step_replaces_the_first() -> None:
+def test_a_repeated_measurement_at_the_same_step_replaces_the_first() -> None:
     points = [a_point("test", 1, 9, value=1.0), a_point("start", 2, 9), a_point("test", 2, 9, value=2.0)]
     assert [point.values["loss"] for point in surviving(points) if point.kind == "test"] == [2.0]
 
@@ -258,7 +258,7 @@ def naive_line(attempts: list[list[Point]]) -> dict[tuple[str, int], int]:
 
 @settings(deadline=None)
 @given(histories(), st.randoms(use_true_random=False))
-def test_the_line_that_survives_is_the_naive_one_in_whatever_order_points_come(attempts, random) -> None:  # type: ignore[no-untyped-def]
+def test_the_surviving_points_do_not_depend_on_the_order_of_reading(attempts, random) -> None:  # type: ignore[no-untyped-def]
     points = [point for attempt in attempts for point in attempt]
     random.shuffle(points)
     kept = surviving(points)
@@ -283,7 +283,7 @@ def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(histories(), st.integers(1, 8), st.booleans())
-def test_recent_points_are_the_end_of_the_line_that_survives(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
+def test_recent_points_are_the_end_of_the_surviving_points(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
     with TemporaryDirectory() as place:
         run = new_run(open_store(place))
         for attempt in attempts:
@@ -299,7 +299,7 @@ def test_recent_points_are_the_end_of_the_line_that_survives(attempts, steps, ev
         assert len(found) >= min(count, len(whole))
 
 
-def test_the_runs_of_a_full_store_are_listed_in_order(any_store: Store) -> None:
+def test_many_runs_are_listed_in_order(any_store: Store) -> None:
     names = [new_run(any_store, program_job(name)).name for name in ("b", "c", "a", "e", "d", "f") for _ in range(3)]
     listed = run_names(any_store)
     assert sorted(listed) == sorted(names)

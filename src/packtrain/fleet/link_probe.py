@@ -18,8 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from packtrain.errors import PacktrainError
-from packtrain.node.address import check_private, choose_address
-from packtrain.node.launch import interface_of
+from packtrain.node.address import check_private, choose_address, interface_of
 from packtrain.store import Store, open_store
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,6 +94,14 @@ def interface_addresses() -> Mapping[str, list[str]]:
     }
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with that address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
 def _address_on(interface: str) -> str:
     known = interface_addresses()
     if interface not in known:
@@ -103,10 +112,8 @@ def _address_on(interface: str) -> str:
 
 
 def _number_of(given: str) -> str:
-    try:
+    with suppress(ValueError):
         return str(ipaddress.ip_address(given))
-    except ValueError:
-        pass
     try:
         return socket.gethostbyname(given)
     except OSError:
@@ -115,20 +122,9 @@ def _number_of(given: str) -> str:
 
 def _routed_to(host: str) -> str | None:
     """Return this machine's address on the way to the host. Connecting a datagram socket routes, but sends nothing."""
-    for family, address in _resolved(host):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((address, 9))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
     return None
-
-
-def _resolved(host: str) -> Iterator[tuple[int, str]]:
-    try:
-        answers = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
-    except OSError:
-        return
-    for family, _, _, _, address in answers:
-        yield family, str(address[0])

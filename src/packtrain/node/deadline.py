@@ -33,22 +33,12 @@ def seconds_left(
     return max(0.0, min(limits)) if limits else None
 
 
-def first_bound(budget: Settings, fleet: FleetSettings) -> float | None:
-    """Return the limit of a node that knows of no generation: all machines may have started at the same time."""
-    limits = []
-    if budget.hours is not None:
-        limits.append(budget.hours * 3600)
-    price = fleet.dollars_per_hour
-    if budget.dollars is not None and price is not None:
-        limits.append(budget.dollars / price * 3600 / fleet.kind.machines.most)
-    return min(limits, default=None)
-
-
 def left_at_start(run: Run, latest: Generation | None) -> float | None:
     """Return the limit of a node that joins: what the latest generation had left, less the time since then by the lease
     of its first node."""
     if latest is None or latest.seconds_left is None:
-        return first_bound(run.job.budget, run.job.fleet)
+        # All machines may have started at the same time: each keeps to its share.
+        return seconds_left(run.job.budget, run.job.fleet, (), 0.0, run.job.fleet.kind.machines.most)
     first = run.lease(latest.members[0].node)
     used = 0.0 if first is None else max(0.0, first.used_seconds - latest.used_seconds)
     return max(0.0, latest.seconds_left - used)

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.errors import PacktrainError
+from packtrain.node.address import interface_of
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent
@@ -107,14 +108,6 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
         for name, value in inherited.items()
         if not name.startswith(_RANK_PREFIXES) and name not in _RANK_VARIABLES
     }
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with that address."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None
 
 
 class Launchers:

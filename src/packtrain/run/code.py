@@ -14,7 +14,6 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
 LARGEST_BYTES = 20_000_000
-_UNPACKED_BYTES = 4 * LARGEST_BYTES  # many small files take more room in a tar
 _NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}
 _SECRETS = (
     ".env", ".env.*", ".netrc", ".npmrc", ".pypirc", "credentials", "credentials.*", "*.pem", "*.key", "*.p12", "*.pfx",
@@ -22,7 +21,7 @@ _SECRETS = (
 )  # fmt: skip
 
 
-def snapshot(directory: Path, leave_out: Path | None = None) -> bytes:
+def snapshot(directory: Path, leave_out: Path | None = None, most_bytes: int = LARGEST_BYTES) -> bytes:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
     `leave_out` is a folder that is no code: a store beside the job file. The same files give the same bytes: names are
@@ -31,10 +30,10 @@ def snapshot(directory: Path, leave_out: Path | None = None) -> bytes:
     candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
     paths = sorted(path for path in candidates if _wanted(directory, path))
     total = sum(path.stat().st_size for path in paths)
-    if total > LARGEST_BYTES:
+    if total > most_bytes:
         largest = max(paths, key=lambda path: path.stat().st_size)
         raise Mistake(
-            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(LARGEST_BYTES)} (largest:"
+            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(most_bytes)} (largest:"
             f" {largest.relative_to(directory)}); point `code:` to a smaller directory or exclude data in .gitignore"
         )
     files = {str(path.relative_to(directory)): path for path in paths}
@@ -54,15 +53,18 @@ def archive(files: Mapping[str, bytes], executable: Set[str] = frozenset()) -> b
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
 
-def unpack(data: bytes, directory: Path) -> None:
-    """Write the snapshot's files. Anything but regular files inside the directory is refused."""
+def unpack(data: bytes, directory: Path, most_bytes: int = 4 * LARGEST_BYTES) -> None:
+    """Write the snapshot's files. Anything but regular files inside the directory is refused.
+
+    The default limit leaves room for many small files, which take more space in a tar.
+    """
     import zstandard
 
     try:
         # Not decompress(): it allocates the size that the data claims.
-        content = zstandard.ZstdDecompressor().stream_reader(data).read(_UNPACKED_BYTES + 1)
-        if len(content) > _UNPACKED_BYTES:
-            raise PacktrainError(f"the run's code is larger than {show_bytes(_UNPACKED_BYTES)} unpacked; refusing it")
+        content = zstandard.ZstdDecompressor().stream_reader(data).read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise PacktrainError(f"the run's code is larger than {show_bytes(most_bytes)} unpacked; refusing it")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)

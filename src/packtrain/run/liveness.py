@@ -115,16 +115,14 @@ def watch_states(
     """
     results = [run.result() for run in runs]
     states: list[State] = ["interrupted" if result is None else result.status for result in results]
-    before: dict[int, set[str]] = {}
-    watches: dict[int, LeaseWatch] = {}
-    for index, run in enumerate(runs):
-        if results[index] is None:
-            watch = watches[index] = LeaseWatch()
-            watch.observe(run.leases(), clock())
-            before[index] = set(watch.leases)
-            if not watch.leases:
-                states[index] = "waiting"
-                del watches[index]
+    watches, before = {}, {}
+    for index in (index for index, result in enumerate(results) if result is None):
+        watch = LeaseWatch()
+        watch.observe(runs[index].leases(), clock())
+        if watch.leases:
+            watches[index], before[index] = watch, set(watch.leases)
+        else:
+            states[index] = "waiting"
     deadline = clock() + seconds
     while watches and clock() < deadline:
         sleep(poll_seconds)
@@ -146,7 +144,7 @@ def state_of(run: Run) -> State:
 
 @dataclass(frozen=True)
 class LeaseAge:
-    """What one look says about the lease of a node that has not left.
+    """The lease of a node that has not left, at one look.
 
     `one_clock`: the clock that stamped the lease is the one that was asked for the time. `holds_lock`: the node is on
     this machine, and is known to be running or dead.
