@@ -25,7 +25,7 @@ import psutil
 
 import bench
 from packtrain.run.run import Run
-from parts.fields import make_field
+from parts.host_run import make_host_run
 from parts.hosts import hosts, missing
 from parts.sandbox import Sandbox, kill, make_sandbox
 
@@ -143,10 +143,10 @@ def of_host(rounds: int) -> list[Measured]:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, hosts(Path(scratch), 2) as network:
-            field = make_field(network, str(network.shared / "store"), [ENDLESS, ELASTIC], {"PACE": PACE})
+            host_run = make_host_run(network, str(network.shared / "store"), [ENDLESS, ELASTIC], {"PACE": PACE})
             for host in network:
-                field.start(host)
-            found.append(Trial(field.run).after(network[0].kill, "lost"))
+                host_run.start(host)
+            found.append(Trial(host_run.run).after(network[0].kill, "lost"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What holds for the whole source: one direction of imports, nothing unsafe, no torch in the client."""
+"""Rules for the whole source: direction of imports, nothing unsafe, no torch in the client."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "packtrain"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "packtrain"
 
-# From the ground up: a module imports from its own room or from those before it. As in docs/architecture.md.
+# A package or module imports from itself or from those before it in this list, as in docs/architecture.md.
 ORDER = [
     "errors", "units", "identity", "system", "backoff", "store", "job", "run", "pack", "data", "recipes", "train",
     "node", "fleet", "report", "export", "start", "api", "cli",
 ]  # fmt: skip
 
-# Names of modules, functions and arguments that run code out of data, or hand text to a shell.
+# Modules, functions and arguments that run code from data or pass text to a shell.
 FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 FORBIDDEN_CALLS = {
     "eval", "exec", "extractall", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",
@@ -31,7 +32,7 @@ def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def room(name: str) -> str:
+def layer(name: str) -> str:
     return name.removeprefix("packtrain.").split(".")[0]
 
 
@@ -47,7 +48,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def called_name(call: ast.Call) -> tuple[str, str]:
-    """The last name of what is called, and the last two with a dot."""
+    """Return the last name of the called expression, and its last two names with a dot."""
     text = ast.unparse(call.func)
     return text.rpartition(".")[2], ".".join(text.split(".")[-2:])
 
@@ -80,7 +81,7 @@ def test_modules_import_in_one_direction(path: Path) -> None:
         return
     for name in imports(ast.parse(path.read_text())):
         if name.startswith("packtrain."):
-            assert ORDER.index(room(name)) <= ORDER.index(own), f"{own} must not import {name}"
+            assert ORDER.index(layer(name)) <= ORDER.index(own), f"{own} must not import {name}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
