@@ -23,7 +23,7 @@ from torch import nn
 
 import bench
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack

@@ -22,7 +22,7 @@ import psutil
 from PIL import Image
 
 import bench
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes
@@ -105,7 +105,7 @@ class PeakMemory:
 
 
 def seconds_packing(folder: Path, store: Path) -> tuple[float, int]:
-    data = Data.model_validate({"train": [{"imagenet": str(folder)}]})
+    data = DataSettings.model_validate({"train": [{"imagenet": str(folder)}]})
     with PeakMemory() as memory:
         started = time.perf_counter()
         pack("bench", data, open_store(str(store)), Processes(), PlainProgress(lambda _: None))

@@ -29,7 +29,7 @@ from threading import Lock
 from typing import TypeVar
 
 import bench
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.node.node import IDLE_SECONDS, LOOK_SECONDS, Node
 from packtrain.run.code import archive
 from packtrain.run.liveness import LEASE_SECONDS

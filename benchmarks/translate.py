@@ -31,7 +31,7 @@ import bench
 from packtrain.data.order import Ids, epoch_batches
 from packtrain.data.pack import Pack
 from packtrain.export.predict import DecodeOptions, load_predictor
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids
 from packtrain.data.pack import pad
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 

@@ -11,7 +11,7 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import StartedNode, fleet_of
-from packtrain.job.job import Data, Job, Option
+from packtrain.job.job import DataSettings, Job, Option
 from packtrain.job.kinds import Source
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
@@ -120,7 +120,7 @@ def _code(loaded: LoadedJob, store: Store) -> bytes:
     return snapshot(loaded.code, Path(store.url) if store.is_directory else None)
 
 
-def _with_local_copies(data: Data, store: Store, tell: Tell) -> Data:
+def _with_local_copies(data: DataSettings, store: Store, tell: Tell) -> DataSettings:
     """Return the data with every path on this machine; remote files are fetched once."""
     directory = cache_directory() / "sources"
 

@@ -16,7 +16,7 @@ from pack.corpus import GREETINGS, job_of, write_pairs
 from pack.rawsets import picture, write, write_classes
 from packtrain.cli import main
 from packtrain.cli.models import shown
-from packtrain.job.job import Job
+from packtrain.job import Job
 from parts.models import commit_model, packed_run
 
 TRAIN = {"duration": "10 steps", "schedule": {"constant": {"rate": 0.01}}}

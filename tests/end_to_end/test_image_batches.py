@@ -11,7 +11,7 @@ from pack.pictures import photo, saved
 from packtrain.data.images import ImageBatches
 from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.pack import images
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -29,7 +29,7 @@ def opened(any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         path = tmp_path / "raw" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(saved(photo(90 + 3 * number, 120 - 2 * number, seed=number), "JPEG", quality=90))
-    data = Data.model_validate({"train": [{"imagenet": str(tmp_path / "raw")}]})
+    data = DataSettings.model_validate({"train": [{"imagenet": str(tmp_path / "raw")}]})
     manifest = pack("photos", data, any_store, InProcess(), PlainProgress(lambda _: None))
     assert len(manifest.splits["train"].shards) > 2
     return Pack(any_store, manifest.name, tmp_path / "cache")

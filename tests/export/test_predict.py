@@ -9,7 +9,7 @@ import torch
 from pack.corpus import GREETINGS, job_of, write_pairs
 from packtrain.errors import Mistake, NotFinished, PacktrainError
 from packtrain.export.predict import DecodeOptions, Predictor, load_predictor
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.recipes import Decoding
 from packtrain.run.run import Run
 from packtrain.train.state import MODEL_FILE

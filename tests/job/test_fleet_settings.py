@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from packtrain.fleet.mpi import MpiSettings
 from packtrain.fleet.slurm import SlurmSettings
 from packtrain.fleet.ssh import SshSettings
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.part import faults
 from packtrain.units import Machines
@@ -41,10 +41,10 @@ def test_a_fleet_is_read_as_it_was_written(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("fleet", "place", "words"),
     [
-        ({"ssh": {}}, ("ssh", "hosts"), "is needed"),
+        ({"ssh": {}}, ("ssh", "hosts"), "is required"),
         ({"ssh": {"hosts": []}}, ("ssh", "hosts"), "at least one host"),
-        ({"ssh": {"hosts": ["a", "a"]}}, ("ssh", "hosts"), "has a host twice"),
-        ({"ssh": {"hosts": ["a"], "machines": 2}}, ("ssh", "machines"), "asks for 2 of 1 hosts"),
+        ({"ssh": {"hosts": ["a", "a"]}}, ("ssh", "hosts"), "lists a host twice"),
+        ({"ssh": {"hosts": ["a"], "machines": 2}}, ("ssh", "machines"), "asks for 2 machines, but hosts lists only 1"),
         ({"ssh": {"hosts": ["-oProxyCommand=x"]}}, ("ssh", "hosts", 0), "is not a host"),
         ({"ssh": {"hosts": ["a b"]}}, ("ssh", "hosts", 0), "is not a host"),
         ({"ssh": {"hosts": ["a"], "python": "python; rm"}}, ("ssh", "python"), "is not the path of a Python"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from packtrain.job.job import EpochSettings, TrainSettings
 from packtrain.job.part import faults
-from packtrain.job.train import EpochSettings, Train
 from packtrain.train.gradient_sync import DdpSettings, LocalSyncSettings
 from packtrain.train.progress import Progress
 from packtrain.units import Amount, Duration
@@ -32,8 +32,8 @@ DAWNBENCH = [
 ]
 
 
-def settings(**fields: Any) -> Train:
-    return Train.model_validate({**TRAIN, **fields})
+def settings(**fields: Any) -> TrainSettings:
+    return TrainSettings.model_validate({**TRAIN, **fields})
 
 
 def refusals(**fields: Any) -> list[str]:
@@ -106,7 +106,7 @@ def test_a_section_reads_back_what_it_writes() -> None:
         {"optimizer": {"sgd": {"momentum": 0.9, "nesterov": True}}, "micro_batch": "32 samples", "precision": "fp16"},
     ):
         train = settings(**fields)
-        assert Train.model_validate_json(train.model_dump_json()) == train
+        assert TrainSettings.model_validate_json(train.model_dump_json()) == train
 
 
 def test_what_is_not_said_has_a_default() -> None:
@@ -124,7 +124,7 @@ def phases(*changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 UNITS = "must be in steps or in epochs, the same in all phases"
-WHOLE = "must be a whole number of epochs: the next phase changes the batch or the pictures"
+WHOLE = "must be a whole number of epochs; the next phase changes the batch or the images"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ WHOLE = "must be a whole number of epochs: the next phase changes the batch or t
         ({"schedule": phases({"until": "3 epochs"}, {"until": "90 steps"})}, f"schedule.phases.1.until: {UNITS}"),
         ({"schedule": phases({"until": "3 min"})}, f"schedule.phases.0.until: {UNITS}"),
         ({"schedule": phases({"until": "3 epochs"}, {"until": "3 epochs"})},
-         "schedule.phases.1.until: must be later than that of the phase before"),
+         "schedule.phases.1.until: must be later than in the previous phase"),
         ({"schedule": phases({"until": "2.5 epochs"}, {"until": "9 epochs", "batch": "64 samples"})},
          f"schedule.phases.0.until: {WHOLE}"),
         ({"schedule": phases({"until": "2.5 epochs"}, {"until": "9 epochs", "size": 224})},
@@ -142,37 +142,38 @@ WHOLE = "must be a whole number of epochs: the next phase changes the batch or t
         ({"schedule": phases({"until": "20 steps"}, {"until": "90 steps", "batch": "64 samples"})},
          f"schedule.phases.0.until: {WHOLE}"),
         ({"schedule": phases({"until": "3 epochs", "batch": "9 tokens"})},
-         "schedule.phases.0.batch: must be counted in samples, as the batch is"),
+         "schedule.phases.0.batch: must be in samples, like the batch"),
         ({"schedule": phases({"until": "3 epochs", "rate": [0.1]})},
          "schedule.phases.0.rate: must be a rate, or a pair of rates such as [0.5, 2.0]"),
-        ({"schedule": phases({"until": "3 epochs", "rate": [0.1, 0]})}, "schedule.phases.0.rate: must be more than 0"),
+        ({"schedule": phases({"until": "3 epochs", "rate": [0.1, 0]})},
+         "schedule.phases.0.rate: must be greater than 0"),
         ({"schedule": phases({"until": "3 epochs", "rate": True})},
          "schedule.phases.0.rate: must be a rate, or a pair of rates such as [0.5, 2.0]"),
         ({"schedule": phases({"until": "3 epochs", "size": 4})}, "schedule.phases.0.size: must be at least 8"),
         ({"duration": "1 hour", "schedule": {"cosine": {"peak": 1.0}}},
-         "duration: must be in steps or epochs: the schedule goes by how much of the run is left"),
+         "duration: must be in steps or epochs; the schedule depends on the length of the run"),
         ({"duration": "1 hour", "schedule": {"one_cycle": {"peak": 1.0}}},
-         "duration: must be in steps or epochs: the schedule goes by how much of the run is left"),
+         "duration: must be in steps or epochs; the schedule depends on the length of the run"),
         ({"schedule": {"cosine": {"peak": 1.0, "warmup": "100 steps"}}},
-         "schedule.cosine.warmup: must be counted in epochs, as the duration is"),
+         "schedule.cosine.warmup: must be in epochs, like the duration"),
         ({"schedule": {"cosine": {"peak": 1.0, "warmup": "50 epochs"}}},
          "schedule.cosine.warmup: must be shorter than the run"),
         ({"schedule": {"step": {"rate": 1.0, "every": "1 hour"}}}, "schedule.step.every: must be in steps or epochs"),
         ({"schedule": {"step": {"rate": 1.0, "every": "1 epoch", "warmup": "1 min"}}},
          "schedule.step.warmup: must be in steps or epochs"),
-        ({"micro_batch": "64 tokens"}, "micro_batch: must be counted in samples, as the batch is"),
+        ({"micro_batch": "64 tokens"}, "micro_batch: must be in samples, like the batch"),
         ({"precision": "fp16", "exchange": {"local": {"every": "20 steps"}}},
-         "precision: fp16 scales the loss for all workers alike, and local steps do not: use bf16 or fp32"),
+         "precision: fp16 scales the loss of all workers together, not of local steps; use bf16 or fp32"),
         ({"exchange": {"local": {"every": "1 epoch"}}},
-         "exchange.local.every: must be counted in steps, such as '500 steps'"),
-        ({"exchange": {"local": {}}}, "exchange.local.every: is needed"),
+         "exchange.local.every: must be in steps, such as '500 steps'"),
+        ({"exchange": {"local": {}}}, "exchange.local.every: is required"),
         ({"exchange": {"ddp": {"compress": "int8"}}},
          "exchange.ddp.compress: 'int8' is not one of no, fp16, bf16; known: bf16, fp16, no"),
         ({"exchange": {"horovod": {}}}, "exchange.horovod: unknown key; known: ddp, fsdp, local"),
-        ({"optimizer": {"sgd": {"momentum": 0.0, "nesterov": True}}}, "optimizer.sgd.nesterov: needs a momentum"),
+        ({"optimizer": {"sgd": {"momentum": 0.0, "nesterov": True}}}, "optimizer.sgd.nesterov: requires a momentum"),
         ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, sgd"),
-        ({"patience": "100 steps"}, "patience: must be counted in seconds, such as '1 min'"),
-        ({"compile": "yes"}, "compile: must be true or false, not a text"),
+        ({"patience": "100 steps"}, "patience: must be in seconds, such as '1 min'"),
+        ({"compile": "yes"}, "compile: must be true or false, not a string"),
     ],
 )  # fmt: skip
 def test_what_the_section_refuses(fields: dict[str, Any], refusal: str) -> None:

@@ -14,7 +14,7 @@ from packtrain import report as report_module
 from packtrain.cli import app
 from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
-from packtrain.job.job import Budget, FleetSettings
+from packtrain.job.job import BudgetSettings, FleetSettings
 from packtrain.node import node as node_module
 from packtrain.node import preemption
 from packtrain.node.deadline import Deadline, left_at_start, seconds_left, used_up
@@ -30,12 +30,12 @@ def fleet(**fields: Any) -> FleetSettings:
 
 
 def test_without_a_budget_there_is_no_deadline() -> None:
-    assert seconds_left(Budget(), fleet(), [a_lease("a")], 1e9, 1) is None
+    assert seconds_left(BudgetSettings(), fleet(), [a_lease("a")], 1e9, 1) is None
 
 
 def test_hours_are_wall_time_of_the_run() -> None:
-    assert seconds_left(Budget(hours=2), fleet(), [a_lease("a"), a_lease("b")], 3600.0, 2) == 3600.0
-    assert seconds_left(Budget(hours=1), fleet(), [], 9999.0, 1) == 0.0
+    assert seconds_left(BudgetSettings(hours=2), fleet(), [a_lease("a"), a_lease("b")], 3600.0, 2) == 3600.0
+    assert seconds_left(BudgetSettings(hours=1), fleet(), [], 9999.0, 1) == 0.0
 
 
 def test_dollars_are_paid_for_every_machine_also_those_that_are_gone() -> None:
@@ -45,8 +45,8 @@ def test_dollars_are_paid_for_every_machine_also_those_that_are_gone() -> None:
         a_lease("c", machine_seconds=3600.0, left=True),
     ]
     # 8 dollars are 4 machine hours; 2 are used; two machines use up the rest in one hour.
-    assert seconds_left(Budget(dollars=8), fleet(), leases, 1800.0, 2) == 3600.0
-    assert seconds_left(Budget(dollars=8, hours=1), fleet(), leases, 1800.0, 2) == 1800.0
+    assert seconds_left(BudgetSettings(dollars=8), fleet(), leases, 1800.0, 2) == 3600.0
+    assert seconds_left(BudgetSettings(dollars=8, hours=1), fleet(), leases, 1800.0, 2) == 1800.0
 
 
 def test_a_machine_that_knows_of_no_other_keeps_to_its_share_of_the_budget(directory_store: Store) -> None:
@@ -57,7 +57,7 @@ def test_a_machine_that_knows_of_no_other_keeps_to_its_share_of_the_budget(direc
 
 
 def test_the_budget_is_named_as_in_the_job() -> None:
-    assert used_up(Budget(dollars=60, hours=24)) == "the budget of 24 hours and 60 dollars is used up"
+    assert used_up(BudgetSettings(dollars=60, hours=24)) == "the budget of 24 hours and 60 dollars is used up"
 
 
 def test_a_deadline_warns_before_and_ends_at_its_time() -> None:
@@ -220,7 +220,7 @@ preemption.exit_immediately("the budget is used up", True)
 
 
 def test_dollars_without_a_price_are_refused() -> None:
-    from packtrain.job.job import Job
+    from packtrain.job import Job
 
-    with pytest.raises(ValueError, match=r"give fleet\.price"):
+    with pytest.raises(ValueError, match=r"requires fleet\.price"):
         Job.model_validate({"name": "a", "program": ["train.py"], "budget": {"dollars": 1}})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.job.job import Checkpoint as Settings
+from packtrain.job.job import CheckpointSettings
 from packtrain.node import program
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded, committed, fetch
@@ -25,7 +25,10 @@ class Told(list[tuple[str, str]]):
 
 def checkpoints(run: Run, directory: Path, told: Told | None = None, **settings: object) -> ProgramCheckpoints:
     return ProgramCheckpoints(
-        run, directory, Settings.model_validate({"keep_best": 0, **settings}), Told() if told is None else told
+        run,
+        directory,
+        CheckpointSettings.model_validate({"keep_best": 0, **settings}),
+        Told() if told is None else told,
     )
 
 
@@ -165,7 +168,7 @@ def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_stor
 
 
 def test_a_commit_is_due_once_the_time_has_passed(directory_store: Store, tmp_path: Path) -> None:
-    clock, settings = {"now": 1000.0}, Settings.model_validate({"keep_best": 0, "every": "5 min"})
+    clock, settings = {"now": 1000.0}, CheckpointSettings.model_validate({"keep_best": 0, "every": "5 min"})
     keeping = ProgramCheckpoints(new_run(directory_store), tmp_path / "ckpt", settings, Told(), lambda: clock["now"])
     keeping.restore()
     assert not keeping.is_due()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packtrain.job.job import Data, Job
+from packtrain.job.job import DataSettings, Job
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -36,9 +36,9 @@ def write_pairs(path: Path, pairs: Pairs) -> str:
     return str(path)
 
 
-def data_of(paths: Sequence[str], **settings: Any) -> Data:
+def data_of(paths: Sequence[str], **settings: Any) -> DataSettings:
     """The data section of a job that learns from one source."""
-    return Data.model_validate({"train": [{"bitext": list(paths)}], "vocabulary": 300, **settings})
+    return DataSettings.model_validate({"train": [{"bitext": list(paths)}], "vocabulary": 300, **settings})
 
 
 def job_of(folder: Path, pairs: Pairs = GREETINGS, valid: Pairs = QUESTIONS, **sections: Any) -> Job:

@@ -14,7 +14,7 @@ import pytest
 
 from pack.pictures import photo, saved
 from pack.rawsets import write
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.pack import images
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -36,7 +36,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
 def packed(source: Path, location: Path, workers: Workers) -> dict[str, bytes]:
     """What is in the store after packing."""
     store = open_store(str(location))
-    data = Data.model_validate({"train": [{"imagenet": str(source)}], "sizes": [16]})
+    data = DataSettings.model_validate({"train": [{"imagenet": str(source)}], "sizes": [16]})
     manifest = pack("toy", data, store, workers, PlainProgress(lambda _: None))
     assert manifest.splits["train"].samples == 16
     assert len(manifest.splits["train"].shards) > 3

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.pack import images
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest, pack_key
@@ -66,7 +66,11 @@ def captions_in(folder: Path, count: int, marks: dict[str, bool] | None = None) 
 def packed(store: Store, workers: Workers | None = None, said: list[str] | None = None, **data: Any) -> Manifest:
     tell = (said if said is not None else []).append
     return pack(
-        "toy", Data.model_validate({"vocabulary": 300, **data}), store, workers or InProcess(), PlainProgress(tell)
+        "toy",
+        DataSettings.model_validate({"vocabulary": 300, **data}),
+        store,
+        workers or InProcess(),
+        PlainProgress(tell),
     )
 
 
@@ -167,7 +171,7 @@ def test_bad_images_are_counted_and_named(directory_store: Store, tmp_path: Path
 def test_too_many_bad_images_stop_the_pack_unless_allowed(directory_store: Store, tmp_path: Path) -> None:
     source = Path(classes_in(tmp_path / "train"))
     (source / "a" / "0.jpg").write_bytes(b"not a picture")
-    data = Data.model_validate({"train": [{"imagenet": str(source)}]})
+    data = DataSettings.model_validate({"train": [{"imagenet": str(source)}]})
     with pytest.raises(FieldMistake, match=r"data\.train: 1 of 12 samples .* such as a/0\.jpg; .* --allow-drops"):
         pack("toy", data, directory_store, InProcess(), PlainProgress(lambda _: None))
     allowed = pack("toy", data, directory_store, InProcess(), PlainProgress(lambda _: None), allow_drops=True)

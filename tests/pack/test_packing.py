@@ -9,7 +9,7 @@ import pytest
 
 from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
-from packtrain.job.job import Data, Job
+from packtrain.job.job import DataSettings, Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import digest, pack, settings_of
@@ -199,7 +199,7 @@ def test_a_missing_source_is_named(directory_store: Store, tmp_path: Path) -> No
     assert objects(directory_store) == {}
 
 
-def digest_of(data: Data) -> str:
+def digest_of(data: DataSettings) -> str:
     return digest(settings_of(data, "pairs"))
 
 

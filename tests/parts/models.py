@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.run.code import archive
 from packtrain.run.records import Generation, Lease, Member
 from packtrain.run.run import Run, create_run

@@ -15,7 +15,7 @@ from packtrain.data.images import random_crop
 from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess

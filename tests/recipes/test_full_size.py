@@ -16,7 +16,7 @@ from torch import nn
 from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess

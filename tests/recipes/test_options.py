@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Job, Model, Option
+from packtrain.job.job import Job, ModelSettings, Option
 from packtrain.recipes import check_recipe
 from packtrain.recipes.caption import SIZES as CAPTION_SIZES
 from packtrain.recipes.caption import CaptionerShape, captioner_shape
@@ -18,7 +18,7 @@ from packtrain.recipes.translate import SIZES
 
 
 def shape(size: str, /, **options: Option) -> TransformerShape:
-    return read_shape(Model(size=size, options=options), SIZES)
+    return read_shape(ModelSettings(size=size, options=options), SIZES)
 
 
 def refusal(size: str, /, **options: Option) -> str:
@@ -34,13 +34,13 @@ def test_base_and_big_have_the_sizes_of_the_paper() -> None:
 
 def test_full_has_the_published_dialogue_size() -> None:
     full = ChatShape(1024, 16, 4096, 6, 6, 0.1, 0.1, prompt=15, reply=16)
-    assert read_shape(Model(size="full"), CHAT_SIZES) == full
-    assert read_shape(Model(size="full", options={"turns": 1, "prompt": 30}), CHAT_SIZES).prompt == 30
+    assert read_shape(ModelSettings(size="full"), CHAT_SIZES) == full
+    assert read_shape(ModelSettings(size="full", options={"turns": 1, "prompt": 30}), CHAT_SIZES).prompt == 30
 
 
 @pytest.mark.parametrize("size", CHAT_SIZES)
 def test_every_size_of_chat_is_valid(size: str) -> None:
-    assert read_shape(Model(size=size), CHAT_SIZES) == CHAT_SIZES[size]
+    assert read_shape(ModelSettings(size=size), CHAT_SIZES) == CHAT_SIZES[size]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -92,12 +92,12 @@ def test_a_width_that_heads_do_not_divide_is_refused(options: dict[str, Option])
 
 
 def caption_shape_with(**options: Any) -> CaptionerShape:
-    return captioner_shape(Model.model_validate({"size": "resnet50", **options}))
+    return captioner_shape(ModelSettings.model_validate({"size": "resnet50", **options}))
 
 
 @pytest.mark.parametrize("size", CAPTION_SIZES)
 def test_every_size_of_caption_is_valid(size: str) -> None:
-    assert captioner_shape(Model(size=size)) == CAPTION_SIZES[size]
+    assert captioner_shape(ModelSettings(size=size)) == CAPTION_SIZES[size]
 
 
 def test_caption_has_the_published_widths() -> None:
@@ -134,7 +134,7 @@ def test_an_invalid_option_of_caption_is_refused(options: dict[str, Any], fault:
 
 def test_an_unknown_size_of_caption_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(FieldMistake, match=r"^model\.size: no size 'resnet5'; did you mean 'resnet50'\?$"):
-        captioner_shape(Model(size="resnet5"))
+        captioner_shape(ModelSettings(size="resnet5"))
 
 
 def test_a_pretrained_encoder_starts_frozen_and_a_random_one_does_not() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.pack.imagenet import ImageNetSource
 from packtrain.recipes import RECIPES, Recipe, check_recipe, recipe_class, recipe_defaults

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pack.corpus import job_of
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.goodput import Goodput
 from packtrain.report.render import render

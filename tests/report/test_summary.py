@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pack.corpus import job_of
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.report.summary import Overview, overview, summarize, summary_of, units_per_second
 from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry
 from packtrain.run.run import Run, create_run, open_run

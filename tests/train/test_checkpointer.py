@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from packtrain.job.job import Checkpoint as Settings
+from packtrain.job.job import CheckpointSettings
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
@@ -35,7 +35,7 @@ class Saving:
         self.gate, self.at_gate = threading.Event(), threading.Event()
         self.gate.set()
         self.copier = SnapshotCopier()
-        kept = Settings.model_validate({"keep_last": 10, **settings})
+        kept = CheckpointSettings.model_validate({"keep_last": 10, **settings})
         directory = Path(tempfile.gettempdir())
         self.committer = BackgroundCommitter(run, 1, kept, self.copier, directory, cast(Recorder, self))
 
@@ -123,7 +123,9 @@ def test_metrics_reach_the_store_before_the_checkpoint_of_their_step(directory_s
     store = FaultyStore(directory_store)
     run = Run(store, "job-1")
     recorder = Recorder(run, 1, 0)
-    committer = BackgroundCommitter(run, 1, Settings(), SnapshotCopier(), Path(tempfile.gettempdir()), recorder)
+    committer = BackgroundCommitter(
+        run, 1, CheckpointSettings(), SnapshotCopier(), Path(tempfile.gettempdir()), recorder
+    )
     recorder.point(Point("train", 1, 1, 0.0, {}))
     committer.add(a_snapshot(1), None)
     committer.close()

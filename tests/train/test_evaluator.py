@@ -11,7 +11,7 @@ from tiny import Tiny, tiny_engine, tiny_job
 from torch import nn
 
 from packtrain.data.order import Ids
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.recipes import EvaluationRequest, Measurement, Scores
 from packtrain.train.evaluator import Evaluator, evaluate, spread
 from packtrain.train.world import StopRequested, World

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from packtrain.job.train import Train
+from packtrain.job.job import TrainSettings
 from packtrain.train.precision import (
     CLEAN_STEPS_TO_DOUBLE,
     FIRST_LOSS_SCALE,
@@ -18,9 +18,9 @@ from packtrain.train.precision import (
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def settings(precision: str, **fields: Any) -> Train:
+def settings(precision: str, **fields: Any) -> TrainSettings:
     train = {"duration": "1 steps", "batch": "1 samples", "schedule": {"constant": {"rate": 0.1}}}
-    return Train.model_validate({**train, "precision": precision, **fields})
+    return TrainSettings.model_validate({**train, "precision": precision, **fields})
 
 
 def test_auto_is_fp32_on_a_cpu() -> None:

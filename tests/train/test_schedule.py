@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import SCHEDULES
-from packtrain.job.train import Train
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import Rate
 
@@ -24,7 +24,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 def rate(kind: str, width: int = 512, duration: str = "100 steps", **fields: Any) -> Rate:
     train = {"duration": duration, "batch": "4 samples", "schedule": {kind: fields}}
-    settings = Train.model_validate(train)
+    settings = TrainSettings.model_validate(train)
     rate: Rate = settings.schedule.build(width, settings.duration)
     return rate
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT, Manifest, ShardFile, Split
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.run import Run, create_run

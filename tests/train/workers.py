@@ -17,7 +17,7 @@ from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 from torch import Tensor, nn
 
 from packtrain.data.order import Ids
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point, Sample

@@ -15,7 +15,7 @@ from rich.text import Text
 from packtrain.cli.common import console, hints
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.node.workers import Task
 from packtrain.report import report_url, write_report
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput

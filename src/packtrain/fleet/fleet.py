@@ -14,7 +14,7 @@ from typing import Annotated
 
 from packtrain.errors import Mistake
 from packtrain.fleet.facts import Facts
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import matching
 from packtrain.node.preemption import NoticeSource

@@ -43,7 +43,7 @@ from packtrain.fleet.fleet import (
 from packtrain.fleet.local import END_SECONDS, end_processes, find_processes, start_process
 from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.part import Argument, Location
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch

@@ -36,7 +36,7 @@ from packtrain.fleet.fleet import (
     silent,
     states_of,
 )
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Argument, Location, Ordinal, Seconds
 from packtrain.node.preemption import SECONDS_VARIABLE

@@ -38,7 +38,7 @@ from packtrain.fleet.fleet import (
 )
 from packtrain.fleet.local import END_SECONDS, new_log, session_name
 from packtrain.fleet.remote import Remote, Unreachable, secrets_line, split_destination, verb_command
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location, StorePath, matching
 from packtrain.run.run import Run
@@ -69,9 +69,9 @@ class ListedHosts(FleetKind):
         if not self.hosts:
             yield ("hosts",), "must name at least one host"
         elif len(set(self.hosts)) != len(self.hosts):
-            yield ("hosts",), "has a host twice"
+            yield ("hosts",), "lists a host twice"
         elif self.machines.most > len(self.hosts):
-            yield ("machines",), f"asks for {self.machines.most} of {len(self.hosts)} hosts"
+            yield ("machines",), f"asks for {self.machines.most} machines, but hosts lists only {len(self.hosts)}"
 
 
 class SshSettings(ListedHosts):

@@ -1,7 +1,8 @@
 """Documents: YAML as plain data with the line of every field, and each mistake in one line.
 
-The text is read as a stream of events rather than composed by PyYAML: that lets depth, aliases and size be
-refused while they come in, and leaves scalars to the rules of YAML 1.2 (`no` and `12:30` are texts).
+The text is read as a stream of events, not with `yaml.compose`: libyaml's composer crashes on deep nesting, and the one
+in Python takes 8 s for a file of the largest size (docs/decisions.md). Events let depth, aliases and size be refused as
+they arrive. Scalars follow the rules of YAML 1.2 (`no` and `12:30` are strings).
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from packtrain.errors import Mistake
-from packtrain.job.part import MAX_WHOLE, Location, faults
+from packtrain.errors import Mistake, printable
+from packtrain.job.part import MAX_INTEGER, Location, faults
 from packtrain.job.secrets import INLINE, has_plain_secret, has_secret, is_secret_argument, mentions_aws, names_secret
 
 MAX_NODES = 10_000
 MAX_DEPTH = 32
 MAX_KEY = 200
+_SHOWN = 60  # characters of a key or a field that an error repeats
 
-# An event loader with libyaml when it is there: ten times faster, with the same events.
+# libyaml if PyYAML was built with it: ten times faster, with the same events.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
-_WHOLE = re.compile(r"[-+]?[0-9]+")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 Refuse = Callable[[int, Location, str], Mistake]
-"""Makes the error for a line, a field and a text."""
+"""Makes the error for a line, a field and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with the place of each field: its line in the file, or None when `--set` gave it."""
+    """Plain data with the place of each field: its line in the file, or None if it comes from `--set`."""
 
     name: str
     text: str
@@ -49,10 +51,9 @@ class Document:
     places: Mapping[Location, int | None]
 
     def place(self, location: Location) -> int | None:
-        """The place of a field, or of what stands nearest above it.
+        """Return the place of a field, or of its nearest parent.
 
-        Steps that the file does not have are passed over: a short form, such as one source where a list
-        may stand, has none.
+        Steps that the file does not have are skipped: a short form, such as one source instead of a list, has none.
         """
         known: Location = ()
         for step in location:
@@ -64,20 +65,20 @@ class Document:
                 break
         return self.places.get(known, 1)
 
-    def mistake(self, location: Location, text: str, needed: bool = False, more: int = 0) -> Mistake:
-        """What is wrong with a field, as the one line that a person reads."""
+    def mistake(self, location: Location, text: str, missing: bool = False, more: int = 0) -> Mistake:
+        """Return the error for a field, in one line."""
         line = self.place(location)
-        field = ".".join(shown(str(step)) for step in location)
+        field = ".".join(printable(str(step), _SHOWN) for step in location)
         also = f" (and {more} more)" if more else ""
         if line is None:
-            return Mistake(f"--set {field}{'' if needed else ':'} {text}{also}")
-        where = f"{shown(self.name, len(self.name))}:{line}:"
-        return Mistake(f"{where} {field}{'' if needed or not field else ':'} {text}{also}")
+            return Mistake(f"--set {field}{'' if missing else ':'} {text}{also}")
+        where = f"{printable(self.name)}:{line}:"
+        return Mistake(f"{where} {field}{'' if missing or not field else ':'} {text}{also}")
 
     def first_mistake(self, error: ValidationError) -> Mistake:
-        """The first by line of what a validation found, with the number of the others.
+        """Return the first error by line that a validation found, with the number of the others.
 
-        Fields that are not there come last: a misspelt key explains a missing one.
+        Missing fields come last: a misspelled key explains a missing one.
         """
         found = faults(error)
 
@@ -85,14 +86,8 @@ class Document:
             line = self.place(fault[0])
             return fault[2], line is None, line or 0
 
-        location, text, needed = min(found, key=order)
-        return self.mistake(location, text, needed, more=len(found) - 1)
-
-
-def shown(text: str, limit: int = 60) -> str:
-    """A name as errors show it: short, and nothing in it that a terminal would act on."""
-    short = text if len(text) <= limit else text[: limit - 3] + "..."
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
+        location, text, missing = min(found, key=order)
+        return self.mistake(location, text, missing, more=len(found) - 1)
 
 
 # From text to plain data.
@@ -100,7 +95,7 @@ def shown(text: str, limit: int = 60) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A value as written, and how many nodes and levels it takes when it is written out."""
+    """A value as written, with the number of its nodes and levels if aliases are expanded."""
 
     line: int
     value: object  # a scalar, list[Node] or dict[str, Node]
@@ -109,7 +104,7 @@ class Node:
 
 
 class _Reader:
-    """One YAML document from events to nodes."""
+    """Builds the nodes of one YAML document from its events."""
 
     def __init__(self, text: str, refuse: Refuse) -> None:
         self.refuse = refuse
@@ -120,7 +115,7 @@ class _Reader:
         self.count = 0
 
     def document(self) -> Node | None:
-        """The only document of the text; None when there is none."""
+        """Return the only document of the text, or None if there is none."""
         try:
             next(self.events)  # the stream's start
             if isinstance(next(self.events), yaml.StreamEndEvent):
@@ -131,11 +126,12 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            raise self.refuse(line, (), f"not valid YAML: {error.problem or error.context}") from None
+            raise self.refuse(line, (), f"invalid YAML: {error.problem or error.context}") from None
         except (yaml.YAMLError, ValueError, OverflowError):  # the last two without libyaml: "\U00110000"
-            raise self.refuse(1, (), "not valid YAML: it has a character that YAML does not allow") from None
+            raise self.refuse(1, (), "invalid YAML: it contains a character that YAML does not allow") from None
         if not isinstance(after, yaml.StreamEndEvent):
-            raise self.refuse(after.start_mark.line + 1, (), "a second document starts here; only one is read")
+            line = after.start_mark.line + 1
+            raise self.refuse(line, (), "a second YAML document starts here; a job file has only one")
         return node
 
     def _node(self, event: Any, path: Location, depth: int) -> Node:
@@ -144,7 +140,7 @@ class _Reader:
             return self._alias(str(event.anchor), line, path, depth)
         self._add(1, line, path)
         if event.tag is not None:
-            raise self.refuse(line, path, "YAML tags are not allowed; write the value alone")
+            raise self.refuse(line, path, "YAML tags are not supported; write the plain value")
         if event.anchor is not None:
             self.open_anchors.add(event.anchor)
         if isinstance(event, yaml.ScalarEvent):
@@ -162,14 +158,14 @@ class _Reader:
     def _add(self, nodes: int, line: int, path: Location) -> None:
         self.count += nodes
         if self.count > MAX_NODES:
-            raise self.refuse(line, path, f"more than {MAX_NODES:,} values, with aliases written out")
+            raise self.refuse(line, path, f"more than {MAX_NODES:,} values, with aliases expanded")
 
     def _alias(self, anchor: str, line: int, path: Location, depth: int) -> Node:
         if anchor in self.open_anchors:
-            raise self.refuse(line, path, "an alias that refers to itself")
+            raise self.refuse(line, path, "the alias refers to itself")
         node = self.anchors.get(anchor)
         if node is None:
-            raise self.refuse(line, path, "an alias without its anchor")
+            raise self.refuse(line, path, "the alias is not defined")
         self._add(node.size, line, path)
         if depth - 1 + node.height > MAX_DEPTH:
             raise self.refuse(line, path, f"nested deeper than {MAX_DEPTH} levels")
@@ -188,7 +184,7 @@ class _Reader:
         if not isinstance(value, str):
             return
         if found := _CONTROL.search(value):
-            raise self.refuse(line, path, f"has the control character U+{ord(found[0]):04X} in it")
+            raise self.refuse(line, path, f"contains the control character U+{ord(found[0]):04X}")
         beside_aws = line in self.aws_lines or any(mentions_aws(str(step)) for step in path)
         if has_secret(value, beside_aws):
             raise self.refuse(line, path, INLINE)
@@ -209,7 +205,7 @@ class _Reader:
             key = self._key(event, key_line, path, depth)
             if key in entries:
                 first = entries[key].line
-                raise self.refuse(key_line, (*path, key), f"given twice, first on line {first}")
+                raise self.refuse(key_line, (*path, key), f"duplicate key; first on line {first}")
             if names_secret(key):
                 raise self.refuse(key_line, (*path, key), INLINE)
             value = self._node(next(self.events), (*path, key), depth + 1)
@@ -219,14 +215,14 @@ class _Reader:
 
     def _key(self, event: Any, line: int, path: Location, depth: int) -> str:
         if not isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
-            raise self.refuse(line, path, "a key must be a text, not a list or a mapping")
+            raise self.refuse(line, path, "a key must be a string, not a list or a mapping")
         if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
-            raise self.refuse(line, path, "merge keys (<<) are not allowed; write the fields out")
+            raise self.refuse(line, path, "merge keys (<<) are not supported; write the fields out")
         key = self._node(event, path, depth).value
         if not isinstance(key, str):
-            raise self.refuse(line, path, "a key must be a text; write it in quotes")
+            raise self.refuse(line, path, "a key must be a string; put it in quotes")
         if len(key) > MAX_KEY:
-            raise self.refuse(line, path, f"a key of more than {MAX_KEY} characters")
+            raise self.refuse(line, path, f"a key is longer than {MAX_KEY} characters")
         return key
 
 
@@ -235,17 +231,17 @@ def _tallest(nodes: Sequence[Node]) -> int:
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """A plain scalar by the core rules of YAML 1.2; what is not finite or does not fit is refused."""
+    """Read a plain scalar by the core rules of YAML 1.2; numbers that are not finite or too large are refused."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
         return True
     if _FALSE.fullmatch(text):
         return False
-    if _WHOLE.fullmatch(text) or _BASED.fullmatch(text):
-        number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 40 else MAX_WHOLE + 1
-        if abs(number) > MAX_WHOLE:
-            raise ValueError("a whole number that is too large")
+    if _INTEGER.fullmatch(text) or _BASED.fullmatch(text):
+        number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 40 else MAX_INTEGER + 1
+        if abs(number) > MAX_INTEGER:
+            raise ValueError("the integer is too large")
         return number
     if _NOT_FINITE.fullmatch(text):
         raise ValueError("must be a finite number")
@@ -257,7 +253,7 @@ def scalar(text: str) -> str | int | float | bool | None:
 
 
 def plain(node: Node, path: Location, places: dict[Location, int | None], in_file: bool) -> Any:
-    """The data of a node; `places` gets the place of each value in it."""
+    """Return the data of a node, and add the place of each value in it to `places`."""
     places[path] = node.line if in_file else None
     if isinstance(node.value, list):
         return [plain(entry, (*path, index), places, in_file) for index, entry in enumerate(node.value)]
@@ -267,22 +263,22 @@ def plain(node: Node, path: Location, places: dict[Location, int | None], in_fil
 
 
 def read_node(text: str, refuse: Refuse) -> Node | None:
-    """The only value of a text; None when there is none."""
+    """Return the only value of a text, or None if there is none."""
     if found := _CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
-        raise refuse(line, (), f"has the control character U+{ord(found[0]):04X} in it")
+        raise refuse(line, (), f"contains the control character U+{ord(found[0]):04X}")
     return _Reader(text, refuse).document()
 
 
 def read_text(name: str, text: str) -> Document:
-    """The text of a job file as plain data with the lines of its fields; whatever is wrong with it is a Mistake."""
+    """Return the text of a job file as plain data with the lines of its fields, or raise one Mistake."""
 
     def refuse(line: int, location: Location, problem: str) -> Mistake:
         return Document(name, "", {}, {(): line}).mistake(location, problem)
 
     node = read_node(text, refuse)
     if node is None or node.value is None:
-        raise refuse(1, (), "the file is empty; `packtrain init` writes one to start from")
+        raise refuse(1, (), "the file is empty; create one with `packtrain init`")
     if not isinstance(node.value, dict):
         raise refuse(node.line, (), "must be a mapping of fields, such as `name: en-de`")
     for number, line_text in enumerate(text.split("\n"), 1):  # comments too

@@ -1,118 +1,97 @@
-"""The job: what a person asks for, typed and frozen, validated once.
-
-What comes in kinds (schedules, optimizers, fleets, sources) is a class each and a line in a plain dict.
-"""
+"""The job: what a person asks for, typed and frozen, validated once when it is read."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, PlainSerializer, PlainValidator, ValidationError, model_serializer
+from pydantic import Field, GetCoreSchemaHandler, PlainValidator, ValidationError, model_serializer
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
-from packtrain.job.kinds import FLEETS, FORMATS, FleetKind, Source, default_kind, kind_class, not_one, word_of
+from packtrain.errors import quoted
+from packtrain.job.kinds import (
+    EXCHANGES,
+    FLEETS,
+    OPTIMIZERS,
+    AnyExchange,
+    AnyOptimizer,
+    AnySchedule,
+    AnySource,
+    FleetKind,
+    default_kind,
+    expand_source,
+    kind_class,
+    not_one,
+    word_of,
+)
 from packtrain.job.part import (
-    NEEDED,
+    REQUIRED,
     Argument,
+    BatchSize,
+    Boolean,
     CodePath,
     Count,
+    Fraction,
     Interval,
     Length,
     Location,
     Name,
     Ordinal,
     Part,
+    Pixels,
     Positive,
     RecipeName,
+    Scale,
     ScoreName,
+    Seconds,
     StorePath,
     Variable,
     code_path_fault,
-    quoted,
+    must_be,
     refusal,
     unknown_keys,
-    what_is,
     wrong,
     wrongs_of,
 )
-from packtrain.job.train import Train
-from packtrain.units import Duration
+from packtrain.units import Amount, Duration
 
 SMALLEST_VOCABULARY = 300  # every byte, the special pieces, and a few merges
 
+Option = bool | int | float | str
+
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
+_RECIPES_ONLY = "applies to recipes only, not to programs"
 
 
-def _read_source(value: object) -> Source:
-    if isinstance(value, Source):
-        return value
-    known = (*FORMATS, "weight")
-    if not isinstance(value, Mapping):
-        raise ValueError(f"must be a mapping such as {{bitext: [train.en, train.de]}}, not {what_is(value)}")
-    unknown = unknown_keys([key for key in value if key not in known], known)
-    words = [word for word in value if word in FORMATS]
-    if not unknown and len(words) != 1:
-        raise ValueError(not_one(FORMATS, len(words)))
-    if not words:
-        raise refusal(unknown)
-    word = words[0]
-    paths = _expand_source(value)[word]
-    weight = {"weight": value["weight"]} if "weight" in value else {}
-    try:
-        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **weight})
-    except ValidationError as error:
-        wrongs = wrongs_of(error)
-        for one in wrongs:  # a job file has the paths right under the kind's word
-            location = one.get("loc", ())
-            one["loc"] = (word, *location[1:]) if location[:1] == ("paths",) else location
-        raise refusal(unknown + wrongs) from None
-    if unknown:
-        raise refusal(unknown)
-    return source
-
-
-def _write_source(source: Source) -> dict[str, Any]:
-    return {source.kind: list(source.paths), "weight": source.weight}
-
-
-AnySource = Annotated[Source, PlainValidator(_read_source), PlainSerializer(_write_source)]
-
-
-# Sections.
-
-
-class Data(Part):
+class DataSettings(Part):
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
     test: tuple[AnySource, ...] = ()
     vocabulary: Annotated[int, Field(strict=True, ge=SMALLEST_VOCABULARY, le=1_000_000)] = 8000
     max_words: Ordinal = 80
     max_ratio: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 9.0
-    joint: Annotated[bool, Field(strict=True)] = True
-    sizes: tuple[Annotated[int, Field(strict=True, ge=8, le=8192)], ...] = ()
+    joint: Boolean = True
+    sizes: tuple[Pixels, ...] = ()
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.train:
             yield ("train",), "must have at least one source"
         if len(set(self.sizes)) != len(self.sizes):
-            yield ("sizes",), "has a size twice"
-
-
-Option = bool | int | float | str
+            yield ("sizes",), "lists a size twice"
 
 
 def _read_options(value: object) -> dict[str, Option]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a mapping, not {what_is(value)}")
+        raise ValueError(must_be("a mapping", value))
     wrongs = []
     for name, option in value.items():
         if not _OPTION.fullmatch(name):
-            wrongs.append(wrong(f"{quoted(name)} is not the name of an option", name))
+            wrongs.append(wrong(f"{quoted(name, 60)} is not a valid option name", name))
         elif not isinstance(option, (bool, int, float, str)):
-            wrongs.append(wrong(f"must be a number, a text, or true or false, not {what_is(option)}", name))
+            wrongs.append(wrong(must_be("a number, a string, true or false", option), name))
         elif isinstance(option, float) and not math.isfinite(option):
             wrongs.append(wrong("must be a finite number", name))
     if wrongs:
@@ -120,8 +99,8 @@ def _read_options(value: object) -> dict[str, Option]:
     return dict(value)
 
 
-class Model(Part):
-    """A named size and the options that change it; which ones there are is the recipe's business."""
+class ModelSettings(Part):
+    """A named size and the options that change it. The recipe checks both."""
 
     size: Name
     options: Annotated[dict[str, Option], PlainValidator(_read_options)] = Field(default_factory=dict)
@@ -143,16 +122,59 @@ class Model(Part):
         return {"size": self.size, **self.options}
 
 
-class Evaluate(Part):
-    """`every` is None when there is only the evaluation at the end."""
+@dataclass(frozen=True)
+class EpochSettings:
+    """The settings of one epoch."""
+
+    batch: Amount
+    size: int
+    min_scale: float
+    rectangular: bool
+
+
+class TrainSettings(Part):
+    """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
+
+    duration: Length
+    batch: BatchSize
+    micro_batch: BatchSize | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    exchange: AnyExchange = default_kind(EXCHANGES, "ddp")
+    optimizer: AnyOptimizer = default_kind(OPTIMIZERS, "adam")
+    schedule: AnySchedule
+    clip: Positive | None = None
+    label_smoothing: Fraction = 0.0
+    ema: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] | None = None
+    size: Pixels = 224
+    min_scale: Scale = 0.08
+    rectangular: Boolean = False
+    compile: Boolean = False
+    patience: Seconds = Duration(60, "seconds")
+    seed: Count = 1
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
+            yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        yield from self.schedule.faults_in(self)
+        yield from self.exchange.faults_in(self)
+
+    def in_epoch(self, epoch: int) -> EpochSettings:
+        return self.schedule.in_epoch(EpochSettings(self.batch, self.size, self.min_scale, self.rectangular), epoch)
+
+
+class EvaluateSettings(Part):
+    """When and how to evaluate. `every` is None if the only evaluation is at the end."""
 
     every: Length | None = None
     samples: Count = 100
     beam: Annotated[int, Field(strict=True, ge=1, le=1000)] = 4
 
 
-class Checkpoint(Part):
-    """`every` may be left to what saves take and how often machines fail; `best_by` is loss, or one of the scores."""
+class CheckpointSettings(Part):
+    """When to save and what to keep. `every: auto` goes by the time of a save and by the failures of machines.
+
+    `best_by` is `loss`, or one of the recipe's scores.
+    """
 
     every: Interval = Duration(300, "seconds")
     keep_last: Ordinal = 2
@@ -161,20 +183,20 @@ class Checkpoint(Part):
 
 
 class FleetSettings(Part):
-    """`workers` is per machine; None is one for each GPU, or one where there is none.
+    """The machines of a run. `workers` is per machine; None is one per GPU, or one on a machine without.
 
-    `price` is in dollars for a machine and an hour. `public_address`: collectives, which nobody guards, may use one.
+    `price` is in dollars per machine and hour. `public_address` lets collectives, which nobody authenticates, use one.
     """
 
     kind: FleetKind = default_kind(FLEETS, "local")
     workers: Ordinal | None = None
     failures: Count = 3
     price: Positive | None = None
-    public_address: Annotated[bool, Field(strict=True)] = False
+    public_address: Boolean = False
 
     @property
     def dollars_per_hour(self) -> float | None:
-        """Of one machine: what the job says, or else what the fleet knows."""
+        """The price of one machine: what the job says, or else what the fleet knows."""
         return self.kind.price if self.price is None else self.price
 
     @classmethod
@@ -206,15 +228,15 @@ class FleetSettings(Part):
         return {word_of(FLEETS, self.kind): settings, **others}
 
 
-class Budget(Part):
+class BudgetSettings(Part):
     dollars: Positive | None = None
     hours: Positive | None = None
 
 
 class _OnlyOfRecipes:
-    """Lets a section be None in a program's job while its type says what every recipe's job has.
+    """Lets a section be None in the job of a program, although its type says that every job has it.
 
-    Whatever reads `job.train` runs a recipe; a program's job never gets there.
+    Only code that runs a recipe reads `job.train`; the job of a program never gets there.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -231,7 +253,7 @@ _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget")
 
 
 class Job(Part):
-    """A recipe with its data, or any program, and how it is to be run. With data alone it can be packed, not run.
+    """A recipe with its data, or any program, and how to run it. A job with data alone can be packed, but not run.
 
     Relative source paths are made absolute when a job is loaded; `store` and `code` stay as written.
     """
@@ -242,13 +264,13 @@ class Job(Part):
     store: StorePath = "./store"
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
-    data: Annotated[Data, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    model: Annotated[Model, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    train: Annotated[Train, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    evaluate: Annotated[Evaluate, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    checkpoint: Checkpoint = Checkpoint()
+    data: Annotated[DataSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
+    model: Annotated[ModelSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
+    train: Annotated[TrainSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
+    evaluate: Annotated[EvaluateSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
+    checkpoint: CheckpointSettings = CheckpointSettings()
     fleet: FleetSettings = Field(default_factory=FleetSettings)
-    budget: Budget = Budget()
+    budget: BudgetSettings = BudgetSettings()
 
     @classmethod
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
@@ -262,17 +284,17 @@ class Job(Part):
         elif program:
             for section in [section for section in _RECIPE_SECTIONS if section in given]:
                 del given[section]
-                wrongs.append(wrong("has a meaning for a recipe only, not for a program", section))
+                wrongs.append(wrong(_RECIPES_ONLY, section))
             checkpoint = given.setdefault("checkpoint", {})
             if isinstance(checkpoint, Mapping):
                 given["checkpoint"] = {"keep_best": 0, **checkpoint}
         elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):
-            wrongs.append(wrong("is needed, or a program", "recipe", kind=NEEDED))
+            wrongs.append(wrong("is required, or a program", "recipe", kind=REQUIRED))
         return given
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.budget.dollars is not None and self.fleet.dollars_per_hour is None:
-            yield ("budget", "dollars"), "needs to know what a machine costs: give fleet.price, in dollars an hour"
+            yield ("budget", "dollars"), "requires fleet.price, the price of a machine in dollars per hour"
         if self.program is None or self.recipe is not None:
             return
         if not self.program:
@@ -284,11 +306,11 @@ class Job(Part):
         if self.checkpoint.every == "auto" or self.checkpoint.every.unit != "seconds":
             yield ("checkpoint", "every"), "must be a time for a program, such as '5 min'"
         if self.checkpoint.keep_best or self.checkpoint.best_by:
-            yield ("checkpoint", "keep_best"), "has a meaning for a recipe only, not for a program"
+            yield ("checkpoint", "keep_best"), _RECIPES_ONLY
 
 
 def expand(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document with its short forms written out: `model: base` is `model: {size: base}`, and so on."""
+    """Return a document with its short forms written out: `model: base` as `model: {size: base}`, and so on."""
     full = dict(document)
     if isinstance(full.get("model"), str):
         full["model"] = {"size": full["model"]}
@@ -305,11 +327,5 @@ def expand(document: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(data.get(field), Mapping):
                 data[field] = [data[field]]
             if isinstance(data.get(field), list):
-                data[field] = [_expand_source(source) for source in data[field]]
+                data[field] = [expand_source(source) for source in data[field]]
     return full
-
-
-def _expand_source(source: Any) -> Any:
-    if not isinstance(source, Mapping):
-        return source
-    return {key: [value] if key in FORMATS and isinstance(value, str) else value for key, value in source.items()}

@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
 from packtrain.job.part import (
+    Boolean,
     DataPath,
     Location,
     MachineCount,
     NotNegative,
     Part,
     Positive,
+    must_be,
     refusal,
     unknown_keys,
-    what_is,
     wrongs_of,
 )
 from packtrain.units import Duration, Machines
 
 if TYPE_CHECKING:
-    from packtrain.job.train import EpochSettings, Train
+    from packtrain.job.job import EpochSettings, TrainSettings
 
 Drop = Callable[[str, str], None]
 
@@ -96,7 +97,7 @@ def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
             return value
         words = ", ".join(sorted(kinds))
         if not isinstance(value, Mapping):
-            raise ValueError(f"must be a mapping of one of {words} to its settings, not {what_is(value)}")
+            raise ValueError(must_be(f"a mapping of one of {words} to its settings", value))
         if len(value) != 1:
             raise ValueError(not_one(kinds, len(value)))
         [(word, settings)] = value.items()
@@ -126,7 +127,7 @@ class FleetKind(Part):
     price: ClassVar[float | None] = None
 
     machines: MachineCount = Machines(1, 1)
-    power_off: Annotated[bool, Field(strict=True)] = False
+    power_off: Boolean = False
 
     @abstractmethod
     def build(self) -> Any:
@@ -155,7 +156,7 @@ class Source(Part):
     def faults(self) -> Iterator[tuple[Location, str]]:
         if len(self.paths) not in self.path_counts:
             counts = " or ".join(str(count) for count in self.path_counts)
-            yield ("paths",), f"takes {counts} paths, not {len(self.paths)}, as in {self.example}"
+            yield ("paths",), f"takes {counts} paths, not {len(self.paths)}, such as {self.example}"
 
     @abstractmethod
     def pack_kind(self) -> Any:
@@ -181,7 +182,7 @@ class Source(Part):
 class ScheduleKind(Part):
     """How the learning rate changes over a run."""
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""
         yield from ()
 
@@ -214,10 +215,59 @@ class ExchangeKind(Part):
     syncs_every_step: ClassVar[bool] = True
     shards_model: ClassVar[bool] = False
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""
         yield from ()
 
     @abstractmethod
     def build(self, model: Any, followers: Any, world: Any, clock: Any) -> Any:
         """Return the `GradientSync` of a model in a `World`; the weights of `followers` follow those of the model."""
+
+
+# The types of fields.
+
+
+def expand_source(source: Any) -> Any:
+    """Return a source with a single path written as a list."""
+    if not isinstance(source, Mapping):
+        return source
+    return {key: [value] if key in FORMATS and isinstance(value, str) else value for key, value in source.items()}
+
+
+def _read_source(value: object) -> Source:
+    """Read `{bitext: [train.en, train.de], weight: 2.0}`."""
+    if isinstance(value, Source):
+        return value
+    known = (*FORMATS, "weight")
+    if not isinstance(value, Mapping):
+        raise ValueError(must_be("a mapping such as {bitext: [train.en, train.de]}", value))
+    unknown = unknown_keys([key for key in value if key not in known], known)
+    words = [word for word in value if word in FORMATS]
+    if not unknown and len(words) != 1:
+        raise ValueError(not_one(FORMATS, len(words)))
+    if not words:
+        raise refusal(unknown)
+    word = words[0]
+    paths = expand_source(value)[word]
+    weight = {"weight": value["weight"]} if "weight" in value else {}
+    try:
+        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **weight})
+    except ValidationError as error:
+        wrongs = wrongs_of(error)
+        for one in wrongs:  # a job file has the paths right under the kind's word
+            location = one.get("loc", ())
+            one["loc"] = (word, *location[1:]) if location[:1] == ("paths",) else location
+        raise refusal(unknown + wrongs) from None
+    if unknown:
+        raise refusal(unknown)
+    return source
+
+
+def _write_source(source: Source) -> dict[str, Any]:
+    return {source.kind: list(source.paths), "weight": source.weight}
+
+
+AnySource = Annotated[Source, PlainValidator(_read_source), PlainSerializer(_write_source)]
+AnySchedule = Annotated[ScheduleKind, read_kind(SCHEDULES, ScheduleKind), write_kind(SCHEDULES)]
+AnyOptimizer = Annotated[OptimizerKind, read_kind(OPTIMIZERS, OptimizerKind), write_kind(OPTIMIZERS)]
+AnyExchange = Annotated[ExchangeKind, read_kind(EXCHANGES, ExchangeKind), write_kind(EXCHANGES)]

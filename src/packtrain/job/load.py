@@ -1,4 +1,4 @@
-"""Job files: reading them, `--set`, and the job that comes of both, or what is wrong in one line."""
+"""Load a job: the file, its recipe's defaults below it and `--set` on top; or say what is wrong in one line."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from packtrain.errors import Mistake
-from packtrain.job.document import Document, Node, plain, read_node, read_text, shown
-from packtrain.job.job import Data, Job, expand
+from packtrain.errors import Mistake, printable
+from packtrain.job.document import Document, Node, plain, read_node, read_text
+from packtrain.job.job import DataSettings, Job, expand
 from packtrain.job.kinds import Source
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
 from packtrain.job.secrets import INLINE, names_secret
+from packtrain.units import counted
 
 MAX_BYTES = 1_000_000
 
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 DefaultsOf = Callable[[str, Path], Mapping[str, object]]
+"""Returns the defaults of a recipe, given its name and the directory of the job's code."""
 
 
 def read_document(path: str | Path) -> Document:
-    """A job file as plain data with the lines of its fields; whatever is wrong with it is a Mistake."""
+    """Return a job file as plain data with the lines of its fields, or raise one Mistake."""
     return read_text(str(path), _decode(_read_bytes(path), str(path)))
 
 
 def _read_bytes(path: str | Path) -> bytes:
-    name = shown(str(path), len(str(path)))
+    name = printable(str(path))
     try:
         if stat.S_ISDIR(Path(path).stat().st_mode):
             raise Mistake(f"{name}: is a directory, not a job file")
@@ -43,11 +45,11 @@ def _read_bytes(path: str | Path) -> bytes:
     except FileNotFoundError:
         raise Mistake(f"{name}: no such file") from None
     except OSError as error:
-        raise Mistake(f"{name}: cannot be read: {error.strerror}") from None
+        raise Mistake(f"{name}: cannot read it: {error.strerror}") from None
     except ValueError:
-        raise Mistake(f"{name}: not a path") from None
+        raise Mistake(f"{name}: invalid path") from None
     if len(content) > MAX_BYTES:
-        raise Mistake(f"{name}: larger than {MAX_BYTES // 1_000_000} MB, which no job file is")
+        raise Mistake(f"{name}: larger than {MAX_BYTES // 1_000_000} MB, the limit for a job file")
     return content
 
 
@@ -61,7 +63,7 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
-    """The document with each `field.path=value` set, the short forms on its way written out."""
+    """Return the document with each `field.path=value` set, with short forms on the way written out."""
     data = _copy(expand(document.data))
     places = dict(document.places)
     for override in overrides:
@@ -86,10 +88,10 @@ def _read_override(override: str) -> tuple[Location, Node]:
     field, equals, text = override.partition("=")
     field = field.strip()
     if not equals:
-        raise Mistake(f"--set {shown(field)}: write it as field=value, such as train.seed=2")
+        raise Mistake(f"--set {printable(field, 60)}: write it as field=value, such as train.seed=2")
     steps: Location = tuple(int(step) if re.fullmatch("[0-9]{1,4}", step) else step for step in field.split("."))
     if not all(_STEP.fullmatch(str(step)) for step in steps):
-        raise Mistake(f"--set {shown(field)}: not a field; write it with dots, such as train.seed=2")
+        raise Mistake(f"--set {printable(field, 60)}: invalid field; write it with dots, such as train.seed=2")
     if any(names_secret(str(step)) for step in steps):
         raise _SET.mistake(steps, INLINE)
 
@@ -100,14 +102,14 @@ def _read_override(override: str) -> tuple[Location, Node]:
 
 
 def _set(data: Any, places: dict[Location, int | None], location: Location, node: Node) -> None:
-    """Puts a value where a location says, in place; what is not there on the way is made."""
+    """Put a value at a location, in place; missing mappings and lists on the way are created."""
     path: Location = ()
     for index, written in enumerate(location):
         step: Any = str(written) if isinstance(data, dict) else written
         if isinstance(data, list):
             if not isinstance(step, int) or step > len(data):
-                count = f"the list has {len(data)}, counted from 0"
-                raise _SET.mistake((*path, step), f"there is no such entry; {count}")
+                count = counted(len(data), "item")
+                raise _SET.mistake((*path, step), f"no such item; the list has {count}, numbered from 0")
             if step == len(data):
                 data.append(None)
         elif not isinstance(data, dict):
@@ -125,7 +127,7 @@ def _set(data: Any, places: dict[Location, int | None], location: Location, node
 
 
 def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Document:
-    """The document over a recipe's defaults: by section and field; what a field has is never mixed."""
+    """Return the document over a recipe's defaults, field by field; the value of a field is never a mix of both."""
     data, below = expand(document.data), expand(defaults)
     for section, fields in below.items():
         given = data.get(section)
@@ -142,7 +144,7 @@ def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job with the directory of its file, which its code is in."""
+    """A job with the directory of its file, where its code is."""
 
     job: Job
     directory: Path
@@ -150,7 +152,7 @@ class LoadedJob:
 
     @property
     def text(self) -> str:
-        """The file as it was written; what `--set` changed is in the job alone."""
+        """The file as written; what `--set` changed is only in the job."""
         return self.document.text
 
     @property
@@ -158,17 +160,13 @@ class LoadedJob:
         return self.directory / self.job.code
 
     def mistake(self, field: str, text: str) -> Mistake:
-        """The error for a fault that only a recipe, a fleet or the data can tell, with the field's place."""
+        """Return the error for a fault that only a recipe, a fleet or the data reveals, with the place of the field."""
         steps = (int(step) if step.isdecimal() else step for step in field.split("."))
         return self.document.mistake(tuple(steps), text)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: DefaultsOf = no_defaults) -> LoadedJob:
-    """A job file over its recipe's defaults, with the overrides on top, validated; or one Mistake.
-
-    `defaults_of` gives a recipe's part of a document, and raises Mistake for a recipe that it does not know; it is
-    told the directory of the job's code, which recipes may come from.
-    """
+    """Return the validated job of a file, or raise one Mistake. `defaults_of` raises it for an unknown recipe."""
     document = read_document(path)
     directory = Path(os.path.normpath(Path(path).absolute())).parent
     given = apply_overrides(document, overrides).data
@@ -193,7 +191,7 @@ def _resolved(path: str, directory: Path) -> str:
     return path if is_address(path) else os.path.normpath(directory / path)
 
 
-def _with_absolute_paths(data: Data, directory: Path) -> Data:
+def _with_absolute_paths(data: DataSettings, directory: Path) -> DataSettings:
     def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         return tuple(
             source.model_copy(update={"paths": tuple(_resolved(path, directory) for path in source.paths)})

@@ -1,6 +1,6 @@
-"""What a job is made of: frozen parts, their leaves, what comes in kinds, and errors in the person's words.
+"""What a job is made of: frozen parts, the types of their fields, and errors in plain words.
 
-`Part` rewrites the errors of pydantic, so that whoever reads a job has only to add where the fault stands.
+`Part` rewrites the errors of pydantic, so that whatever reads a job only has to add the place.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from packtrain.errors import nearest
+from packtrain.errors import nearest, quoted
 from packtrain.units import Amount, Duration, Machines
 
 Location = tuple[int | str, ...]
 
-NEEDED = "needed"  # the type of an error about a field that is not there; all others are MISTAKE
+REQUIRED = "required"  # the type of an error about a field that is missing; all others are MISTAKE
 MISTAKE = "mistake"
+MAX_INTEGER = 2**63 - 1
+
+_SHOWN = 60  # characters of a value that an error repeats
 
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
 _OWN_RECIPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_SCORE = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
@@ -43,74 +44,65 @@ _DATA_SCHEMES = ("s3://", "http://", "https://", "store:")
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a job or a run."""
+    """True if a job or a run can have this name."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_recipe(text: str) -> bool:
-    """Whether a text can name a recipe, or `module:Class` of somebody's own."""
+    """True if this can name a recipe, or `module:Class` of an own one."""
     return is_name(text) or _OWN_RECIPE.fullmatch(text) is not None
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is a URL (`s3://bucket/key`, `store:key`) and so stands for itself, whatever the directory."""
+    """True for a URL (`s3://bucket/key`, `store:key`), which does not depend on a directory."""
     return _ADDRESS.match(path) is not None
 
 
-# Errors in the person's words.
+# Errors in plain words.
 
-_KINDS_OF_VALUES: Mapping[type, str] = {
-    type(None): "nothing",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number with a fraction",
-    str: "a text",
+_TYPE_NAMES: Mapping[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal number",
+    str: "a string",
     list: "a list",
     tuple: "a list",
     dict: "a mapping",
 }
 _EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
-    "string_type": "a text",
+    "string_type": "a string",
     "bool_type": "true or false",
     "tuple_type": "a list",
     "list_type": "a list",
 }
 _LIMITS: Mapping[str, tuple[str, str]] = {
-    "greater_than": ("gt", "more than"),
+    "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
 
 
-def what_is(value: object) -> str:
-    return _KINDS_OF_VALUES.get(type(value), type(value).__name__)
-
-
-def quoted(text: str) -> str:
-    """A text as errors show it: short, whatever was written."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def _expected(expected: str, value: object) -> str:
-    said = f"must be {expected}, not {what_is(value)}"
-    if expected == "a text" and isinstance(value, (bool, int, float)):
-        return f"{said}; write it in quotes"
-    if expected.endswith("number") and isinstance(value, str) and _NUMBER.fullmatch(value):
-        return f"{said}; write it without quotes"
+def must_be(expected: str, value: object) -> str:
+    """Return the error for a value of the wrong type."""
+    if value is None:
+        return "must not be empty"
+    said = f"must be {expected}, not {_TYPE_NAMES.get(type(value), type(value).__name__)}"
+    if expected == "a string" and isinstance(value, (bool, int, float)):
+        return f"{said}; put it in quotes"
+    if expected in ("an integer", "a number") and isinstance(value, str) and _NUMBER.fullmatch(value):
+        return f"{said}; remove the quotes"
     return said
 
 
 def _in_words(error: ErrorDetails) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind in (MISTAKE, NEEDED):
-        return error["msg"]
     if kind == "missing":
-        return "is needed"
+        return "is required"
     if kind in _EXPECTED:
-        return _expected(_EXPECTED[kind], value)
+        return must_be(_EXPECTED[kind], value)
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
         limit = context[name]
@@ -120,19 +112,19 @@ def _in_words(error: ErrorDetails) -> str:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         if not isinstance(value, str):
-            return f"must be one of {', '.join(choices)}, not {what_is(value)}"
-        return f"{quoted(value)} is not one of {', '.join(choices)}; {nearest(value, choices)}"
+            return must_be(f"one of {', '.join(choices)}", value)
+        return f"{quoted(value, _SHOWN)} is not one of {', '.join(choices)}; {nearest(value, choices)}"
     if kind == "too_short":
-        return f"must have at least {context['min_length']}"
+        return f"must have at least {context['min_length']} entries"
     if kind == "too_long":
-        return f"must have at most {context['max_length']}"
+        return f"must have at most {context['max_length']} entries"
     if kind == "value_error":
         return str(context["error"])
     return error["msg"]
 
 
 def wrong(text: str, *location: int | str, kind: str = MISTAKE) -> InitErrorDetails:
-    # The value stays out of the error: what was written may be long, or a secret.
+    # The value stays out of the error: it may be long, or a secret.
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=location, input=None)
 
 
@@ -140,30 +132,25 @@ def refusal(wrongs: list[InitErrorDetails]) -> ValidationError:
     return ValidationError.from_exception_data("job", wrongs)
 
 
-def wrongs_of(error: ValidationError, *prefix: int | str) -> list[InitErrorDetails]:
-    """The errors of a part in our words, with their place in the whole."""
+def faults(error: ValidationError) -> list[tuple[Location, str, bool]]:
+    """Return the place of each fault, what is wrong in plain words, and whether a field is missing."""
     return [
-        wrong(
-            _in_words(detail),
-            *prefix,
-            *detail["loc"],
-            kind=NEEDED if detail["type"] in (NEEDED, "missing") else MISTAKE,
-        )
+        (tuple(detail["loc"]), _in_words(detail), detail["type"] in (REQUIRED, "missing"))
         for detail in error.errors(include_url=False)
     ]
 
 
-def faults(error: ValidationError) -> list[tuple[Location, str, bool]]:
-    """Each fault's place, what is wrong in our words, and whether it is a field that is not there."""
+def wrongs_of(error: ValidationError, *prefix: int | str) -> list[InitErrorDetails]:
+    """Return the errors of a part in plain words, with their place in the whole."""
     return [
-        (tuple(detail["loc"]), _in_words(detail), detail["type"] in (NEEDED, "missing"))
-        for detail in error.errors(include_url=False)
+        wrong(text, *prefix, *location, kind=REQUIRED if missing else MISTAKE)
+        for location, text, missing in faults(error)
     ]
 
 
 def unknown_keys(keys: Sequence[str], known: Iterable[str]) -> list[InitErrorDetails]:
     known = list(known)
-    hints = [nearest(key, known) for key in keys[:10]]  # a look at each of thousands would take seconds
+    hints = [nearest(key, known) for key in keys[:10]]  # a hint for each of thousands would take seconds
     return [
         wrong(f"unknown key; {hint}", key)
         for key, hint in zip_longest(keys, hints, fillvalue="known: " + ", ".join(known))
@@ -171,22 +158,22 @@ def unknown_keys(keys: Sequence[str], known: Iterable[str]) -> list[InitErrorDet
 
 
 class Part(BaseModel):
-    """A frozen part of the job that refuses unknown keys with the nearest right one."""
+    """A frozen part of a job that refuses unknown keys and suggests the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
-        """From what a job file says to the fields of the class, where the two differ."""
+        """Turn what a job file says into the fields of the class, where the two differ."""
         return given
 
     @classmethod
     def known(cls) -> Iterable[str]:
-        """The words that a job file may use here."""
+        """Return the keys that a job file may use here."""
         return cls.model_fields
 
     def faults(self) -> Iterator[tuple[Location, str]]:
-        """What is wrong between fields that are right one by one."""
+        """Yield what is wrong between fields that are valid one by one."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -195,7 +182,7 @@ class Part(BaseModel):
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise refusal([wrong(f"must be a mapping, not {what_is(value)}")])
+            raise refusal([wrong(must_be("a mapping", value))])
         wrongs: list[InitErrorDetails] = []
         given = cls.arrange(dict(value), wrongs)
         wrongs += unknown_keys([key for key in given if key not in cls.model_fields], cls.known())
@@ -212,40 +199,36 @@ class Part(BaseModel):
         return made
 
 
-# Leaves.
+# Types of fields.
 
-Measured = TypeVar("Measured", Duration, Amount)
-
-
-def _measured(unit: type[Measured], example: str, only: str | None = None) -> PlainValidator:
-    return PlainValidator(_reader(unit, example, only))
+Quantity = TypeVar("Quantity", Duration, Amount)
 
 
-def _reader(unit: type[Measured], example: str, only: str | None = None) -> Callable[[object], Measured]:
-    def read(value: object) -> Measured:
+def _quantity(unit: type[Quantity], example: str, only: str | None = None) -> Callable[[object], Quantity]:
+    def read(value: object) -> Quantity:
         if isinstance(value, bool) or not isinstance(value, (str, int, float, unit)):
-            raise ValueError(f"must be a number with a unit, such as {example!r}, not {what_is(value)}")
+            raise ValueError(must_be(f"a number with a unit, such as {example!r}", value))
         if isinstance(value, (int, float)):
-            raise ValueError(f"a unit is missing: write it as in {example!r}")
+            raise ValueError(f"needs a unit, such as {example!r}")
         read = unit.parse(value) if isinstance(value, str) else value
         if only is not None and read.unit != only:
-            raise ValueError(f"must be counted in {only}, such as {example!r}")
+            raise ValueError(f"must be in {only}, such as {example!r}")
         return read
 
     return read
 
 
 def _interval(value: object) -> Duration | Literal["auto"]:
-    return "auto" if value == "auto" else _reader(Duration, "5 min")(value)
+    return "auto" if value == "auto" else _quantity(Duration, "5 min")(value)
 
 
-def _text(check: Callable[[str], str | None]) -> PlainValidator:
-    """A text for which `check` finds nothing wrong."""
+def _string(fault_of: Callable[[str], str | None]) -> PlainValidator:
+    """A string for which `fault_of` returns no fault."""
 
     def read(value: object) -> str:
         if not isinstance(value, str):
-            raise ValueError(_expected("a text", value))
-        if fault := check(value):
+            raise ValueError(must_be("a string", value))
+        if fault := fault_of(value):
             raise ValueError(fault)
         return value
 
@@ -253,50 +236,42 @@ def _text(check: Callable[[str], str | None]) -> PlainValidator:
 
 
 def matching(pattern: str, what: str) -> PlainValidator:
-    """A text of a pattern; never one that a program would take for an option."""
+    """A string that matches a pattern, and that no program would take for an option."""
 
-    def check(text: str) -> str | None:
+    def fault_of(text: str) -> str | None:
         good = re.fullmatch(pattern, text) and not text.startswith("-")
-        return None if good else f"{quoted(text)} is not {what}"
+        return None if good else f"{quoted(text, _SHOWN)} is not {what}"
 
-    return _text(check)
+    return _string(fault_of)
 
 
 def _name_fault(text: str) -> str | None:
-    if is_name(text):
-        return None
-    return f"{quoted(text)} must be 1 to 63 of the characters a-z, 0-9 and -"
+    return None if is_name(text) else f"{quoted(text, _SHOWN)} must be 1 to 63 characters from a-z, 0-9 and -"
 
 
 def _recipe_fault(text: str) -> str | None:
-    if is_recipe(text):
-        return None
-    return f"{quoted(text)} is neither the name of a recipe nor module:Class of your own"
-
-
-def _score_fault(text: str) -> str | None:
-    return None if _SCORE.fullmatch(text) else f"{quoted(text)} is not the name of a score"
+    return None if is_recipe(text) else f"{quoted(text, _SHOWN)} is neither a recipe name nor module:Class"
 
 
 def _variable_fault(text: str) -> str | None:
-    if _VARIABLE.fullmatch(text):
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", text):
         return None
-    if "=" in text:
-        return "must be the name of a variable alone; its value is read where the job is started"
-    return f"{quoted(text)} is not the name of a variable"
+    if "=" in text:  # not repeated: the value may be a secret
+        return "must be only the name of a variable; its value is read on the machine that starts the job"
+    return f"{quoted(text, _SHOWN)} is not a valid variable name"
 
 
 def _path_fault(text: str) -> str | None:
     if not text.strip():
-        return "is empty"
+        return "must not be empty"
     if _CONTROL.search(text):
-        return "has a control character in it"
+        return "contains a control character"
     if text.startswith("~"):
-        return f"{quoted(text)}: ~ is not expanded; write the path out"
+        return f"{quoted(text, _SHOWN)}: ~ is not expanded; write the full path"
     return None
 
 
-def _leaves(text: str) -> bool:
+def _is_outside(text: str) -> bool:
     return PurePosixPath(os.path.normpath(text)).parts[:1] == ("..",)
 
 
@@ -306,37 +281,37 @@ def _data_path_fault(text: str) -> str | None:
     if is_address(text):
         if text.lower().startswith(_DATA_SCHEMES):
             return None
-        return f"{quoted(text)}: data comes from a path or from {', '.join(_DATA_SCHEMES)}"
-    if not PurePosixPath(text).is_absolute() and _leaves(text):
-        return f"{quoted(text)} leaves the job file's directory; use an absolute path for data elsewhere"
+        return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(_DATA_SCHEMES)}"
+    if not PurePosixPath(text).is_absolute() and _is_outside(text):
+        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
     return None
 
 
 def _store_path_fault(text: str) -> str | None:
     if fault := _path_fault(text):
         return fault
-    if not is_address(text) and not PurePosixPath(text).is_absolute() and _leaves(text):
-        return f"{quoted(text)} leaves the current directory; use an absolute path for a store elsewhere"
+    if not is_address(text) and not PurePosixPath(text).is_absolute() and _is_outside(text):
+        return f"{quoted(text, _SHOWN)} is outside the current directory; use an absolute path"
     return None
 
 
 def code_path_fault(text: str) -> str | None:
     if fault := _path_fault(text):
         return fault
-    if PurePosixPath(text).is_absolute() or is_address(text) or _leaves(text):
-        return f"{quoted(text)} must be a relative path that stays inside the job file's directory"
+    if PurePosixPath(text).is_absolute() or is_address(text) or _is_outside(text):
+        return f"{quoted(text, _SHOWN)} must be a relative path inside the job file's directory"
     return None
 
 
 def _argument_fault(text: str) -> str | None:
-    return "has a NUL character in it" if "\0" in text else None
+    return "contains a NUL character" if "\0" in text else None
 
 
 def _read_machines(value: object) -> Machines:
     if isinstance(value, Machines):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ValueError(f"must be a number of machines, such as 3 or 2..4, not {what_is(value)}")
+        raise ValueError(must_be("a number of machines, such as 3 or 2..4", value))
     return Machines.parse(str(value))
 
 
@@ -344,27 +319,25 @@ def _write_machines(machines: Machines) -> int | str:
     return machines.least if machines.is_fixed else str(machines)
 
 
-MAX_WHOLE = 2**63 - 1
-
-Name = Annotated[str, _text(_name_fault)]
-RecipeName = Annotated[str, _text(_recipe_fault)]
-ScoreName = Annotated[str, _text(_score_fault)]
-Variable = Annotated[str, _text(_variable_fault)]
-DataPath = Annotated[str, _text(_data_path_fault)]
-StorePath = Annotated[str, _text(_store_path_fault)]
-CodePath = Annotated[str, _text(code_path_fault)]
-Argument = Annotated[str, _text(_argument_fault)]
-Count = Annotated[int, Field(strict=True, ge=0, le=MAX_WHOLE)]
-Ordinal = Annotated[int, Field(strict=True, ge=1, le=MAX_WHOLE)]
+Name = Annotated[str, _string(_name_fault)]
+RecipeName = Annotated[str, _string(_recipe_fault)]
+ScoreName = Annotated[str, matching(r"[a-z][a-z0-9_-]{0,62}", "a valid score name")]
+Variable = Annotated[str, _string(_variable_fault)]
+DataPath = Annotated[str, _string(_data_path_fault)]
+StorePath = Annotated[str, _string(_store_path_fault)]
+CodePath = Annotated[str, _string(code_path_fault)]
+Argument = Annotated[str, _string(_argument_fault)]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
+Ordinal = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+Pixels = Annotated[int, Field(strict=True, ge=8, le=8192)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Pixels = Annotated[int, Field(strict=True, ge=8, le=8192)]
-Scale = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
-Truth = Annotated[bool, Field(strict=True)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
-Length = Annotated[Duration, _measured(Duration, "500 steps"), PlainSerializer(str)]
-Steps = Annotated[Duration, _measured(Duration, "500 steps", only="steps"), PlainSerializer(str)]
-MachineCount = Annotated[Machines, PlainValidator(_read_machines), PlainSerializer(_write_machines)]
-Seconds = Annotated[Duration, _measured(Duration, "1 min", only="seconds"), PlainSerializer(str)]
+Scale = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Boolean = Annotated[bool, Field(strict=True)]
+Length = Annotated[Duration, PlainValidator(_quantity(Duration, "500 steps")), PlainSerializer(str)]
+Steps = Annotated[Duration, PlainValidator(_quantity(Duration, "500 steps", only="steps")), PlainSerializer(str)]
+Seconds = Annotated[Duration, PlainValidator(_quantity(Duration, "1 min", only="seconds")), PlainSerializer(str)]
 Interval = Annotated[Duration | Literal["auto"], PlainValidator(_interval), PlainSerializer(str)]
-Batch = Annotated[Amount, _measured(Amount, "4096 tokens"), PlainSerializer(str)]
+BatchSize = Annotated[Amount, PlainValidator(_quantity(Amount, "4096 tokens")), PlainSerializer(str)]
+MachineCount = Annotated[Machines, PlainValidator(_read_machines), PlainSerializer(_write_machines)]

@@ -1,16 +1,16 @@
-"""Secrets written inline. They belong in the environment: a job file is copied into every run's folder."""
+"""Detect secrets in a job file. They belong in the environment: the file is copied into every run's folder."""
 
 from __future__ import annotations
 
 import re
 
-INLINE = "a secret is written here; put it in an environment variable and list its name under `environment`"
+INLINE = "looks like a secret; put it in an environment variable and list its name under `environment`"
 
 _SECRET_NAME = re.compile(
     r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key"
     r"|(^|_)token(_|$)|(auth|access|api|bearer|hf|hub)token"
 )
-# An argument may well be called --eos-token: of tokens only those that open a door count.
+# An argument may be called --eos-token: only tokens that grant access count.
 _SECRET_ARGUMENT = re.compile(
     r"(^|_)(secret|passw(or)?d|passphrase|credentials?|api_?key|access_?key|private_?key)(_key)?$"
     r"|^token$|(^|_)(auth|access|api|bearer|bot|git|github|gitlab|hf|hub|login|session|wandb)_?token$"
@@ -34,12 +34,12 @@ _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
 
 
 def _words(name: str) -> str:
-    """`awsSecretKey`, `aws-secret.key` and `AWS_SECRET_KEY` as `aws_secret_key`."""
+    """Return `awsSecretKey`, `aws-secret.key` and `AWS_SECRET_KEY` as `aws_secret_key`."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 
 def names_secret(name: str) -> bool:
-    """Whether a key says that its value is a secret."""
+    """True if the name of a key says that its value is a secret."""
     return _SECRET_NAME.search(_words(name)) is not None
 
 
@@ -48,12 +48,12 @@ def mentions_aws(text: str) -> bool:
 
 
 def has_plain_secret(text: str) -> bool:
-    """Whether a text has a secret that its form alone gives away, wherever it stands."""
+    """True if a text contains a secret that is recognizable by its form alone."""
     return _SECRET_VALUE.search(text) is not None
 
 
 def has_secret(text: str, beside_aws: bool = False) -> bool:
-    """Whether a text looks like a secret or carries one; `beside_aws` when a word of AWS stands near it."""
+    """True if a text looks like a secret or contains one; `beside_aws` if a word of AWS is near it."""
     if has_plain_secret(text):
         return True
     if beside_aws or mentions_aws(text):
@@ -65,7 +65,7 @@ def has_secret(text: str, beside_aws: bool = False) -> bool:
 
 
 def is_secret_argument(option: object, value: object) -> bool:
-    """Whether two neighbours in a list are an option for a secret and its value."""
+    """True if two neighbors in a list are an option for a secret and its value."""
     if not isinstance(option, str) or value is None or isinstance(value, (list, dict)):
         return False
     named = _OPTION.fullmatch(option)

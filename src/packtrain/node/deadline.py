@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from packtrain.job.job import Budget as Settings
-from packtrain.job.job import FleetSettings
+from packtrain.job.job import BudgetSettings, FleetSettings
 from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
 from packtrain.system import say
@@ -17,7 +16,7 @@ _MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
 
 
 def seconds_left(
-    budget: Settings, fleet: FleetSettings, leases: Iterable[Lease], used_seconds: float, machines: int
+    budget: BudgetSettings, fleet: FleetSettings, leases: Iterable[Lease], used_seconds: float, machines: int
 ) -> float | None:
     """Return how long that many machines may still train together; None without a budget.
 
@@ -44,7 +43,7 @@ def left_at_start(run: Run, latest: Generation | None) -> float | None:
     return max(0.0, latest.seconds_left - used)
 
 
-def used_up(budget: Settings) -> str:
+def used_up(budget: BudgetSettings) -> str:
     parts = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     parts += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
     return f"the budget of {' and '.join(parts)} is used up"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from packtrain.job.job import Checkpoint as Settings
+from packtrain.job.job import CheckpointSettings
 from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
@@ -29,7 +29,7 @@ class ProgramCheckpoints:
         self,
         run: Run,
         directory: Path,
-        settings: Settings,
+        settings: CheckpointSettings,
         tell: TellEvent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key
 from packtrain.pack.raw import DropCounter
@@ -57,7 +57,7 @@ class Packing:
     """Everything a packer needs. `name` is the name of the pack's folder."""
 
     name: str
-    data: Data
+    data: DataSettings
     store: Store
     workers: Workers
     progress: PackProgress
@@ -173,7 +173,7 @@ class PackContents:
     fingerprints: dict[str, array[int]] = field(default_factory=dict)
 
 
-def empty_contents(data: Data) -> PackContents:
+def empty_contents(data: DataSettings) -> PackContents:
     splits = splits_of(data)
     return PackContents(
         {split: SplitBuild(len(sources)) for split, sources in splits.items()},
@@ -181,6 +181,6 @@ def empty_contents(data: Data) -> PackContents:
     )
 
 
-def splits_of(data: Data) -> dict[str, Sources]:
+def splits_of(data: DataSettings) -> dict[str, Sources]:
     named = {"train": data.train, "valid": data.valid, "test": data.test}
     return {split: sources for split, sources in named.items() if sources}

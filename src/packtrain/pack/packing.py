@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.images import pack_captions, pack_labels
@@ -33,7 +33,7 @@ _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": 
 
 
 def pack(
-    name: str, data: Data, store: Store, workers: Workers, progress: PackProgress, allow_drops: bool = False
+    name: str, data: DataSettings, store: Store, workers: Workers, progress: PackProgress, allow_drops: bool = False
 ) -> Manifest:
     """Return the pack of a job's data, making it if the store does not have it. `name` is the name of the job."""
     kind = common_kind(splits_of(data))
@@ -98,7 +98,7 @@ def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:
             progress.say(f"warning: {same:,} samples of {split} are also in train; scores will be too optimistic")
 
 
-def settings_of(data: Data, kind: Kind) -> dict[str, Any]:
+def settings_of(data: DataSettings, kind: Kind) -> dict[str, Any]:
     """Return everything that the bytes of a pack depend on: the content of its sources, and settings."""
     settings: dict[str, Any] = {
         "format": FORMAT,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.build import (
     Advance,
@@ -142,7 +142,7 @@ def _parts(chosen: Chosen) -> Iterator[tuple[int, list[TextPair]]]:
         yield current, part
 
 
-def filter_reason(pair: TextPair, data: Data) -> str | None:
+def filter_reason(pair: TextPair, data: DataSettings) -> str | None:
     """Return why the settings leave a pair out of training, or None."""
     lengths = len(pair.source.split()), len(pair.target.split())
     if min(lengths) == 0:

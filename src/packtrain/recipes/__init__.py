@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from packtrain.errors import FieldMistake, Mistake, nearest
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.run.code import unpack

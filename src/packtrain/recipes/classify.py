@@ -15,8 +15,7 @@ from packtrain.data.images import ImageBatches, RectangularBatch, center_box, re
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
-from packtrain.job.job import Job, Model
-from packtrain.job.train import EpochSettings
+from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes.images import RESNETS, ImageRecipe, ResNetShape, decode_box, read_image, resize
 from packtrain.recipes.recipe import (
@@ -56,7 +55,7 @@ class ClassifierOptions:
     words: str = ""
 
 
-def classifier_options(model: Model) -> ClassifierOptions:
+def classifier_options(model: ModelSettings) -> ClassifierOptions:
     sizes = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
     return read_options(model, sizes, choices={"stem": ("large", "small")})
 

@@ -20,8 +20,8 @@ from packtrain.data.images import ImageBatches, resize_into
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import Mistake, printable
-from packtrain.job.job import Job
-from packtrain.job.train import EpochSettings
+from packtrain.job import Job
+from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import Recipe

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids, likeness
 from packtrain.data.pack import Column, pad
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.job.job import Job, Model
+from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
 from packtrain.recipes.recipe import (
@@ -53,7 +53,7 @@ class TransformerShape:
 Shape = TypeVar("Shape", bound=TransformerShape)
 
 
-def read_shape(model: Model, sizes: Mapping[str, Shape]) -> Shape:
+def read_shape(model: ModelSettings, sizes: Mapping[str, Shape]) -> Shape:
     """Return the named size with the job's options applied."""
     shape = read_options(model, sizes)
     if shape.width % (2 * shape.heads):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, nearest
-from packtrain.job.job import Job, Model
+from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.manifest import Kind
 from packtrain.run.records import Sample
 
@@ -226,7 +226,7 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def read_options(
-    model: Model,
+    model: ModelSettings,
     sizes: Mapping[str, Options],
     choices: Mapping[str, Collection[str]] | None = None,
     may_be_zero: Collection[str] = (),

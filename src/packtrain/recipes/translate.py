@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.pairs import PairRecipe, TransformerShape, read_shape
 from packtrain.recipes.recipe import Scores

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.report.goodput import LABELS, Goodput, RankTime
 from packtrain.report.page import Series, line_chart, page
 from packtrain.report.summary import Summary, step_seconds

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
 from packtrain.run.records import (

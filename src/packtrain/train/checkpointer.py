@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from packtrain.backoff import Backoff
-from packtrain.job.job import Checkpoint as Settings
+from packtrain.job.job import CheckpointSettings
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch, fetch_newest, prune
 from packtrain.run.run import Run
@@ -140,7 +140,7 @@ class BackgroundCommitter:
         self,
         run: Run,
         generation: int,
-        settings: Settings,
+        settings: CheckpointSettings,
         copier: SnapshotCopier,
         directory: Path,
         recorder: Recorder,

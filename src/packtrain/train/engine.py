@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from packtrain.data.loader import Arrays, Loaded
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
+from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
-from packtrain.job.train import Train
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.gradient_sync import GradientSync
 from packtrain.train.optimizer import placed
@@ -44,7 +44,7 @@ class StepResult:
 
 
 class Engine:
-    def __init__(self, recipe: Recipe, settings: Train, world: World, clock: Clock | None = None) -> None:
+    def __init__(self, recipe: Recipe, settings: TrainSettings, world: World, clock: Clock | None = None) -> None:
         self._recipe, self._settings, self._world = recipe, settings, world
         self.clock = clock or clock_of(world.device)
         torch.manual_seed(settings.seed)  # the same initial weights on every rank

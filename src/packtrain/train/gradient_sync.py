@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
+from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.job.part import Fraction, Location, Positive, Steps
-from packtrain.job.train import Train
 from packtrain.run.checkpoint import CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class LocalSyncSettings(ExchangeKind):
     rate: Positive = 0.7
     momentum: Fraction = 0.9
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.precision == "fp16":
-            yield ("precision",), "fp16 scales the loss for all workers alike, and local steps do not: use bf16 or fp32"
+            yield ("precision",), "fp16 scales the loss of all workers together, not of local steps; use bf16 or fp32"
 
     def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
         return LocalSync(self, model, world, clock)
@@ -144,9 +144,8 @@ class DdpSync(GradientSync):
         super().__init__(model, world, clock)
         # PyTorch 2.13 gave the option another name and warns of the old one.
         options = inspect.signature(DistributedDataParallel).parameters
-        buffers: dict[str, Any] = {
-            "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
-        }
+        name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+        do_not_sync: dict[str, Any] = {name: False}
         on_gpu = world.device.type == "cuda"
         device_ids = [world.device.index] if on_gpu else None
         self._parallel = DistributedDataParallel(
@@ -154,7 +153,7 @@ class DdpSync(GradientSync):
             device_ids=device_ids,
             gradient_as_bucket_view=True,
             find_unused_parameters=True,  # else the order of summation would change after a process's first step
-            **buffers,  # `before_step` does it, where it is not counted as computing
+            **do_not_sync,  # `before_step` does it, where it is not counted as computing
         )
         self.module = self._parallel
         send = {

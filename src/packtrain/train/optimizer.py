@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from packtrain.job.kinds import OptimizerKind
-from packtrain.job.part import Fraction, Location, NotNegative, Positive, Truth
+from packtrain.job.part import Boolean, Fraction, Location, NotNegative, Positive
 from packtrain.run.checkpoint import CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ _COUNTER = "step"
 
 class SgdSettings(OptimizerKind):
     momentum: Fraction = 0.9
-    nesterov: Truth = False
+    nesterov: Boolean = False
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.nesterov and not self.momentum:
-            yield ("nesterov",), "needs a momentum"
+            yield ("nesterov",), "requires a momentum"
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         import torch

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from packtrain.job.train import Train
+from packtrain.job.job import TrainSettings
 
 FIRST_LOSS_SCALE = 2.0**14
 LEAST_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too large for fp16, they are wrong
 CLEAN_STEPS_TO_DOUBLE = 2000
 
 
-def resolve(settings: Train, device: torch.device) -> str:
+def resolve(settings: TrainSettings, device: torch.device) -> str:
     """Resolve `auto` for this device. On a CPU it is fp32: bf16 is very slow there without native instructions."""
     if settings.precision != "auto":
         return settings.precision
@@ -67,7 +67,7 @@ class LossScale:
 class Precision:
     """Autocast, and the loss scale that fp16 needs."""
 
-    def __init__(self, settings: Train, device: torch.device) -> None:
+    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         self.name = resolve(settings, device)
         self._device = device
         self.scale = LossScale(enabled=self.name == "fp16")

@@ -10,9 +10,11 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
+from packtrain.job.job import EpochSettings, TrainSettings
 from packtrain.job.kinds import ScheduleKind
 from packtrain.job.part import (
-    Batch,
+    BatchSize,
+    Boolean,
     Fraction,
     Length,
     Location,
@@ -22,9 +24,7 @@ from packtrain.job.part import (
     Positive,
     Scale,
     Steps,
-    Truth,
 )
-from packtrain.job.train import EpochSettings, Train
 from packtrain.train.progress import Progress, multiples, up_to_rounding
 from packtrain.units import Duration
 
@@ -43,7 +43,7 @@ class NoamSettings(ScheduleKind):
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if (self.scale is None) == (self.peak is None):
-            yield (), "exactly one of scale and peak is needed"
+            yield (), "set exactly one of scale and peak"
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         warmup = self.warmup.value
@@ -65,9 +65,9 @@ class ConstantSettings(ScheduleKind):
 class _OverTheRun(ScheduleKind):
     """A schedule that depends on where the run ends."""
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.duration.unit == "seconds":
-            yield ("duration",), "must be in steps or epochs: the schedule goes by how much of the run is left"
+            yield ("duration",), "must be in steps or epochs; the schedule depends on the length of the run"
 
 
 class OneCycleSettings(_OverTheRun):
@@ -95,13 +95,13 @@ class CosineSettings(_OverTheRun):
     warmup: Length | None = None
     floor: NotNegative = 0.0
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         yield from super().faults_in(train)
         where = ("schedule", "cosine", "warmup")
         if self.warmup is None:
             return
         if self.warmup.unit != train.duration.unit:
-            yield where, f"must be counted in {train.duration.unit}, as the duration is"
+            yield where, f"must be in {train.duration.unit}, like the duration"
         elif self.warmup.value >= train.duration.value:
             yield where, "must be shorter than the run"
 
@@ -143,7 +143,7 @@ def _rates(value: object) -> tuple[float, float]:
     if len(pair) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair):
         raise ValueError("must be a rate, or a pair of rates such as [0.5, 2.0]")
     if not all(0 < one < math.inf for one in pair):
-        raise ValueError("must be more than 0")
+        raise ValueError("must be greater than 0")
     return float(pair[0]), float(pair[1])
 
 
@@ -152,10 +152,10 @@ class Phase(Part):
 
     until: Length
     rate: Annotated[tuple[float, float], PlainValidator(_rates), PlainSerializer(list)]
-    batch: Batch | None = None
+    batch: BatchSize | None = None
     size: Pixels | None = None
     min_scale: Scale | None = None
-    rectangular: Truth | None = None
+    rectangular: Boolean | None = None
 
     @property
     def changes_data(self) -> bool:
@@ -186,16 +186,16 @@ class PhasesSettings(ScheduleKind):
                 yield ("phases", number, "until"), "must be in steps or in epochs, the same in all phases"
                 return
             if phase.until.value <= start:
-                yield ("phases", number, "until"), "must be later than that of the phase before"
+                yield ("phases", number, "until"), "must be later than in the previous phase"
             if phase.changes_data and number and (unit != "epochs" or start != int(start)):
                 where = ("phases", number - 1, "until")
-                yield where, "must be a whole number of epochs: the next phase changes the batch or the pictures"
+                yield where, "must be a whole number of epochs; the next phase changes the batch or the images"
             start = phase.until.value
 
-    def faults_in(self, train: Train) -> Iterator[tuple[Location, str]]:
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         for number, phase in enumerate(self.phases):
             if phase.batch is not None and phase.batch.unit != train.batch.unit:
-                yield ("schedule", "phases", number, "batch"), f"must be counted in {train.batch.unit}, as the batch is"
+                yield ("schedule", "phases", number, "batch"), f"must be in {train.batch.unit}, like the batch"
 
     def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:
         # Phases in steps change the rate alone, so only the first one may say anything about the data.

@@ -15,7 +15,7 @@ from packtrain.data.images import Crop, ImageBatches, random_crops
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
 from packtrain.errors import FieldMistake
-from packtrain.job.job import Job, Model
+from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Box, Pixels
 from packtrain.pack.vocabulary import PAD
@@ -81,7 +81,7 @@ SIZES: Mapping[str, CaptionerShape] = {
 }
 
 
-def captioner_shape(model: Model) -> CaptionerShape:
+def captioner_shape(model: ModelSettings) -> CaptionerShape:
     """Return the named size with the job's options applied."""
     choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm")}
     shape = read_options(model, SIZES, choices, may_be_zero=("frozen_epochs", "tuned_stages"))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.data.pack import SplitReader
-from packtrain.job.job import Job
+from packtrain.job import Job
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
 from packtrain.recipes.recipe import Decoding, Prediction, Scores
