@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, shortage
+from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, progress_line, shortage
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet
-from packtrain.run.records import Event
+from packtrain.run.records import Event, Point
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.units import Machines
-from parts.runs import a_lease, new_run, program_job
+from parts.runs import a_lease, new_run, program_job, recipe_job
 
 TWO = Machines(2, 2)
 ENDED = Machine("b", "ended", is_over=True)
@@ -148,3 +148,36 @@ def test_hangs_and_excluded_machines_are_shown_and_commits_are_not(
     assert "rank 1 hangs" in shown
     assert "m2 failed twice" in shown
     assert "committed" not in shown
+
+
+def test_an_evaluation_that_repeats_the_last_one_is_shown_once(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    points = run.point_writer("a")
+    for kind, step, loss in (("valid", 5, 2.0), ("valid", 10, 1.5), ("valid", 10, 1.5), ("test", 10, 1.5)):
+        points.append(Point(kind, 1, step, 0.0, {"loss": loss, "evaluation_seconds": float(step)}))
+    points.flush()
+    Follower(run, [], console()).read()
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["valid", "step", "5", "loss", "2.000"],
+        ["valid", "step", "10", "loss", "1.500"],
+        ["test", "step", "10", "loss", "1.500"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("duration", "left"), [("20 steps", "10 s left"), ("2 epochs", "15 s left"), ("30 s", "19 s left")]
+)
+def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: str, left: str) -> None:
+    """Ten steps of one second each; the last is at epoch 0.5 and 11 seconds."""
+    steps = [
+        Point(
+            "train", 1, step, 0.0,
+            {"loss": 2.0, "rate": 0.001, "samples": 4.0, "epoch": step / 20, "elapsed_seconds": step + 1.0,
+             "step_seconds": 1.0},
+        )
+        for step in range(1, 11)
+    ]  # fmt: skip
+    line = progress_line(recipe_job(train={"duration": duration}), steps, 90.0)
+    assert line.split(" ", 1)[1] == f"step 10  loss 2.000  lr 0.001  4 samples/s  {left}  budget 1 min 30 s"

@@ -1,4 +1,4 @@
-"""From raw pictures to batches of pixels: the same for any number of ranks and threads, through store and cache."""
+"""From raw images to batches of pixels, through store and cache: the same for any number of ranks and threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED, EPOCH, SIZE = 7, 3, 32
 
 @pytest.fixture
 def opened(any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pack:
-    """A pack of 24 pictures in several shards."""
+    """Return a pack of 24 images in several shards."""
     monkeypatch.setattr(images, "SHARD_BYTES", 20_000)
     for number in range(24):
         path = tmp_path / "raw" / "ab"[number % 2] / f"{number}.jpg"
@@ -36,7 +36,7 @@ def opened(any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("num_ranks", "threads"), [(1, 1), (2, 3), (3, 1), (4, 2)])
-def test_every_global_batch_has_the_same_pixels(opened: Pack, num_ranks: int, threads: int) -> None:
+def test_batches_are_the_same_for_any_number_of_ranks_and_threads(opened: Pack, num_ranks: int, threads: int) -> None:
     split = opened.split("train")
     ones = np.ones(len(split), np.int64)
     with ImageBatches(split, 1) as alone, ImageBatches(split, threads) as many:
@@ -49,7 +49,7 @@ def test_every_global_batch_has_the_same_pixels(opened: Pack, num_ranks: int, th
             assert np.array_equal(whole, together)
 
 
-def test_another_epoch_sees_other_crops(opened: Pack) -> None:
+def test_each_epoch_crops_differently(opened: Pack) -> None:
     ids = np.arange(8)
     with ImageBatches(opened.split("train"), 2) as batches:
         first, again = (batches.random(ids, SEED, EPOCH, SIZE, 0.3) for _ in range(2))

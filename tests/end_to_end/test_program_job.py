@@ -1,4 +1,4 @@
-"""Any program: the example script, unmodified, under the same command; and the interface in Python."""
+"""An unmodified torchrun script as a job, started from Python."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from packtrain.store import open_store
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "program"
 
 
-def test_the_example_knows_nothing_of_packtrain() -> None:
+def test_the_example_runs_under_torchrun_without_packtrain(tmp_path: Path) -> None:
     script = (EXAMPLE / "train.py").read_text()
     assert "import packtrain" not in script
     assert "from packtrain" not in script
-
-
-def test_the_example_runs_under_torchrun_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(EXAMPLE / "train.py"), "--lr", "0.5", "--steps", "400"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=120)  # fmt: skip
@@ -29,7 +26,7 @@ def test_the_example_runs_under_torchrun_alone(tmp_path: Path) -> None:
     assert "y = 3.00 x + 2.00" in done.stdout
 
 
-def test_the_example_runs_under_packtrain_and_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs_under_packtrain_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     run = pt.run(EXAMPLE / "job.yaml")

@@ -1,4 +1,4 @@
-"""Data that lies elsewhere: at an http address, in a bucket, in the job's own store."""
+"""Remote data: on an HTTP server, in a bucket, in the job's own store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_every_place_gives_the_same_pack(tmp_path: Path, s3_location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_is_the_same_wherever_its_data_is(
+    tmp_path: Path, s3_location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "pairs.tsv").write_text(PAIRS)
     open_store(s3_location).put("raw/pairs.tsv", PAIRS.encode())

@@ -47,7 +47,7 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
                 text = f"\nDetached from [bold]{run.name}[/bold]; it keeps running.\n"
                 screen.print(text + escape(hints(run, "follow", "status", "stop")))
                 return EXIT_UNFINISHED
-            screen.print("\nStopping: waiting for the workers to commit a checkpoint. Press Ctrl-C again to detach.")
+            screen.print("\nStopping: waiting for the last checkpoint. Press Ctrl-C again to detach.")
             run.request_stop("stopped by user (Ctrl-C)")
             follower.until_ended()
     except KeyboardInterrupt:

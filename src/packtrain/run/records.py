@@ -162,7 +162,7 @@ EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
     "stopping": "info",
     "stopped": "report",  # the summary of the run says how it ended
     "finished": "report",
-    "failed": "warning",
+    "failed": "report",
 }
 
 
