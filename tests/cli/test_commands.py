@@ -44,7 +44,7 @@ def test_every_example_job_loads(job: Path) -> None:
     ("change", "words"),
     [
         ("train.duraton=5 steps", ("--set train.duraton", "did you mean 'duration'?")),
-        ("train.batch=64 samples", ("--set train.batch", "counts its batches in tokens")),
+        ("train.batch=64 samples", ("--set train.batch", "counts batches in tokens")),
         ("recipe=translat", ("--set recipe", "did you mean 'translate'?")),
         ("model=tny", ("--set model", "did you mean 'tiny'?")),
         ("model.dropuot=0.1", ("--set model.dropuot", "did you mean 'dropout'?")),
@@ -105,7 +105,7 @@ def test_foreground_and_detach_exclude_each_other(command: str, tmp_path: Path) 
 def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
     done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)
-    assert_refused(done, 2, "leave --foreground out")
+    assert_refused(done, 2, "omit --foreground")
     assert not (tmp_path / "store").exists()
 
 
@@ -180,6 +180,13 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     assert hints(run, "resume") == f"  resume:  packtrain resume job-1 --store {directory_store.url}"
     monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
     assert hints(run, "follow", "stop") == "  follow:  packtrain logs -f job-1\n  stop:    packtrain stop job-1"
+
+
+def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in packtrain("--help", cwd=tmp_path).stdout.partition("Commands:")[2]
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:

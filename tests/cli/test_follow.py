@@ -167,7 +167,7 @@ def test_an_evaluation_that_repeats_the_last_one_is_shown_once(
 
 
 @pytest.mark.parametrize(
-    ("duration", "left"), [("20 steps", "10 s left"), ("2 epochs", "15 s left"), ("30 s", "19 s left")]
+    ("duration", "left"), [("20 steps", "10 s left"), ("2 epochs", "30 s left"), ("30 s", "19 s left")]
 )
 def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: str, left: str) -> None:
     """Ten steps of one second each; the last is at epoch 0.5 and 11 seconds."""

@@ -56,7 +56,7 @@ def predict(
     chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, line by line.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict with the model of a run: translate a text, reply to a prompt, classify or caption an image."""
+    """Use the model of a run. It translates text, replies to a prompt, or classifies or captions an image."""
     from packtrain.export.predict import DecodeOptions, load_predictor
 
     options = DecodeOptions(beam, nucleus, temperature, repetition, seed)
