@@ -35,7 +35,7 @@ from packtrain.store import open_store
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
 from packtrain.train.progress import Progress
-from packtrain.train.worker import leave
+from packtrain.train.worker import end_process
 from packtrain.train.world import World
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn
         assert scores is not None
         found["loss"] = scores.values["loss"]
     print(json.dumps(found))
-    leave(0)
+    end_process(0)
 
 
 def on_two_hosts(network: Any, directory: Path, exchange: str, steps: int, measured: bool) -> dict[str, float]:

@@ -10,6 +10,7 @@ the steps that were kept, at the pace of undisturbed ones, by the time that pass
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,9 @@ def _processes(variable: str, value: str, store: str | None = None) -> list[psut
 
 def pace(steps: list[Step]) -> float:
     """Seconds of an undisturbed step: the median between two of the same attempt."""
-    return bench.median([late.time - early.time for early, late in pairwise(steps) if late.attempt == early.attempt])
+    return bench.median(
+        [late.time - early.time for early, late in itertools.pairwise(steps) if late.attempt == early.attempt]
+    )
 
 
 def kept(steps: list[Step]) -> int:
@@ -179,10 +181,11 @@ def kills(contender: Contender, rounds: int, warm_steps: int) -> list[tuple[floa
 def under_fire(contender: Contender, seconds: float, every: float) -> float:
     """The goodput under a kill every so often."""
     start = contender.steps()[-1]
-    began, pauses = time.time(), 0
-    while time.time() - began < seconds:
-        pauses += 1
-        time.sleep(max(0.0, began + pauses * every - time.time()))
+    began = time.time()
+    for number in itertools.count(1):
+        time.sleep(max(0.0, began + min(number * every, seconds) - time.time()))
+        if number * every >= seconds:  # a kill at the end would change nothing that is counted
+            break
         with suppress(ValueError, psutil.Error):  # between two attempts there is nobody to kill
             contender.kill_one()
     steps = contender.steps()

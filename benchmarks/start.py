@@ -17,6 +17,7 @@ from packtrain.run.run import open_run
 from packtrain.store import open_store
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
+JOB = [str(EXAMPLE), "--set", "data.test=[]", "--set", "data.valid=[]"]
 
 
 def seconds_for(*arguments: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> float:
@@ -29,10 +30,7 @@ def seconds_for(*arguments: str, cwd: Path | None = None, environment: dict[str,
 def seconds_to_first_step(directory: Path, environment: dict[str, str]) -> float:
     """From the start of the command to the end of the first step, by the clock of this machine."""
     started = time.time()
-    seconds_for(
-        "run", str(EXAMPLE), "--set", "train.duration=3 steps", "--set", "data.test=[]", "--set", "data.valid=[]",
-        cwd=directory, environment=environment,
-    )  # fmt: skip
+    seconds_for("run", *JOB, "--set", "train.duration=3 steps", cwd=directory, environment=environment)
     run = open_run(open_store(str(directory / "store")), None)
     return next(point.time for point in run.metrics() if point.kind == "train") - started
 
@@ -43,8 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         environment = {**os.environ, "PACKTRAIN_CACHE": str(directory / "cache")}
-        # Packs; the runs below find the pack there.
-        seconds_to_first_step(directory, environment)
+        seconds_for("pack", *JOB, cwd=directory, environment=environment)
         starts = [seconds_to_first_step(directory, environment) for _ in range(options.rounds)]
     rows = [
         {"what": "packtrain --help", "seconds": bench.median(helps), "limit": 0.3},

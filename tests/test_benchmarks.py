@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["scale.py", "--nodes", "2", "4"],
         ["translate.py", "--seconds", "2", "--sentences", "20"],
         ["checkpoint.py", "--megabytes", "20", "--steps", "25"],
-        ["recover.py", "--seconds", "5", "--every", "5", "--save-every", "3"],
+        ["recover.py", "--seconds", "2", "--every", "2", "--save-every", "3"],
         ["exchange.py", "--steps", "2", "--quality-steps", "4", "--only", "ddp"],
         ["faults.py", "--only", "worker"],
         ["recipes.py", "translate", "--share", "0.005"],
