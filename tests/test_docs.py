@@ -1,0 +1,103 @@
+"""The documents match the source, wrap at 100 columns and use American spelling."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "packtrain"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAP = ROOT / "docs" / "architecture.md"
+WIDTH = 100
+BRITISH = re.compile(
+    r"\b\w*(behaviour|colour|neighbour|labelled|travell|cancell(ed|ing)|licence|centre|grey|artefact|catalogue"
+    r"|(optimi|normali|tokeni|quanti|summari|serial|initiali|synchroni|parallel|recogni|visuali|organi)s(e|ed|es|er|ers|ing|ation)"
+    r"|learnt|misspelt|spelt|whilst|per cent)\b",
+    re.IGNORECASE,
+)
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines outside of code blocks, with their numbers."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, line
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = [line.lstrip("# ") for _, line in prose(document.read_text()) if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def paths_in(section: str) -> list[str]:
+    text = MAP.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"`((?:\w+/)*\w+\.py)`", text)
+
+
+@each_document
+def test_lines_wrap_at_100_columns_except_tables_and_links(document: Path) -> None:
+    long = [
+        f"{number}: {line}"
+        for number, line in prose(document.read_text())
+        if len(line) > WIDTH and not line.lstrip().startswith(("|", "![")) and " " in line.strip()
+    ]
+    assert long == []
+
+
+@each_document
+def test_spelling_is_american(document: Path) -> None:
+    found = [
+        (number, match.group()) for number, line in prose(document.read_text()) for match in BRITISH.finditer(line)
+    ]
+    assert found == []
+
+
+@each_document
+def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    assert missing == []
+
+
+def test_the_map_lists_every_package_and_top_level_module() -> None:
+    text = MAP.read_text().partition("\n## The source\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `([\w.]+/?)` \|", text, re.MULTILINE)
+    modules = {path.name for path in SOURCE.glob("*.py") if not path.name.startswith("__")}
+    packages = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    assert set(listed) == modules | packages
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("section", ["Processes", "The path of a command", "The path of a sample"])
+def test_files_on_the_map_exist(section: str) -> None:
+    paths = paths_in(section)
+    assert paths
+    assert [path for path in paths if not any((SOURCE / folder / path).exists() for folder in ("", "pack"))] == []
+
+
+def test_the_loop_on_the_map_is_that_of_the_trainer() -> None:
+    block = MAP.read_text().partition("\n## The loop\n")[2].split("```")[1].strip("\n")
+    docstring = (SOURCE / "train" / "trainer.py").read_text()
+    assert "\n".join(f"    {line}" for line in block.splitlines()) in docstring
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "processes.py"))["picture"]()
+    assert (ROOT / "docs" / "processes.svg").read_text() == drawn
