@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packtrain.backoff import Backoff
 from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, mixed_epoch, pieces, share, turns_of
 from packtrain.errors import FieldMistake
 from packtrain.store import StoreError
@@ -208,7 +208,7 @@ class Loader:
     def _made(self, source: Iterator[Loaded]) -> Loaded:
         """The next of the source, as soon as there is a store to make it from."""
         began = time.monotonic()
-        pause, luck = _FIRST_PAUSE_SECONDS, random.Random()  # noqa: S311 - not the one that the model draws from
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, limit_seconds=STORE_SECONDS)
         missing: StoreError | None = None
         while True:
             tried = time.monotonic()
@@ -227,10 +227,10 @@ class Loader:
                     say(f"data: goes on after {time.monotonic() - began:.0f} s without the store")
                 return loaded
             now = time.monotonic()
-            seconds = pause * luck.uniform(0.5, 1.0)
-            if now - began + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
+            seconds = backoff.next_pause()
+            # The next try may take as long as this one did.
+            if seconds is None or now - began + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
                 raise missing
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _offer(self, item: Loaded | BaseException) -> bool:
         while not self._closed.is_set():
