@@ -31,7 +31,7 @@ class RunHandle:
         """Show the report in a notebook, in a frame that keeps its style from the rest."""
         from html import escape
 
-        write_report(self._run)
+        write_report(self._run)  # the stored one may be older than the run
         page = self._run.store.get(self._run.key("report.html")).decode()
         return f'<iframe sandbox srcdoc="{escape(page)}" style="width:100%;height:640px;border:0"></iframe>'
 

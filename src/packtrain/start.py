@@ -65,8 +65,10 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
             raise loaded.mistake(f"model.{name}", f"there is no file {path}")
     _require_torch(job)
     store = open_store(job.store)
+    # Before packing, which may take hours: a missing script shows now.
     code = _code(loaded, store)
     machines = job.fleet.kind.machines
+    # Machines agree on a generation by put-if-absent; some S3 servers accept the condition and ignore it.
     if machines.most > 1 and not store.supports_put_if_absent():
         raise loaded.mistake(
             "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
@@ -93,6 +95,7 @@ def start(run: Run, tied: bool, tell: Tell = print) -> list[StartedNode]:
     """Start the run's nodes; tied ones end with this process. Machines that are left out are told to `tell`."""
     fleet = fleet_of(run.job.fleet.kind)
     try:
+        # The run exists by now, so a machine that cannot start is no reason to create another run.
         return fleet.start(run, fleet.plan(run), tied, tell)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
@@ -117,6 +120,7 @@ def _code(loaded: LoadedJob, store: Store) -> bytes:
         return archive({"job.yaml": loaded.text.encode()})
     if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
         raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
+    # A store inside the directory is not part of the code.
     return snapshot(loaded.code, Path(store.url) if store.is_directory else None)
 
 
@@ -152,7 +156,7 @@ def _stored_options(loaded: LoadedJob, store: Store, tell: Tell) -> dict[str, Op
             file = local_copy(path, store, cache_directory() / "sources", tell)
         except Mistake as mistake:
             raise loaded.mistake(f"model.{name}", str(mistake)) from None
-        key = f"{GIVEN}{sha256_of(file)}"
+        key = f"{GIVEN}{sha256_of(file)}"  # by its digest: two runs share one copy
         if store.entry(key) is None:
             store.put_file(key, file)
         options[name] = f"store:{key}"

@@ -61,7 +61,7 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
             f"{error}; the run may keep running: check with `packtrain show {run.name}` when the store is back"
         ) from None
     state = state_of(run)
-    if not run.store.exists(run.key("report.html")):
+    if not run.store.exists(run.key("report.html")):  # its machines died before they could write it
         write_report(run)
     print_summary(screen, run, summarize(run, state))
     if state != "finished":
@@ -160,7 +160,7 @@ class Follower:
         with Live(Text(), console=self._screen, refresh_per_second=4, transient=True) as live:
             ended_at: float | None = None
             while True:
-                result = self._run.result()
+                result = self._run.result()  # before reading, so that everything until the result is shown
                 self.read()
                 if result is None:
                     self._check_machines()
@@ -189,6 +189,7 @@ class Follower:
 
     def _check_machines(self) -> None:
         found = self._machines.look()
+        # The result may have come since: machines leave right after it.
         if self._machines.is_hopeless and found is not None and self._run.result() is None:
             raise NotFinished(f"{self._run.name}: {found.text}")
         if found != self._shortage:
@@ -205,7 +206,7 @@ class Follower:
                 self._print(event.kind, escape(event.text), "yellow" if event.display == "warning" else "dim")
         for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
             if point.kind == "start":
-                self._steps.clear()
+                self._steps.clear()  # speed and time left are those of the current generation
                 generation = next(iter(self._run.generations(after=point.generation - 1)), None)
                 left = generation.seconds_left if generation else None
                 self._deadline = None if left is None else point.time + left

@@ -103,7 +103,7 @@ def run(
 
     _check_modes(foreground, detach)
     loaded = load(job, overrides or ())
-    _check_modes(foreground, detach, loaded.job.fleet.kind)
+    _check_modes(foreground, detach, loaded.job.fleet.kind)  # before packing, which may take hours
     _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
 
 
@@ -125,6 +125,7 @@ def resume(
         console().print(f"{found.name} is already complete")
         return
     if state == "running":
+        # Another set of nodes would fight with the first; --foreground cannot tie nodes that run already.
         console().print(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
     _check_modes(foreground, detach, found.job.fleet.kind)

@@ -56,7 +56,7 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
         _print_list(listed)
     elif not unreadable:
         console().print(f"No runs in {found.url}. Start one: [bold]packtrain run JOB[/bold]")
-    for error in unreadable:  # after the runs that can be read
+    for error in unreadable:
         print(f"packtrain: {error}", file=sys.stderr)
     sys.exit(EXIT_FAILED if unreadable else EXIT_DONE)
 
@@ -96,7 +96,7 @@ def _listed(run: Run, state: State) -> tuple[Overview, str | None] | PacktrainEr
     try:
         ended = state in ("finished", "failed", "stopped")
         return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
-    except StoreError:
+    except StoreError:  # concerns all runs
         raise
     except PacktrainError as error:
         return error
@@ -115,6 +115,7 @@ def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOptio
         print_json({**asdict(summary), "events": [asdict(event) for event in events]})
     else:
         print_summary(console(), run, summary)
+    # Looking at a healthy run is a success, although the run is not finished.
     sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
 
 
@@ -133,7 +134,8 @@ def logs(
     while True:
         if ended_at is None and run.result() is not None:
             ended_at = time.monotonic()
-        # Machines upload their last lines after the result, before they leave.
+        # Machines upload their last lines after the result, before they leave. Judge that before reading, so that
+        # nothing can arrive between the last read and the end.
         over = not follow or (
             ended_at is not None
             and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(lease.left for lease in run.leases()))
@@ -174,11 +176,10 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     try:
         fleet_of(run.job.fleet.kind).cancel_queued(run)
     except PacktrainError as error:
-        # Harmless: a job that starts later finds the result and leaves.
-        screen.print(f"Could not cancel queued jobs: {error}", markup=False)
+        screen.print(f"Could not cancel queued jobs; they exit when they start: {error}", markup=False)
     with screen.status(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)"):
         while (result := run.result()) is None:
-            if states_now([run])[0] in ("interrupted", "waiting"):
+            if states_now([run])[0] in ("interrupted", "waiting"):  # nobody is there to write the result
                 _finish_unattended(run)
             else:
                 time.sleep(_STOP_POLL_SECONDS)

@@ -64,10 +64,12 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
         seconds = _total(records)
         again = causes.get(number, "start") not in _AFTER_A_PAUSE
         if again and ended is not None:
+            # A record covers the time before it: the first one began its seconds earlier.
             began = records[0].time - sum(records[0].seconds.values())
-            parts["recovery"] += max(0.0, began - ended)
+            parts["recovery"] += max(0.0, began - ended)  # clocks of two machines may disagree
         parts["recovery" if again else "start"] += seconds.pop("start", 0.0)
         computing = sum(seconds.get(span, 0.0) for span in COMPUTING)
+        # Lost steps are known by their points, spans by their records: take the same share from every span.
         kept = max(0.0, 1 - lost.get(number, 0.0) / computing) if computing else 1.0
         for span, amount in seconds.items():
             parts[span] += amount * kept if span in COMPUTING else amount
@@ -90,6 +92,7 @@ def _accounts(points: Sequence[Point], spent: Sequence[TimeSpent]) -> dict[int, 
     accounts: defaultdict[int, list[TimeSpent]] = defaultdict(list)
     for record in sorted((record for record in spent if record.rank == 0), key=lambda record: record.time):
         accounts[record.generation].append(record)
+    # Steps that no record covers, by generation.
     started = {point.generation: point for point in points if point.kind == "start"}
     left: defaultdict[int, list[Point]] = defaultdict(list)
     for point in points:

@@ -65,7 +65,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     drawn = [one for one in finite if one.points]
     if not drawn:
         return ""
-    lines = [thin(one.points) for one in drawn]
+    lines = [thin(one.points) for one in drawn]  # a page of a million steps stays small
     xs = [x for line in lines for x, _ in line]
     ys = [y for line in lines for _, y in line]
     x_low, x_high = min(xs), max(xs)
@@ -73,7 +73,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     y_low, y_high = y_ticks[0], y_ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / ((x_high - x_low) or 1)
+        across = (x - x_low) / ((x_high - x_low) or 1)  # a single point has no range
         up = (y - y_low) / ((y_high - y_low) or 1)
         return (
             round(_LEFT + across * (WIDTH - _LEFT - _RIGHT), 1),
@@ -133,4 +133,5 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)
     first, last = math.floor(low / step), math.ceil(high / step)
+    # Products such as 3 * 0.1 have digits that nobody wants to read.
     return [round(number * step, 2 - exponent) for number in range(first, last + 1)]

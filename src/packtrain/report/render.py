@@ -86,6 +86,7 @@ def _time(times: Goodput) -> str:
     bars, keys = [], []
     parts = [(label, times.parts[name]) for name, label in LABELS.items() if times.parts.get(name)]
     for number, (label, seconds) in enumerate(parts):
+        # Four colors, and paler ones after the first four parts.
         color, fade, share = f"s{number % 4}", 1 - (number // 4) * 0.25, seconds / times.seconds
         text = escape(f"{label}: {show_seconds(seconds)}, {share:.1%}")
         bars.append(f'<span class="{color}" style="width:{100 * share:.2f}%;opacity:{fade:.2f}" title="{text}"></span>')

@@ -73,6 +73,7 @@ def overview(run: Run, state: State) -> Overview:
     """Read only the end of a run, back to its last evaluation."""
     result, job = run.result(), run.job
     evaluated = job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
+    # A result with scores replaces the search for the last evaluation, which may be thousands of steps back.
     points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
     return Overview(**_overview_fields(run, state, points, result))
 
