@@ -66,22 +66,22 @@ def attach(
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
     """Return the fleet's settings, the store, the variables to pass, and True if addresses may be public."""
     from packtrain.errors import Mistake
-    from packtrain.fleet.local import LocalSettings
-    from packtrain.fleet.ssh import SshSettings
+    from packtrain.job.kinds import FLEETS, kind_class
     from packtrain.start import load
 
     place = store or os.environ.get("PACKTRAIN_STORE") or "./store"
-    if fleet == "local":
-        return LocalSettings(), place, (), False
-    if fleet.startswith("ssh:"):
+    word, _, hosts = fleet.partition(":")
+    if word in FLEETS:
         from pydantic import ValidationError
 
         from packtrain.job.part import faults
 
         try:
-            return SshSettings.model_validate({"hosts": fleet.removeprefix("ssh:").split(",")}), place, (), False
+            kind = kind_class(FLEETS, word).model_validate({"hosts": hosts.split(",")} if hosts else {})
+            return kind, place, (), False
         except ValidationError as error:
-            raise Mistake(f"--fleet {fleet}: {faults(error)[0][1]}") from None
+            location, text, missing = faults(error)[0]
+            raise Mistake(f"--fleet {fleet}: {f'{location[-1]} ' if missing else ''}{text}") from None
     if not Path(fleet).exists():
         raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
     job = load(fleet).job

@@ -94,11 +94,11 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Node:
+class YamlNode:
     """A value as written, with the number of its nodes and levels if aliases are expanded."""
 
     line: int
-    value: object  # a scalar, list[Node] or dict[str, Node]
+    value: object  # a scalar, list[YamlNode] or dict[str, YamlNode]
     size: int = 1
     height: int = 0
 
@@ -110,11 +110,11 @@ class _Reader:
         self.refuse = refuse
         self.aws_lines = {number for number, line in enumerate(text.split("\n"), 1) if mentions_aws(line)}
         self.events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
-        self.anchors: dict[str, Node] = {}
+        self.anchors: dict[str, YamlNode] = {}
         self.open_anchors: set[str] = set()
         self.count = 0
 
-    def document(self) -> Node | None:
+    def document(self) -> YamlNode | None:
         """Return the only document of the text, or None if there is none."""
         try:
             next(self.events)  # the stream's start
@@ -134,7 +134,7 @@ class _Reader:
             raise self.refuse(line, (), "a second YAML document starts here; a job file has only one")
         return node
 
-    def _node(self, event: Any, path: Location, depth: int) -> Node:
+    def _node(self, event: Any, path: Location, depth: int) -> YamlNode:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             return self._alias(str(event.anchor), line, path, depth)
@@ -144,7 +144,7 @@ class _Reader:
         if event.anchor is not None:
             self.open_anchors.add(event.anchor)
         if isinstance(event, yaml.ScalarEvent):
-            node = Node(line, self._scalar(event, line, path))
+            node = YamlNode(line, self._scalar(event, line, path))
         else:
             if depth > MAX_DEPTH:
                 raise self.refuse(line, path, f"nested deeper than {MAX_DEPTH} levels")
@@ -160,7 +160,7 @@ class _Reader:
         if self.count > MAX_NODES:
             raise self.refuse(line, path, f"more than {MAX_NODES:,} values, with aliases expanded")
 
-    def _alias(self, anchor: str, line: int, path: Location, depth: int) -> Node:
+    def _alias(self, anchor: str, line: int, path: Location, depth: int) -> YamlNode:
         if anchor in self.open_anchors:
             raise self.refuse(line, path, "the alias refers to itself")
         node = self.anchors.get(anchor)
@@ -189,17 +189,17 @@ class _Reader:
         if has_secret(value, beside_aws):
             raise self.refuse(line, path, INLINE)
 
-    def _sequence(self, line: int, path: Location, depth: int) -> Node:
-        entries: list[Node] = []
+    def _sequence(self, line: int, path: Location, depth: int) -> YamlNode:
+        entries: list[YamlNode] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
             entry = self._node(event, (*path, len(entries)), depth + 1)
             if entries and is_secret_argument(entries[-1].value, entry.value):
                 raise self.refuse(entry.line, (*path, len(entries)), INLINE)
             entries.append(entry)
-        return Node(line, entries, 1 + sum(e.size for e in entries), 1 + _tallest(entries))
+        return YamlNode(line, entries, 1 + sum(e.size for e in entries), 1 + _tallest(entries))
 
-    def _mapping(self, line: int, path: Location, depth: int) -> Node:
-        entries: dict[str, Node] = {}
+    def _mapping(self, line: int, path: Location, depth: int) -> YamlNode:
+        entries: dict[str, YamlNode] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             key_line = event.start_mark.line + 1
             key = self._key(event, key_line, path, depth)
@@ -211,7 +211,7 @@ class _Reader:
             value = self._node(next(self.events), (*path, key), depth + 1)
             entries[key] = replace(value, line=key_line)
         nodes = list(entries.values())
-        return Node(line, entries, 1 + sum(1 + n.size for n in nodes), 1 + _tallest(nodes))
+        return YamlNode(line, entries, 1 + sum(1 + n.size for n in nodes), 1 + _tallest(nodes))
 
     def _key(self, event: Any, line: int, path: Location, depth: int) -> str:
         if not isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
@@ -226,7 +226,7 @@ class _Reader:
         return key
 
 
-def _tallest(nodes: Sequence[Node]) -> int:
+def _tallest(nodes: Sequence[YamlNode]) -> int:
     return max((node.height for node in nodes), default=0)
 
 
@@ -252,7 +252,7 @@ def scalar(text: str) -> str | int | float | bool | None:
     return text
 
 
-def plain(node: Node, path: Location, places: dict[Location, int | None], in_file: bool) -> Any:
+def plain(node: YamlNode, path: Location, places: dict[Location, int | None], in_file: bool) -> Any:
     """Return the data of a node, and add the place of each value in it to `places`."""
     places[path] = node.line if in_file else None
     if isinstance(node.value, list):
@@ -262,7 +262,7 @@ def plain(node: Node, path: Location, places: dict[Location, int | None], in_fil
     return node.value
 
 
-def read_node(text: str, refuse: Refuse) -> Node | None:
+def read_node(text: str, refuse: Refuse) -> YamlNode | None:
     """Return the only value of a text, or None if there is none."""
     if found := _CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from packtrain.errors import Mistake, printable
-from packtrain.job.document import Document, Node, plain, read_node, read_text
+from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import DataSettings, Job, expand
 from packtrain.job.kinds import Source
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
@@ -84,7 +84,7 @@ def _copy(value: Any) -> Any:
 _SET = Document("", "", {}, {(): None})
 
 
-def _read_override(override: str) -> tuple[Location, Node]:
+def _read_override(override: str) -> tuple[Location, YamlNode]:
     field, equals, text = override.partition("=")
     field = field.strip()
     if not equals:
@@ -98,10 +98,10 @@ def _read_override(override: str) -> tuple[Location, Node]:
     def refuse(_line: int, location: Location, problem: str) -> Mistake:
         return _SET.mistake((*steps, *location), problem)
 
-    return steps, read_node(text, refuse) or Node(1, None)
+    return steps, read_node(text, refuse) or YamlNode(1, None)
 
 
-def _set(data: Any, places: dict[Location, int | None], location: Location, node: Node) -> None:
+def _set(data: Any, places: dict[Location, int | None], location: Location, node: YamlNode) -> None:
     """Put a value at a location, in place; missing mappings and lists on the way are created."""
     path: Location = ()
     for index, written in enumerate(location):
