@@ -118,12 +118,10 @@ class SshFleet(Fleet):
         commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}
         secrets = values_of(plans[0].variables)
         # The kernel ends a tied connection with the thread that started it, so it must be started by this one.
-        started, faults = _sorted(
-            _in_parallel(
-                lambda host: start_node(host, run, commands[host.name], secrets, tied),
-                chosen,
-                1 if tied else _CONNECTIONS,
-            )
+        started, faults = _in_parallel(
+            lambda host: start_node(host, run, commands[host.name], secrets, tied),
+            chosen,
+            1 if tied else _CONNECTIONS,
         )
         if len(started) < machines.least:
             # Also where the start failed: the node may run, and only the answer was lost.
@@ -160,7 +158,7 @@ class SshFleet(Fleet):
             return UsableHost(host, python)
 
         with visible_object(open_store(store)) as key:
-            usable, faults = _sorted(_in_parallel(prepare, hosts))
+            usable, faults = _in_parallel(prepare, hosts)
         if len(usable) < least:
             if len(hosts) == 1:
                 raise faults[0]
@@ -177,16 +175,16 @@ class SshFleet(Fleet):
                 return Machine(host, "unreachable")
             return Machine(host, "running") if found else Machine(host, "ended", is_over=True)
 
-        return _sorted(_in_parallel(state, self._settings.hosts))[0]
+        return _in_parallel(state, self._settings.hosts)[0]
 
     def end(self, run: Run) -> None:
         def end(host: str) -> None:
             remote = Remote(host)
             _end(remote, environment.find_any(remote, self._settings.python), run)
 
-        _, faults = _sorted(_in_parallel(end, self._settings.hosts))
+        _, faults = _in_parallel(end, self._settings.hosts)
         if faults:
-            raise faults[0]
+            raise Mistake(f"{together(faults)}; nodes may still be running there, end them manually")
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         destination, port = split_destination(_chosen(self._settings.hosts, machine))
@@ -269,8 +267,8 @@ def _chosen(hosts: Sequence[str], machine: str | None) -> str:
 
 def _in_parallel(
     work: Callable[[Item], Answer], items: Sequence[Item], connections: int = _CONNECTIONS
-) -> builtins.list[Answer | PacktrainError]:
-    """Return the answers in order; our own errors are answers too."""
+) -> tuple[list[Answer], list[PacktrainError]]:
+    """Return the answers, and our own errors, in the order of the items."""
 
     def attempt(item: Item) -> Answer | PacktrainError:
         try:
@@ -279,13 +277,9 @@ def _in_parallel(
             return error
 
     if connections == 1 or len(items) < 2:
-        return [attempt(item) for item in items]
-    with ThreadPoolExecutor(min(connections, len(items))) as pool:
-        return list(pool.map(attempt, items))
-
-
-def _sorted(
-    answers: Sequence[Answer | PacktrainError],
-) -> tuple[builtins.list[Answer], builtins.list[PacktrainError]]:
-    good = [answer for answer in answers if not isinstance(answer, PacktrainError)]
-    return good, [answer for answer in answers if isinstance(answer, PacktrainError)]
+        found = [attempt(item) for item in items]
+    else:
+        with ThreadPoolExecutor(min(connections, len(items))) as pool:
+            found = list(pool.map(attempt, items))
+    good = [answer for answer in found if not isinstance(answer, PacktrainError)]
+    return good, [answer for answer in found if isinstance(answer, PacktrainError)]
