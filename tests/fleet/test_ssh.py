@@ -231,7 +231,7 @@ def test_tied_nodes_end_with_the_client(network: Network, tmp_path: Path, enviro
     command = [sys.executable, "-m", "packtrain", "run", str(job), "--foreground"]
     client = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     try:
-        wait_until(lambda: (store / "runs/counts-1").exists() and newest(store).generations(), "the first generation")
+        wait_until(lambda: any(store.glob("runs/counts-1/generations/*.json")), "the first generation")
     finally:
         client.kill()
         client.wait()
