@@ -1,4 +1,4 @@
-"""What `packtrain pack --stats` shows."""
+"""Packing in the terminal: progress bars, and the statistics of `packtrain pack --stats`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ from packtrain.units import show_count
 
 
 def show_stats(screen: Console, store: Store, manifest: Manifest) -> None:
-    """Prints the statistics of a pack, and puts a page of its samples beside it."""
+    """Print the statistics of a pack, and store a page of samples beside it."""
     pack = Pack(store, manifest.name, cache_directory() / "packs")
 
     def columns(split: str) -> Iterator[Columns]:
         reader = pack.split(split)
         return (reader.shard(number) for number in range(reader.num_shards))
 
-    source = pack.vocabulary if manifest.vocabulary else None
-    target = pack.target_vocabulary if manifest.target_vocabulary else None
-    stats = stats_of(manifest, columns, source, target)
+    vocabularies = [pack.vocabulary] if manifest.vocabulary else []
+    vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []
+    stats = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
     print_stats(screen, stats)
     key = pack_key(manifest.name, "samples.html")
-    store.put(key, sample_page(stats, columns, source, target).encode())
+    store.put(key, sample_page(stats, columns, vocabularies).encode())
     screen.print(f"samples: {escape(f'{store.url}/{key}')}")
-
-
-# Packing as a person sees it: a bar with rate and time left, and lines that stay.
 
 
 class _Rate(Column):
@@ -50,7 +47,7 @@ class _Rate(Column):
 
 
 class ProgressBars:
-    """Progress for a terminal; elsewhere only the lines are printed."""
+    """Progress with rate and time left; where there is no terminal, only the lines are printed."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
