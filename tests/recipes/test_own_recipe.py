@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class, recipe_of, unpacked_code, use_code
@@ -18,8 +18,6 @@ from packtrain.report.summary import summarize
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
 from packtrain.store import open_store
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_recipe"
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +33,10 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
+    """Return a directory with the example that `packtrain init own` writes."""
     folder = tmp_path / "example"
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder.mkdir()
+    write_job(InitRequest("own", folder / "job.yaml", name="languages"))
     return folder
 
 
@@ -61,11 +61,11 @@ def test_a_recipe_is_found_in_the_code_of_the_job(example: Path) -> None:
     assert recipe_class("languages:Languages", example) is found
 
 
-def test_two_jobs_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
+def test_two_jobs_may_have_modules_of_the_same_name(example: Path, tmp_path: Path) -> None:
     for folder, unit in (("one", "tokens"), ("two", "samples")):
         text = f"from languages import Languages\nclass Mine(Languages):\n    unit = {unit!r}\n"
         write(tmp_path / folder, "mine", text)
-        shutil.copy(EXAMPLE / "languages.py", tmp_path / folder)
+        shutil.copy(example / "languages.py", tmp_path / folder)
     assert recipe_class("mine:Mine", tmp_path / "one").unit == "tokens"
     assert recipe_class("mine:Mine", tmp_path / "two").unit == "samples"
     assert recipe_class("mine:Mine", tmp_path / "one").unit == "tokens"
@@ -123,9 +123,7 @@ def test_defaults_and_checks_of_an_own_recipe_apply(example: Path) -> None:
     loaded = load(example / "job.yaml")
     assert str(loaded.job.train.batch) == "64 samples"
     assert loaded.job.data.vocabulary == 400
-    with pytest.raises(
-        Mistake, match=r"^--set model: no size 'huge'; there are small, large$|model\.size: no size 'huge'"
-    ):
+    with pytest.raises(Mistake, match=r"^--set model: no size 'huge'; use small, large$|model\.size: no size 'huge'"):
         load(example / "job.yaml", ["model=huge"])
 
 
@@ -164,17 +162,9 @@ def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example:
     assert done.returncode == 0, done.stdout + done.stderr
     result = open_run(open_store("./store"), "languages").result()
     assert result is not None
-    assert result.scores["valid.accuracy"] > 90  # a third, by chance
+    assert result.scores["valid.accuracy"] > 90  # 50 by chance
 
     shutil.rmtree(example)
     found = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert [line.split()[0] for line in found.stdout.splitlines()] == ["German", "English"]
-
-
-def test_the_example_s_data_is_what_its_script_makes(example: Path) -> None:
-    before = {name: (example / name).read_bytes() for name in ("train.jsonl", "valid.jsonl")}
-    subprocess.run([sys.executable, str(example / "make.py")], check=True)
-    assert {name: (example / name).read_bytes() for name in before} == before
-    rows = [json.loads(line) for line in before["valid.jsonl"].decode().splitlines()]
-    assert {row["target"] for row in rows} == {"English", "German", "Dutch"}

@@ -44,15 +44,15 @@ def init(
     """Write a commented job file, with toy data to try it on."""
     from rich.markup import escape
 
-    from packtrain.cli.template import STARTS, Wanted, write_start
+    from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 
     screen = console()
     if kind is None:
-        for word, start in STARTS.items():
-            screen.print(f"[bold]packtrain init {word:<10}[/bold] {start.about}")
+        for word, template in TEMPLATES.items():
+            screen.print(f"[bold]packtrain init {word:<10}[/bold] {template.about}")
         return
     job = Path(path or f"{kind}.yaml")
-    written = write_start(Wanted(kind, job, name, data or (), valid or ()))
+    written = write_job(InitRequest(kind, job, name, data or (), valid or ()))
     screen.print(escape(f"Wrote {' and '.join(written.files)}"))
     screen.print(f"  train:   [bold]packtrain run {escape(str(job))}[/bold]")
     if written.example:

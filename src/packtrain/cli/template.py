@@ -1,4 +1,4 @@
-"""What `packtrain init` writes: a job file with comments, with made-up data unless there is one's own."""
+"""The files that `packtrain init` writes: a commented job file, its modules, and toy data if the user has none."""
 
 from __future__ import annotations
 
@@ -12,70 +12,71 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from packtrain.cli import samples
+from packtrain.cli import toy_data
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
 
 _COMMENT_COLUMN = 36
 _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
-# What a language takes, and what the few words of the made-up data do.
-_OWN_WORDS = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
+# Settings for a natural language, and for the few words of the toy data.
+_LANGUAGE = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
 _FEW_WORDS = {"vocabulary": "400", "warmup": "100 steps", "every": "100 steps"}
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
 @dataclass(frozen=True)
-class Start:
-    """A way to begin. `format` is that of its data, `paths` those of a split's files in what `sample` makes."""
+class JobTemplate:
+    """A kind of job: the `format` of its data, and the `paths` of a split in its toy data."""
 
     about: str
     format: str = ""
     paths: tuple[str, ...] = ()
-    sample: Callable[[], samples.Files] = dict
+    make_data: Callable[[], toy_data.Files] = dict
     modules: tuple[str, ...] = ()
+    """Python files that are written beside the job file."""
     example: str = ""
-    """What to give `packtrain predict`, after the first run; `$data` is the folder of the data."""
+    """Arguments of `packtrain predict` to try after the first run; `$data` is the directory of the data."""
     duration: str = ""
-    """How long what `sample` makes takes to be learnt."""
+    """How long to train on the toy data."""
 
 
-STARTS: Mapping[str, Start] = {
-    "caption": Start(
-        "a sentence about a picture",
+TEMPLATES: Mapping[str, JobTemplate] = {
+    "caption": JobTemplate(
+        "caption an image",
         "coco",
         ("$split.json", "$split"),
-        samples.scenes,
-        example="$data/valid/000.png --pictures .",
+        toy_data.scenes,
+        example="$data/valid/000.png --attention-maps .",
     ),
-    "chat": Start(
-        "a reply to what is said",
+    "chat": JobTemplate(
+        "reply to a message",
         "dialogue",
         ("$split.tsv",),
-        samples.small_talk,
+        toy_data.small_talk,
         example='"what comes after Monday?"',
         duration="300 steps",
     ),
-    "classify": Start(
-        "what a picture shows",
+    "classify": JobTemplate(
+        "classify an image",
         "imagenet",
         ("$split",),
-        samples.shapes,
+        toy_data.shapes,
         example="$data/valid/star/00.png",
     ),
-    "own": Start(
-        "a recipe of your own: the language of a text",
+    "own": JobTemplate(
+        "your own recipe, with an example that detects the language of a text",
         "folder",
         ("$split.jsonl",),
-        samples.languages,
+        toy_data.languages,
         modules=("languages.py",),
         example='"zweihundertelf"',
     ),
-    "program": Start("any program that torchrun would start", modules=("train.py",)),
-    "translate": Start(
-        "a sentence in another language",
+    "program": JobTemplate("any program that runs under torchrun", modules=("train.py",)),
+    "translate": JobTemplate(
+        "translate a sentence",
         "bitext",
         ("$split.en", "$split.de"),
-        samples.counting,
+        toy_data.counting,
         example='"we need two hundred and six chairs."',
         duration="500 steps",
     ),
@@ -83,8 +84,8 @@ STARTS: Mapping[str, Start] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a person asks for. Without data of one's own there is some made up."""
+class InitRequest:
+    """Arguments of `packtrain init`. Without `train` data, toy data is written."""
 
     kind: str
     path: Path
@@ -94,75 +95,72 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was written, in words, and what to give `packtrain predict` after the first run."""
+class InitResult:
+    """Descriptions of the files that were written, and arguments of `packtrain predict` to try."""
 
     files: list[str]
     example: str = ""
 
 
-def write_start(wanted: Wanted) -> Written:
-    """Writes the job file and what it needs, or nothing."""
-    start = start_of(wanted.kind)
-    name = wanted.name or wanted.path.stem.lower().replace("_", "-")
+def write_job(request: InitRequest) -> InitResult:
+    """Write the job file and all files it needs, or nothing if one of them exists."""
+    template = template_of(request.kind)
+    name = request.name or request.path.stem.lower().replace("_", "-")
     if not is_name(name):
         raise Mistake(f"--name: {name!r} must be 1 to 63 of the characters a-z, 0-9 and -")
-    if wanted.valid and not wanted.train:
-        raise Mistake("--valid: is for data of your own; give --data as well")
-    folder, data = wanted.path.parent, wanted.path.with_name(f"{wanted.path.stem}-data")
-    if wanted.path.exists():
-        raise Mistake(
-            f"{wanted.path} is there already; give another name, as in `packtrain init {wanted.kind} my.yaml`"
-        )
-    modules = [folder / module for module in start.modules]
-    beside = {module: _resource(f"{module.name}.txt") for module in modules if not module.exists()}  # one's own stays
-    told = Written([str(wanted.path), *map(str, beside)])
-    if wanted.train:
-        if not start.format:
-            raise Mistake(f"--data: a {wanted.kind} reads its data by itself")
-        splits = {"train": wanted.train, "valid": wanted.valid}
-        sources = {split: _source(start.format, split, paths, folder) for split, paths in splits.items()}
+    if request.valid and not request.train:
+        raise Mistake("--valid: needs --data; without it, init writes toy data")
+    folder, data = request.path.parent, request.path.with_name(f"{request.path.stem}-data")
+    if request.path.exists():
+        raise Mistake(f"{request.path} exists; use another name, e.g. packtrain init {request.kind} my.yaml")
+    modules = [folder / module for module in template.modules]
+    beside = {module: _resource(module.name) for module in modules if not module.exists()}  # never replace the user's
+    result = InitResult([str(request.path), *map(str, beside)])
+    if request.train:
+        if not template.format:
+            raise Mistake(f"--data: not for a {request.kind}, which reads its data itself")
+        splits = {"train": request.train, "valid": request.valid}
+        sources = {split: _source(template.format, split, paths, folder) for split, paths in splits.items()}
     else:
-        sources = {split: _made_up(start, split, data.name) for split in ("train", "valid")}
-        if made_up := start.sample():
+        sources = {split: _toy_source(template, split, data.name) for split in ("train", "valid")}
+        if toy_files := template.make_data():
             if data.exists():
-                raise Mistake(f"{data} is there already; give the job another name, or --data to use it")
-            beside |= {data / place: content for place, content in made_up.items()}
-            example = Template(start.example).substitute(data=data)
-            told = Written([*told.files, f"{data} with made-up data"], f"{name} {example}")
-    template = Template(_resource(f"{wanted.kind}.yaml").decode())
-    words = _OWN_WORDS if wanted.train else {**_FEW_WORDS, "duration": start.duration}
-    text = template.substitute(sources, name=name, **words)
-    _write(wanted.path, {wanted.path: _aligned(text).encode(), **beside})
-    return told
+                raise Mistake(f"{data} exists; use another name for the job, or --data to train on it")
+            beside |= {data / place: content for place, content in toy_files.items()}
+            example = Template(template.example).substitute(data=data)
+            result = InitResult([*result.files, f"{data} with toy data"], f"{name} {example}")
+    settings = _LANGUAGE if request.train else {**_FEW_WORDS, "duration": template.duration}
+    text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
+    _write(request.path, {request.path: _aligned(text).encode(), **beside})
+    return result
 
 
 def _aligned(text: str) -> str:
-    """With the comments behind fields below each other, whatever was put in before them."""
+    """Align the comments after fields, whatever was substituted before them."""
     return _COMMENT.sub(lambda found: f"{found[1]:<{_COMMENT_COLUMN}}# ", text)
 
 
-def start_of(kind: str) -> Start:
-    if kind not in STARTS:
-        raise Mistake(f"init: there is no {kind[:60]!r} to start from; {nearest(kind, STARTS)}")
-    return STARTS[kind]
+def template_of(kind: str) -> JobTemplate:
+    if kind not in TEMPLATES:
+        raise Mistake(f"init: unknown kind {kind[:60]!r}; {nearest(kind, TEMPLATES)}")
+    return TEMPLATES[kind]
 
 
 def _resource(name: str) -> bytes:
     return (files("packtrain.cli") / "templates" / name).read_bytes()
 
 
-def _made_up(start: Start, split: str, folder: str) -> str:
-    paths = [f"{folder}/{Template(path).substitute(split=split)}" for path in start.paths]
-    return _flow(start.format, paths) if paths else ""
+def _toy_source(template: JobTemplate, split: str, folder: str) -> str:
+    paths = [f"{folder}/{Template(path).substitute(split=split)}" for path in template.paths]
+    return _flow(template.format, paths) if paths else ""
 
 
 def _source(kind: str, split: str, paths: Sequence[str], folder: Path) -> str:
-    """A source as a job file in `folder` has it; nothing where there are no paths."""
+    """Return a source for a job file in `folder`; an empty string if there are no paths."""
     option = "--data" if split == "train" else "--valid"
     for path in paths:
         if not is_address(path) and not Path(path).exists():
-            raise Mistake(f"{option}: there is no {path}")
+            raise Mistake(f"{option}: no such file: {path}")
     placed = [path if is_address(path) else os.path.relpath(path, folder) for path in paths]
     lines = len(paths) == 1 and paths[0].endswith(".jsonl")
     return _flow("folder" if lines else kind, placed) if paths else ""
@@ -174,7 +172,7 @@ def _flow(kind: str, paths: Sequence[str]) -> str:
 
 
 def _write(job: Path, contents: Mapping[Path, bytes]) -> None:
-    """All of the files, or none of them: what is there already is somebody's."""
+    """Write all files or none: never replace one that exists."""
     with ExitStack() as undo:
         for path, content in contents.items():
             try:
@@ -184,7 +182,7 @@ def _write(job: Path, contents: Mapping[Path, bytes]) -> None:
                     undo.callback(path.unlink)
                     file.write(content)
             except FileExistsError:
-                raise Mistake(f"{path} is there already; give another name") from None
+                raise Mistake(f"{path} exists; use another name") from None
             except OSError as error:
                 raise Mistake(f"{path}: {error.strerror}") from None
         undo.pop_all()

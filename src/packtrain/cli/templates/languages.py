@@ -1,9 +1,9 @@
-"""A recipe of one's own: tell the language of a text. See docs/recipes.md.
+"""An example of your own recipe: detect the language of a text. docs/recipes.md explains it.
 
-Nothing is imported from torch up here, so that `packtrain run` can check the job on a machine without it.
+torch is imported inside the methods, so that `packtrain run` can check the job on a machine without it.
 """
 
-# ruff: noqa: ARG002 - a recipe has what the loop asks for, needed or not
+# ruff: noqa: ARG002 - methods have the arguments of the interface, used or not
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTHS = {"small": 16, "large": 128}
 
 
 class Languages(Recipe):
-    unit = "samples"  # a batch is counted in texts
+    unit = "samples"  # of the batch size: texts
     contents = frozenset({"pairs"})  # a text and the name of its language
     kind = "pairs"
     best_metric = "accuracy"
@@ -41,9 +41,9 @@ class Languages(Recipe):
     @classmethod
     def check(cls, job: Job) -> None:
         if job.model.size not in WIDTHS:
-            raise FieldMistake("model.size", f"no size {job.model.size!r}; there are {', '.join(WIDTHS)}")
+            raise FieldMistake("model.size", f"no size {job.model.size!r}; use {', '.join(WIDTHS)}")
 
-    # The data: token arrays of the pack, side by side.
+    # Data: token arrays of the pack, padded.
 
     @cached_property
     def _languages(self) -> list[str]:
@@ -76,7 +76,7 @@ class Languages(Recipe):
     def likeness(self) -> NDArray[np.int64]:
         return self.lengths
 
-    # The model: the mean of the pieces' vectors, and a linear layer.
+    # The model: the mean of the token embeddings, and a linear layer.
 
     @property
     def width(self) -> int:
@@ -85,15 +85,15 @@ class Languages(Recipe):
     def build_model(self) -> nn.Module:
         from torch import nn
 
-        pieces = nn.EmbeddingBag(len(self.pack.vocabulary), self.width, padding_idx=PAD)
-        return nn.Sequential(pieces, nn.Linear(self.width, len(self._languages)))
+        embedding = nn.EmbeddingBag(len(self.pack.vocabulary), self.width, padding_idx=PAD)
+        return nn.Sequential(embedding, nn.Linear(self.width, len(self._languages)))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(model(batch["text"]), batch["language"], reduction="sum")
 
-    # Measures: each worker adds up its part, `score` puts the parts together.
+    # Evaluation: each worker sums over its part, `score` combines the parts.
 
     def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
         import torch
@@ -124,7 +124,7 @@ class Languages(Recipe):
         found = []
         for row in self.pack.vocabulary.encode(inputs):
             with torch.inference_mode():
-                chances = model(torch.tensor([row or [PAD]], device=device)).softmax(1)[0]
-            best = int(chances.argmax())
-            found.append(Prediction(f"{self._languages[best]} {100 * float(chances[best]):.0f} %"))
+                probabilities = model(torch.tensor([row or [PAD]], device=device)).softmax(1)[0]
+            best = int(probabilities.argmax())
+            found.append(Prediction(f"{self._languages[best]} {float(probabilities[best]):.0%}"))
         return found

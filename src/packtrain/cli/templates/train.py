@@ -1,6 +1,6 @@
-"""A plain torchrun script: fits a line with DistributedDataParallel. It knows nothing of Packtrain.
+"""A plain torchrun script without Packtrain: fits a line with DistributedDataParallel.
 
-Its only courtesy is to keep its checkpoint in the directory that a variable names.
+It saves its checkpoint in the directory that PACKTRAIN_CHECKPOINTS names, so that a run can resume.
 """
 
 import argparse
@@ -28,7 +28,7 @@ if checkpoint.exists():
     state = load_file(checkpoint)
     first = int(state.pop("step"))
     model.load_state_dict(state)
-    print(f"rank {rank} goes on from step {first}")
+    print(f"rank {rank} resumes at step {first}")
 
 parallel = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(parallel.parameters(), lr=options.lr)

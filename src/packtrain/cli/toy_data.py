@@ -1,6 +1,6 @@
-"""Small made-up data sets for first runs: a model learns each of them on two CPU cores in about a minute.
+"""Toy data sets for first runs: a model learns each of them on two CPU cores in about a minute.
 
-Each is a mapping from the names of files to their bytes, always the same ones.
+Each is a mapping from file names to contents, the same every time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Rows = list[tuple[str, str]]
 Point = tuple[float, float]
 Row = TypeVar("Row")
 
-_UP_TO = 1000
-_EVERY = 10  # one sample in so many is kept for validation
+_MAX_NUMBER = 1000
+_VALID_EVERY = 10  # every so many-th sample is for validation
 
 
 def _words(text: str) -> list[str]:
@@ -47,11 +47,11 @@ _FRAMES = [
     ("who has", "?", "Wer hat", "?"),
 ]
 _THINGS = [("apples", "Äpfel"), ("books", "Bücher"), ("cats", "Katzen"), ("chairs", "Stühle"), ("stars", "Sterne")]
-_COLOURS = {"red": (214, 40, 40), "green": (46, 160, 67), "blue": (38, 98, 214), "yellow": (240, 200, 30)}
-_PAPER = 250
+_COLORS = {"red": (214, 40, 40), "green": (46, 160, 67), "blue": (38, 98, 214), "yellow": (240, 200, 30)}
+_WHITE = 250
 
 
-# Words.
+# Texts.
 
 
 def english(number: int) -> str:
@@ -77,11 +77,11 @@ def german(number: int) -> str:
 
 
 def counting() -> Files:
-    """Sentences with numbers, in English and German."""
-    luck = np.random.default_rng(4)
+    """Return sentences with numbers in English and German."""
+    random = np.random.default_rng(4)
     rows: Rows = []
-    for number in range(2, _UP_TO):
-        for place in luck.choice(len(_FRAMES) * len(_THINGS), 2, replace=False):
+    for number in range(2, _MAX_NUMBER):
+        for place in random.choice(len(_FRAMES) * len(_THINGS), 2, replace=False):
             before, after, davor, danach = _FRAMES[place // len(_THINGS)]
             thing, ding = _THINGS[place % len(_THINGS)]
             rows.append((f"{before} {english(number)} {thing}{after}", f"{davor} {german(number)} {ding}{danach}"))
@@ -93,21 +93,17 @@ def counting() -> Files:
 
 
 def languages() -> Files:
-    """Number words with their language."""
+    """Return number words with their language."""
     files: Files = {}
-    for split, wanted in _splits(range(1, _UP_TO)):
-        rows = [(text, name) for number in wanted for text, name in _in_words(number)]
+    for split, numbers in _splits(range(1, _MAX_NUMBER)):
+        rows = [row for number in numbers for row in ((english(number), "English"), (german(number), "German"))]
         texts = [json.dumps({"source": text, "target": name}, ensure_ascii=False) for text, name in rows]
         files[f"{split}.jsonl"] = _lines(texts)
     return files
 
 
-def _in_words(number: int) -> Rows:
-    return [(english(number), "English"), (german(number), "German")]
-
-
 def small_talk() -> Files:
-    """Questions that have one answer, and greetings."""
+    """Return questions with one answer, and greetings."""
     rows: Rows = []
     for first in range(1, 10):
         for second in range(1, 10):
@@ -134,17 +130,17 @@ def _lines(rows: Iterable[str]) -> bytes:
 
 
 def _splits(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
-    """At random, so that neither has a pattern that the other lacks."""
-    chosen = set(np.random.default_rng(len(rows)).permutation(len(rows))[::_EVERY].tolist())
+    """Divide rows at random, so that neither split has a pattern that the other lacks."""
+    chosen = set(np.random.default_rng(len(rows)).permutation(len(rows))[::_VALID_EVERY].tolist())
     yield "train", [row for place, row in enumerate(rows) if place not in chosen]
     yield "valid", [row for place, row in enumerate(rows) if place in chosen]
 
 
-# Pictures.
+# Images.
 
 
 def _star(points: int, depth: float) -> list[Point]:
-    """Corners around the middle, every second one nearer to it; a depth of 1 leaves a polygon."""
+    """Return corners around the center, every second one closer to it; a depth of 1 gives a polygon."""
     radii = [1.0, depth] * points if depth < 1 else [1.0] * points
     turns = [2 * pi * number / len(radii) for number in range(len(radii))]
     return [(radius * sin(turn), -radius * cos(turn)) for radius, turn in zip(radii, turns, strict=True)]
@@ -164,61 +160,61 @@ _SHAPES: Mapping[str, Sequence[Point]] = {
 }  # fmt: skip
 
 
-def _draw(picture: Image.Image, shape: str, colour: str, middle: Point, radius: float) -> None:
-    across, down = middle
+def _draw(image: Image.Image, shape: str, color: str, center: Point, radius: float) -> None:
+    across, down = center
     corners = [(across + radius * x, down + radius * y) for x, y in _SHAPES[shape]]
-    ImageDraw.Draw(picture).polygon(corners, fill=_COLOURS[colour])
+    ImageDraw.Draw(image).polygon(corners, fill=_COLORS[color])
 
 
-def _png(picture: Image.Image) -> bytes:
+def _png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
 def shapes() -> Files:
-    """Pictures of one shape, in a folder for each."""
-    luck = np.random.default_rng(2)
+    """Return images of one shape each, in a folder per shape."""
+    random = np.random.default_rng(2)
     drawn: Files = {}
     seen: set[bytes] = set()
     for shape in _SHAPES:
         for split, count in (("train", 90), ("valid", 10)):
             for number in range(count):
-                file = _shape(luck, shape)
-                while file in seen:  # those of one split must not be in the other
-                    file = _shape(luck, shape)
+                file = _shape(random, shape)
+                while file in seen:  # an image must not be in both splits
+                    file = _shape(random, shape)
                 seen.add(file)
                 drawn[f"{split}/{shape}/{number:02d}.png"] = file
     return drawn
 
 
-def _shape(luck: np.random.Generator, shape: str) -> bytes:
-    picture = Image.new("RGB", (40, 40), (_PAPER,) * 3)
-    colour = list(_COLOURS)[luck.integers(len(_COLOURS))]
-    radius = luck.uniform(9, 15)
-    across, down = luck.uniform(radius + 2, 38 - radius, 2)
-    _draw(picture, shape, colour, (across, down), radius)
-    return _png(picture)
+def _shape(random: np.random.Generator, shape: str) -> bytes:
+    image = Image.new("RGB", (40, 40), (_WHITE,) * 3)
+    color = list(_COLORS)[random.integers(len(_COLORS))]
+    radius = random.uniform(9, 15)
+    across, down = random.uniform(radius + 2, 38 - radius, 2)
+    _draw(image, shape, color, (across, down), radius)
+    return _png(image)
 
 
 def scenes() -> Files:
-    """Pictures of two shapes, with two captions each that say which, and where."""
-    luck = np.random.default_rng(3)
+    """Return images of two shapes, with two captions each that say which shapes are where."""
+    random = np.random.default_rng(3)
     files: Files = {}
     for split, count in (("train", 900), ("valid", 100)):
         images, annotations = [], []
         for number in range(count):
-            first, second = (list(_SHAPES)[place] for place in luck.choice(len(_SHAPES), 2, replace=False))
-            one, other = (list(_COLOURS)[place] for place in luck.integers(len(_COLOURS), size=2))
-            upright = bool(luck.integers(2))
-            picture = Image.new("RGB", (48, 48), (_PAPER,) * 3)
-            for shape, colour, place in ((first, one, 12.0), (second, other, 36.0)):
-                aside = luck.uniform(20, 28)
-                _draw(picture, shape, colour, (aside, place) if upright else (place, aside), luck.uniform(8, 11))
-            files[f"{split}/{number:03d}.png"] = _png(picture)
+            first, second = (list(_SHAPES)[place] for place in random.choice(len(_SHAPES), 2, replace=False))
+            one, other = (list(_COLORS)[place] for place in random.integers(len(_COLORS), size=2))
+            upright = bool(random.integers(2))
+            image = Image.new("RGB", (48, 48), (_WHITE,) * 3)
+            for shape, color, place in ((first, one, 12.0), (second, other, 36.0)):
+                aside = random.uniform(20, 28)
+                _draw(image, shape, color, (aside, place) if upright else (place, aside), random.uniform(8, 11))
+            files[f"{split}/{number:03d}.png"] = _png(image)
             a, b = f"a {one} {first}", f"a {other} {second}"
-            told = [f"{a} above {b}", f"{b} below {a}"] if upright else [f"{a} left of {b}", f"{b} right of {a}"]
+            captions = [f"{a} above {b}", f"{b} below {a}"] if upright else [f"{a} left of {b}", f"{b} right of {a}"]
             images.append({"id": number, "file_name": f"{number:03d}.png"})
-            annotations += [{"image_id": number, "caption": text} for text in told]
+            annotations += [{"image_id": number, "caption": text} for text in captions]
         files[f"{split}.json"] = json.dumps({"images": images, "annotations": annotations}).encode()
     return files
