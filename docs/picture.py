@@ -1,4 +1,4 @@
-"""Turns what a terminal showed into docs/demo.svg.
+"""Render the terminal output of the demo as docs/demo.svg.
 
 TTY_COMPATIBLE=1 TTY_INTERACTIVE=0 COLUMNS=110 make demo > demo.txt
 python docs/picture.py demo.txt
@@ -20,8 +20,8 @@ WIDTH = 110
 
 def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    shown = re.sub(r"\x1b\[\?25[hl]", "", Path(sys.argv[1]).read_text())  # the cursor's coming and going
-    shown = re.sub(r"\n{3,}", "\n\n", shown)  # where bars of progress were
+    shown = re.sub(r"\x1b\[\?25[hl]", "", Path(sys.argv[1]).read_text())  # show and hide cursor
+    shown = re.sub(r"\n{3,}", "\n\n", shown)  # where progress bars were
     shown = shown.replace(str(Path.home()), "~")
     console.print(Text.from_ansi(shown))
     console.save_svg(str(PICTURE), title="make demo")

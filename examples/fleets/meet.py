@@ -1,4 +1,4 @@
-"""Every worker of every machine meets the others: the least that a fleet has to be able to do."""
+"""All workers of all machines join one process group: the minimum that a fleet must support."""
 
 import os
 import socket
