@@ -6,8 +6,14 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from packtrain import errors
+from packtrain.run.records import Cause
+from packtrain.train.recorder import SPANS
+from test_house import ORDER
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "packtrain"
@@ -40,8 +46,12 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def section_of(document: Path, title: str) -> str:
+    return document.read_text().partition(f"# {title}\n")[2].partition("\n## ")[0]
+
+
 def paths_in(section: str) -> list[str]:
-    text = MAP.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = section_of(MAP, section)
     return re.findall(r"`((?:\w+/)*\w+\.py)`", text)
 
 
@@ -76,13 +86,13 @@ def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
     assert missing == []
 
 
-def test_the_map_lists_every_package_and_top_level_module() -> None:
-    text = MAP.read_text().partition("\n## The source\n")[2].partition("\n## ")[0]
+def test_the_map_lists_every_package_and_top_level_module_in_the_order_of_imports() -> None:
+    text = section_of(MAP, "The source")
     listed = re.findall(r"^\| `([\w.]+/?)` \|", text, re.MULTILINE)
     modules = {path.name for path in SOURCE.glob("*.py") if not path.name.startswith("__")}
     packages = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
     assert set(listed) == modules | packages
-    assert len(listed) == len(set(listed))
+    assert [name.removesuffix("/").removesuffix(".py") for name in listed] == ORDER
 
 
 @pytest.mark.parametrize("section", ["Processes", "The path of a command", "The path of a sample"])
@@ -93,7 +103,7 @@ def test_files_on_the_map_exist(section: str) -> None:
 
 
 def test_the_loop_on_the_map_is_that_of_the_trainer() -> None:
-    block = MAP.read_text().partition("\n## The loop\n")[2].split("```")[1].strip("\n")
+    block = section_of(MAP, "The loop").split("```")[1].strip("\n")
     docstring = (SOURCE / "train" / "trainer.py").read_text()
     assert "\n".join(f"    {line}" for line in block.splitlines()) in docstring
 
@@ -101,3 +111,20 @@ def test_the_loop_on_the_map_is_that_of_the_trainer() -> None:
 def test_the_picture_is_what_its_script_draws() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "processes.py"))["picture"]()
     assert (ROOT / "docs" / "processes.svg").read_text() == drawn
+
+
+def test_the_guide_lists_every_exit_code() -> None:
+    listed = re.findall(r"^\| (\d+) \|", section_of(ROOT / "docs" / "guide.md", "Exit codes"), re.MULTILINE)
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(code) for code in listed} == codes
+
+
+def test_every_cause_of_a_generation_is_explained() -> None:
+    text = section_of(ROOT / "docs" / "reliability.md", "What counts as a failure")
+    assert set(get_args(Cause)) - set(re.findall(r"`(\w+)`", text)) == set()
+
+
+def test_every_span_of_time_is_explained() -> None:
+    text = section_of(ROOT / "docs" / "training.md", "Where the time goes")
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)`", rows)) == set(SPANS)
