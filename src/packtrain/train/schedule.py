@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -25,10 +25,12 @@ from packtrain.job.part import (
     Scale,
     Steps,
 )
-from packtrain.train.progress import Progress, multiples, up_to_rounding
 from packtrain.units import Duration
 
-Rate = Callable[[Progress], float]
+if TYPE_CHECKING:  # progress needs numpy, which takes longer to import than it takes to read a job
+    from packtrain.train.progress import Progress
+
+Rate = Callable[["Progress"], float]
 
 
 class NoamSettings(ScheduleKind):
@@ -131,6 +133,8 @@ class StepDownSettings(ScheduleKind):
                 yield (field,), "must be in steps or epochs"
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+        from packtrain.train.progress import multiples
+
         def rate(now: Progress) -> float:
             downs = multiples(now.in_unit(self.every.unit), self.every.value)
             return self.rate * _warmup_share(self.warmup, now) * float(self.factor**downs)
@@ -208,6 +212,8 @@ class PhasesSettings(ScheduleKind):
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         """Linear within each phase; after the last one, as it ended."""
+        from packtrain.train.progress import up_to_rounding
+
         edges = [0.0, *(phase.until.value for phase in self.phases)]
         unit = self.phases[0].until.unit
 
