@@ -165,7 +165,7 @@ def test_a_program_that_fails_is_restarted_and_then_the_run_fails(machine: Machi
     assert result is not None
     assert result.status == "failed"
     assert result.reason.startswith("a worker exited with code")
-    assert result.reason.endswith("(after 1 more group)")
+    assert result.reason.endswith("(after 1 restart)")
     reasons = [generation.reason for generation in run.generations()]
     assert reasons[0] == "start"
     assert len(reasons) == 2
@@ -269,6 +269,7 @@ class Stepped:
     def look(self, times: int = 1) -> None:
         for _ in range(times):
             look_until_settled(self.node)
+            self.clock.now += 0.1
 
     def end_workers(self, code: int) -> None:
         assert self.node.group is not None

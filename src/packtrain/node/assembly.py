@@ -71,6 +71,7 @@ def proposal(
     """
     staying = sorted((lease for lease in alive if not lease.leaving), key=_by_age)
     wanted = [lease for lease in staying if lease.node not in excluded]
+    # With too few others, a node that failed twice is better than none.
     chosen = _spread(wanted if len(wanted) >= machines.least else staying, machines.most)
     if len(chosen) < machines.least:
         return None
@@ -216,6 +217,7 @@ class Assembly:
             if not self.is_lost(first):
                 return False
         number = 1 if latest is None else latest.number + 1
+        # No first node: a claim decides, so that not every node reads every lease.
         if self._turn[0] != number:
             self._turn, self._proposer = (number, 0), None
         if self._proposer is None:
@@ -252,7 +254,7 @@ class Assembly:
         culprits = [] if latest is None else self._culprits(latest)
         proposed = proposal(latest, alive, self._machines, start, excluded([*culprits, culprit]))
         if proposed is not None:
-            self._run.propose(proposed)
+            self._run.propose(proposed)  # another node may win: all look for the latest generation anyway
         return None
 
     def _is_unsettled(self, latest: Generation, own: NodeReport, since: float) -> bool:
@@ -276,6 +278,7 @@ class Assembly:
         if latest is None:
             return NodeReport(0, "start", "start")
         others = [member.node for member in latest.members if member.node != self._name]
+        # This node was no member, and all members are gone: a person has resumed the run.
         if own is None and all(self.is_lost(node) for node in others):
             return NodeReport(latest.number, "resumed", "resumed")
         reports = [own] if own is not None else []
@@ -337,6 +340,7 @@ class Assembly:
 
     def _start_after(self, ended: NodeReport, step: int, count: int) -> GenerationStart:
         leases = {**self.watch.leases, self._name: self._lease.lease}.values()
+        # Clocks are not compared, only durations: the node with the longest count knows the run's time best.
         used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
         left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
         return GenerationStart(ended.cause, reason_for(ended), step, ended.step, used, left)

@@ -65,7 +65,7 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         "--rdzv-endpoint", f"{generation.members[0].address}:{generation.port}",
         "--rdzv-id", f"generation-{generation.number}",
         "--rdzv-conf", f"rank={rank}",
-        "--max-restarts", "0",
+        "--max-restarts", "0",  # a restart is a new generation, which the nodes agree on
         "--monitor-interval", "0.2",
         "--redirects", "3",
         "--log-dir", str(logs),
@@ -115,6 +115,7 @@ class Launchers:
 
     def __init__(self, run: Run, home: Path, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
+        # By these the launcher is found when the node is gone; the workers get their own from its work.
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
         self._environment = {**_without_other_launchers(inherited), **marks}
         self.ready: subprocess.Popen[bytes] | None = None  # a launcher without work
@@ -130,9 +131,10 @@ class Launchers:
             "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
             "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
         }
-        if self.ready is not None and self.ready.poll() is not None:
+        if self.ready is not None and self.ready.poll() is not None:  # it died while it waited
             self.close()
         process, self.ready = self.ready or self._start(), None
+        # It was started before anybody knew the generation, so its log was elsewhere. An open file can be renamed.
         self._log.rename(directories.logs / "launcher.log")
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
@@ -158,7 +160,7 @@ class Launchers:
                 stderr=subprocess.STDOUT,
                 cwd=self._home / "code",
                 env=self._environment,
-                start_new_session=True,
+                start_new_session=True,  # signals of the terminal are for the node, which stops the workers in order
                 preexec_fn=_end_with_node,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
 
@@ -188,11 +190,10 @@ class Launch:
 
     def kill(self) -> None:
         """Kill the launcher and every process that it and its workers started."""
-        family = self._family()
+        family = self._family()  # before the kill: orphans have another parent
         self.process.kill()
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # a process that hangs in the kernel ends when the kernel lets go of it
+        # One that hangs in the kernel ends when the kernel lets go of it.
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_WAIT_SECONDS)
         for process in family:
             with suppress(psutil.NoSuchProcess):

@@ -50,7 +50,7 @@ class LeaseRenewer:
         self._started = self._counted_from = clock()
         self._used_before = lease.used_seconds
         self._over, self._news, self._writing = threading.Event(), threading.Event(), threading.Lock()
-        run.renew(lease)
+        run.renew(lease)  # in the constructor: a store that refuses it is an error at the start
         self._threads = [
             threading.Thread(target=self._renew_often, name="lease", daemon=True),
             threading.Thread(target=self._measure_often, name="telemetry", daemon=True),

@@ -198,7 +198,7 @@ class Node:
             self._propose(latest)
 
     def _leaving(self, check_stop: bool = True) -> Leaving | None:
-        """Return why the workers have to end early. Not every node has to ask the store for a stop request."""
+        """Return why the workers have to end early, if they do."""
         stop = self.run.stop_request() if check_stop else None
         if stop is not None:
             return Leaving("stop", stop.reason)
@@ -207,7 +207,7 @@ class Node:
         notice = self.preemption.notice
         if notice is None:
             return None
-        self.lease.set_leaving()
+        self.lease.set_leaving()  # the first node sees it and has all workers commit
         return Leaving("preemption", notice.reason)
 
     def _propose(self, latest: Generation | None) -> None:
@@ -226,7 +226,7 @@ class Node:
     def _start(self, generation: Generation) -> None:
         rank = generation.rank_of(self.name)
         assert rank is not None
-        self._last_tried, self._report = generation.number, None
+        self._last_tried, self._report = generation.number, None  # a generation is tried once
         self.lease.count_from(generation.used_seconds)
         if self.deadline.is_near:
             return
@@ -238,9 +238,9 @@ class Node:
             self._cannot_start(generation, error)
             return
         self.group = group
-        if self._job.program is not None:
+        if self._job.program is not None:  # a recipe's workers restore by themselves
             group.restoring = Task(self.program.restore, "restore")
-        if group.is_first and generation.number > 1:
+        if group.is_first and generation.number > 1:  # one node is enough to clean up
             Task(lambda: remove_orphans(self.run, generation.number, complain), "orphans")
         self._launch(group)
 
@@ -288,10 +288,11 @@ class Node:
     # While workers run.
 
     def _look_after(self, group: WorkerGroup) -> None:
-        if group.is_under_way(self._clock()):
+        if group.is_under_way(self._clock()):  # not before: importing torch would slow the workers' own start
             self.launchers.prepare()
         if self._job.program is not None and group.is_first:
             group.commit_if_due(self.program, self._tell)
+        # Only the first node asks the store for a stop request; the others see its lease.
         leaving = self._leaving(check_stop=group.is_first and group.stop is None)
         if group.stop is not None and (warning := group.enforce_stop(self._clock())) is not None:
             self._tell("warning", warning)
@@ -341,7 +342,7 @@ class Node:
                 Task(lambda: group.upload_stacks(self.run, self._tell), "stacks")
             self.lease.sampler.watch_workers_of(None)
             self.group, self._ended_at = None, self._clock()
-            self.lease.offer_port(free_port())
+            self.lease.offer_port(free_port())  # the last one may be in use for a while (TIME_WAIT)
 
     def _give_up(self, report: NodeReport) -> None:
         """End the workers here because of another node."""
@@ -355,12 +356,12 @@ class Node:
         program = self.program if self._job.program is not None and group.is_first else None
         not_committed: NodeReport | None = None
         if group.closing is None and (group.stacks() or program is not None):
-            group.kill()
+            group.kill()  # what the workers started may still write to the checkpoint directory
             group.closing = Task(lambda: group.close(self.run, program, self._tell), "close")
         if group.closing is not None:
             if not group.closing.is_done:
                 return
-            # Stays None if it raises a StoreError, so that the next look closes again.
+            # `closing` stays None if it raises a StoreError, so that the next look closes again.
             closing, group.closing = group.closing, None
             try:
                 closing.result()

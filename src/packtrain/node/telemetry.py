@@ -56,6 +56,7 @@ class TelemetrySampler:
         sums: dict[int, tuple[float, int]] = {}
         for process in family:
             try:
+                # The process object is kept: its CPU time is measured from the previous call.
                 if process.pid not in workers:
                     workers[process.pid] = (int(process.environ().get("RANK", "-1")), process)
                 rank, known = workers[process.pid]

@@ -260,6 +260,7 @@ class WorkerGroup:
     # After the end.
 
     def report(self, code: int) -> NodeReport:
+        # A stop explains every exit but one that would only happen again.
         errors, output = self.control.errors(), last_output(self.directories.logs)
         ended = why_they_ended(self.generation.number, code, errors, output, oom_kills() - self._oom_kills)
         if self.stop is not None and not ended.fatal:
