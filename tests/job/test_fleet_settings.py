@@ -19,7 +19,7 @@ def job_with(fleet: Any) -> Job:
 
 
 @pytest.mark.parametrize("word", ["ssh", "mpi"])
-def test_all_hosts_are_wanted_unless_the_job_says_how_many(word: str) -> None:
+def test_a_fleet_uses_all_hosts_unless_the_job_says_how_many(word: str) -> None:
     assert job_with({word: {"hosts": ["a", "b", "c"]}}).fleet.kind.machines == Machines(3, 3)
     assert job_with({word: {"hosts": ["a", "b", "c"], "machines": "1..2"}}).fleet.kind.machines == Machines(1, 2)
 
@@ -33,7 +33,7 @@ def test_all_hosts_are_wanted_unless_the_job_says_how_many(word: str) -> None:
     ],
     ids=lambda kind: type(kind).__name__,
 )
-def test_a_fleet_is_read_as_it_was_written(kind: Any) -> None:
+def test_a_fleet_reads_back_what_it_writes(kind: Any) -> None:
     written = job_with({word_of(FLEETS, kind): kind.model_dump(mode="json")}).model_dump_json()
     assert Job.model_validate_json(written).fleet.kind == kind
 
@@ -55,7 +55,7 @@ def test_a_fleet_is_read_as_it_was_written(kind: Any) -> None:
         ({"slurm": {"partition": "--x"}}, ("slurm", "partition"), "is not a name"),
     ],
 )
-def test_what_cannot_be_is_refused(fleet: Any, place: tuple[str | int, ...], words: str) -> None:
+def test_impossible_settings_are_refused_with_their_place(fleet: Any, place: tuple[str | int, ...], words: str) -> None:
     with pytest.raises(ValidationError) as refused:
         job_with(fleet)
     [(where, text, _)] = faults(refused.value)

@@ -51,7 +51,7 @@ def refusals(document: object) -> list[str]:
     return [f"{'.'.join(map(str, location))}: {text}" for location, text, _needed in faults(refused.value)]
 
 
-def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
+def test_the_job_of_a_recipe_is_typed_and_has_defaults() -> None:
     job = Job.model_validate(RECIPE)
     assert job.data.train == (BitextSource(paths=("train.en", "train.de"), weight=2.0),)
     assert job.data.valid == (BitextSource(paths=("valid.tsv",)),)
@@ -65,7 +65,7 @@ def test_a_recipe_s_job_is_typed_and_has_defaults() -> None:
     assert (job.store, job.code, job.environment, job.budget.dollars) == ("./store", ".", (), None)
 
 
-def test_a_program_s_job_has_no_recipe_sections() -> None:
+def test_the_job_of_a_program_has_no_recipe_sections() -> None:
     job = Job.model_validate(PROGRAM)
     assert job.program == ("train.py", "--lr", "0.1")
     assert [getattr(job, section) for section in ("data", "model", "train", "evaluate")] == [None] * 4
@@ -84,7 +84,7 @@ def test_a_program_s_job_has_no_recipe_sections() -> None:
         ("budget", None, {}),
     ],
 )
-def test_short_forms_mean_their_full_ones(field: str, short: object, full: object) -> None:
+def test_short_forms_equal_their_long_forms(field: str, short: object, full: object) -> None:
     assert Job.model_validate(with_field(RECIPE, field, short)) == Job.model_validate(with_field(RECIPE, field, full))
 
 
@@ -109,7 +109,7 @@ def test_a_job_reads_back_what_it_writes(document: Mapping[str, Any]) -> None:
     assert Job.model_validate(job.model_dump()) == job
 
 
-def test_units_are_written_as_texts_and_kinds_as_words() -> None:
+def test_quantities_are_written_as_strings_and_kinds_as_words() -> None:
     written = Job.model_validate(RECIPE).model_dump(mode="json")
     assert written["train"]["duration"] == "50000 steps"
     assert written["checkpoint"]["every"] == "300 seconds"
@@ -130,7 +130,7 @@ def test_a_job_cannot_be_changed() -> None:
         Job.model_validate(RECIPE).name = "other"
 
 
-def test_a_job_can_be_made_from_parts() -> None:
+def test_a_job_can_be_built_from_parts() -> None:
     job = Job.model_validate(RECIPE)
     made = Job(name="en-de", recipe="translate", data=job.data, model=job.model, train=job.train)
     assert made == job
@@ -219,7 +219,7 @@ OUTSIDE = "must be a relative path inside the job file's directory"
         ("program", ["train.py"], "program: a job has a recipe or a program, not both"),
     ],
 )  # fmt: skip
-def test_what_a_recipe_s_job_refuses(field: str, value: object, refusal: str) -> None:
+def test_wrong_fields_of_a_recipe_are_refused_with_their_place(field: str, value: object, refusal: str) -> None:
     assert refusals(with_field(RECIPE, field, value)) == [refusal]
 
 
@@ -241,11 +241,11 @@ def test_what_a_recipe_s_job_refuses(field: str, value: object, refusal: str) ->
         ("program", None, "recipe: is required, or a program"),
     ],
 )  # fmt: skip
-def test_what_a_program_s_job_refuses(field: str, value: object, refusal: str) -> None:
+def test_wrong_fields_of_a_program_are_refused_with_their_place(field: str, value: object, refusal: str) -> None:
     assert refusals(with_field(PROGRAM, field, value)) == [refusal]
 
 
-def test_every_field_that_a_recipe_s_job_needs_is_asked_for() -> None:
+def test_every_missing_field_of_a_recipe_is_named() -> None:
     assert refusals({"recipe": "translate"}) == [
         "name: is required",
         "data.train: is required",
@@ -256,7 +256,7 @@ def test_every_field_that_a_recipe_s_job_needs_is_asked_for() -> None:
     ]
 
 
-def test_absolute_data_paths_and_addresses_pass_as_they_are() -> None:
+def test_absolute_data_paths_and_urls_are_kept_as_written() -> None:
     for path in (
         "/data/train.tsv",
         "/data/../other.tsv",
@@ -268,12 +268,12 @@ def test_absolute_data_paths_and_addresses_pass_as_they_are() -> None:
         assert Job.model_validate(document).data.train[0].paths == (path,)
 
 
-def test_names_of_jobs_and_runs() -> None:
+def test_names_of_jobs_and_runs_have_lowercase_letters_digits_and_hyphens() -> None:
     assert is_name("en-de-2")
     assert not any(map(is_name, ("", "En", "a_b", "a\n", "a" * 64, "ä", "a/b", "..")))
 
 
-def test_schedules_are_told_apart_by_their_class() -> None:
+def test_the_word_of_a_schedule_selects_its_class() -> None:
     job = Job.model_validate(with_field(RECIPE, "train.schedule", {"constant": {"rate": 1}}))
     assert job.train.schedule == ConstantSettings(rate=1.0)
 

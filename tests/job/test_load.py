@@ -69,7 +69,7 @@ def test_a_job_file_becomes_a_job_with_absolute_sources(directory: Path) -> None
     assert Job.model_validate_json(loaded.job.model_dump_json()) == loaded.job
 
 
-def test_sources_are_found_from_the_file_and_not_from_where_one_stands(directory: Path) -> None:
+def test_data_paths_are_relative_to_the_job_file_not_to_the_current_directory(directory: Path) -> None:
     (directory / "jobs").mkdir()
     (directory / "jobs" / "b.yaml").write_text(VALID + "store: s3://bucket/runs\n")
     loaded = load_job("jobs/b.yaml")
@@ -155,7 +155,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("name: a\n\tstore: b\n", "a.yaml:2: invalid YAML: found a tab character that violates indentation"),
     ],
 )  # fmt: skip
-def test_what_is_not_a_job_file_is_refused(directory: Path, text: str | bytes, line: str) -> None:
+def test_a_file_that_is_no_job_is_refused_with_its_line(directory: Path, text: str | bytes, line: str) -> None:
     assert refusal(text) == line
 
 
@@ -179,11 +179,11 @@ def test_what_is_not_a_job_file_is_refused(directory: Path, text: str | bytes, l
         ("base", "[]", "a.yaml:8: model: must be a mapping, not a list"),
     ],
 )  # fmt: skip
-def test_what_the_job_refuses_is_told_with_its_line(directory: Path, old: str, new: str, line: str) -> None:
+def test_a_wrong_field_is_refused_with_its_line(directory: Path, old: str, new: str, line: str) -> None:
     assert refusal(VALID.replace(old, new)) == line
 
 
-def test_the_first_of_several_mistakes_is_told_and_the_others_counted(directory: Path) -> None:
+def test_the_first_of_several_mistakes_is_shown_and_the_others_are_counted(directory: Path) -> None:
     text = VALID.replace("batch:", "bacth:").replace("every:", "evry:").replace("clip:", "clpi:")
     assert refusal(text) == "a.yaml:11: train.bacth: unknown key; did you mean 'batch'? (and 3 more)"
 
@@ -206,11 +206,11 @@ def test_files_that_cannot_be_read_are_refused(directory: Path) -> None:
     assert told("a\0b") == "a\\x00b: invalid path"
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_fine(directory: Path) -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(directory: Path) -> None:
     assert load(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()).job == load(VALID).job
 
 
-def test_aliases_are_written_out(directory: Path) -> None:
+def test_aliases_are_expanded(directory: Path) -> None:
     job = load(VALID.replace("  train: {", "  test: &pairs {") + "budget: {}\n", "data.train={bitext: a.tsv}").job
     assert job.data.test[0].paths == (f"{directory}/train.en", f"{directory}/train.de")
     job = load(VALID.replace("  train: {", "  test: &pairs {").replace("  valid:", "  train: *pairs\n  valid:")).job
@@ -266,11 +266,11 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str) -> 
         "--password-file=x", "https://host/a@b", "train.en",
     ],
 )  # fmt: skip
-def test_what_is_no_secret_passes(text: str) -> None:
+def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:
     assert not has_secret(text)
 
 
-def test_names_that_only_resemble_secrets_pass() -> None:
+def test_names_that_only_resemble_secrets_are_accepted() -> None:
     assert not any(map(names_secret, ("max_tokens", "tokenizer", "vocabulary", "key", "passes")))
     assert all(map(names_secret, ("token", "api_key", "apiKey", "AWS_ACCESS_KEY_ID", "authToken", "my.password")))
 
@@ -306,7 +306,7 @@ def test_any_field_can_be_set(directory: Path) -> None:
     )
 
 
-def test_the_last_of_two_overrides_holds(directory: Path) -> None:
+def test_the_last_of_two_overrides_wins(directory: Path) -> None:
     assert load(VALID, "train.seed=2", "train.seed=3").job.train.seed == 3
 
 
@@ -353,7 +353,7 @@ DEFAULTS: Mapping[str, Any] = {
 SHORT = "name: a\nrecipe: translate\ndata: {train: {bitext: a.tsv}}\n"
 
 
-def test_a_recipe_s_defaults_fill_what_the_file_leaves_out(directory: Path) -> None:
+def test_the_defaults_of_a_recipe_fill_what_the_file_omits(directory: Path) -> None:
     job = load(SHORT, defaults=DEFAULTS).job
     assert job.train.schedule == ConstantSettings(rate=1e-3)
     assert (job.model.size, job.train.clip) == ("tiny", 5.0)
@@ -367,18 +367,18 @@ def test_the_file_wins_field_by_field_and_kinds_never_mix(directory: Path) -> No
     assert job.evaluate.every == Duration(100, "steps")
 
 
-def test_an_override_goes_on_top_of_the_defaults(directory: Path) -> None:
+def test_an_override_wins_over_the_defaults(directory: Path) -> None:
     job = load(SHORT, "train.schedule.constant.rate=0.5", "model=big", defaults=DEFAULTS).job
     assert job.train.schedule == ConstantSettings(rate=0.5)
     assert (job.model.size, job.model.options) == ("big", {})
 
 
-def test_a_field_that_neither_the_file_nor_the_recipe_gives_is_asked_for(directory: Path) -> None:
+def test_a_field_that_neither_the_file_nor_the_recipe_has_is_required(directory: Path) -> None:
     assert refusal(SHORT, defaults={**DEFAULTS, "train": {}}) == "a.yaml:1: train.duration is required (and 2 more)"
     assert refusal("name: a\nrecipe: x\n", defaults=DEFAULTS) == "a.yaml:1: data.train is required"
 
 
-def test_an_unknown_recipe_is_told_with_its_line(directory: Path) -> None:
+def test_an_unknown_recipe_is_refused_with_its_line(directory: Path) -> None:
     def unknown(recipe: str, _code: Path) -> Mapping[str, object]:
         raise Mistake(f"unknown recipe {recipe!r}; did you mean 'translate'?")
 
@@ -395,7 +395,7 @@ def test_the_defaults_of_a_recipe_are_not_changed_by_overrides(directory: Path) 
     assert repr(DEFAULTS) == before
 
 
-def test_others_can_tell_a_mistake_at_a_field_s_place(directory: Path) -> None:
+def test_a_later_mistake_is_shown_with_the_place_of_its_field(directory: Path) -> None:
     loaded = load(VALID, "model.dropuot=1")
     assert str(loaded.mistake("train.batch", "too small")) == "a.yaml:11: train.batch: too small"
     assert str(loaded.mistake("data.valid.0.bitext", "is gone")) == "a.yaml:6: data.valid.0.bitext: is gone"
@@ -486,7 +486,7 @@ def test_any_override_gives_a_job_or_one_line(tmp_path_factory: pytest.TempPathF
     ],
     ids=range(17),
 )
-def test_large_and_odd_files_are_told_apart_quickly(tmp_path: Path, content: bytes) -> None:
+def test_large_and_odd_files_are_read_or_refused_quickly(tmp_path: Path, content: bytes) -> None:
     job_or_one_line(tmp_path / "a.yaml", content)
 
 

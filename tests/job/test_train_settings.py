@@ -63,7 +63,7 @@ def refusals(**fields: Any) -> list[str]:
         (49, 0.00376, 288, 16384, True),
     ],
 )
-def test_the_phases_of_a_record_give_its_rate_size_and_batch_at_each_epoch(
+def test_phases_set_the_rate_size_and_batch_of_each_epoch(
     epoch: int, rate: float, size: int, batch: int, rectangular: bool
 ) -> None:
     train = settings(schedule={"phases": DAWNBENCH})
@@ -72,7 +72,7 @@ def test_the_phases_of_a_record_give_its_rate_size_and_batch_at_each_epoch(
     assert train.in_epoch(epoch) == EpochSettings(Amount(batch, "samples"), size, scale, rectangular)
 
 
-def test_the_rate_goes_with_every_batch_of_an_epoch_and_the_data_with_whole_ones() -> None:
+def test_phases_change_the_rate_at_every_step_and_the_data_at_whole_epochs() -> None:
     train = settings(schedule={"phases": DAWNBENCH})
     rate = train.schedule.build(1, train.duration)
     assert rate(Progress(0, 5.5)) == pytest.approx(1.88 + (3.76 - 1.88) * 5.5 / 6)
@@ -80,13 +80,13 @@ def test_the_rate_goes_with_every_batch_of_an_epoch_and_the_data_with_whole_ones
     assert [rate(Progress(0, 37.999)), rate(Progress(0, 38.0))] == [0.0376, 0.00376]
 
 
-def test_after_the_last_phase_all_stays_as_it_was() -> None:
+def test_after_the_last_phase_nothing_changes() -> None:
     train = settings(duration="60 epochs", schedule={"phases": DAWNBENCH})
     assert train.schedule.build(1, train.duration)(Progress(0, 55.0)) == 0.00376
     assert train.in_epoch(55) == train.in_epoch(49)
 
 
-def test_phases_can_be_counted_in_steps_where_they_leave_the_data_alone() -> None:
+def test_phases_can_be_in_steps_if_they_do_not_change_the_data() -> None:
     phases = [{"until": "10 steps", "rate": [0.0001, 1.0], "batch": "64 samples"}, {"until": "30 steps", "rate": 0.5}]
     train = settings(schedule={"phases": phases})
     rate = train.schedule.build(1, train.duration)
@@ -94,12 +94,12 @@ def test_phases_can_be_counted_in_steps_where_they_leave_the_data_alone() -> Non
     assert train.in_epoch(40).batch == Amount(64, "samples")
 
 
-def test_without_phases_every_epoch_is_as_the_section_says() -> None:
+def test_without_phases_every_epoch_has_the_settings_of_the_section() -> None:
     train = settings(size=160, min_scale=0.25, rectangular=True)
     assert train.in_epoch(0) == train.in_epoch(99) == EpochSettings(Amount(8192, "samples"), 160, 0.25, True)
 
 
-def test_a_section_reads_back_what_it_writes() -> None:
+def test_the_train_section_reads_back_what_it_writes() -> None:
     for fields in (
         {"schedule": {"phases": DAWNBENCH}},
         {"schedule": {"cosine": {"peak": 1.0, "warmup": "2 epochs"}}, "exchange": {"local": {"every": "20 steps"}}},
@@ -109,7 +109,7 @@ def test_a_section_reads_back_what_it_writes() -> None:
         assert TrainSettings.model_validate_json(train.model_dump_json()) == train
 
 
-def test_what_is_not_said_has_a_default() -> None:
+def test_omitted_settings_have_defaults() -> None:
     train = settings()
     assert train.exchange == DdpSettings(compress="no")
     assert (train.micro_batch, train.ema, train.compile, train.patience) == (None, None, False, Duration(60, "seconds"))
@@ -176,5 +176,5 @@ WHOLE = "must be a whole number of epochs; the next phase changes the batch or t
         ({"compile": "yes"}, "compile: must be true or false, not a string"),
     ],
 )  # fmt: skip
-def test_what_the_section_refuses(fields: dict[str, Any], refusal: str) -> None:
+def test_wrong_train_settings_are_refused_with_their_place(fields: dict[str, Any], refusal: str) -> None:
     assert refusals(**fields) == [refusal]

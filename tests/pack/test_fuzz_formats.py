@@ -29,12 +29,13 @@ from pack.rawsets import (
     zipped,
 )
 from packtrain.errors import Mistake
+from packtrain.job.kinds import Drop
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.coco import CocoSource
 from packtrain.pack.dialogue import DialogueSource
 from packtrain.pack.folder import FolderSource
 from packtrain.pack.imagenet import ImageNetSource
-from packtrain.pack.raw import Drop, DropCounter, RawImage, TextPair
+from packtrain.pack.raw import DropCounter, RawImage, TextPair
 
 Sample = RawImage | TextPair
 Read = Callable[[Path, Drop], Iterable[Sample]]

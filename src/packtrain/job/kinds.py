@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from packtrain.job.job import EpochSettings, TrainSettings
 
 Drop = Callable[[str, str], None]
+"""Reports a sample that is left out: the reason, which is counted, and the name of the sample."""
 
 FLEETS: dict[str, str] = {
     "local": "packtrain.fleet.local:LocalSettings",
@@ -85,39 +86,6 @@ def default_kind(kinds: Mapping[str, str], word: str) -> Any:
     return Field(default_factory=lambda: kind_class(kinds, word).model_validate({}))
 
 
-def not_one(kinds: Mapping[str, str], count: int) -> str:
-    return f"must name one kind, not {count or 'none'}; known: {', '.join(sorted(kinds))}"
-
-
-def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
-    """Read a mapping of one word to its settings, `{noam: {warmup: 8000 steps, scale: 2.0}}`."""
-
-    def read(value: object) -> Part:
-        if isinstance(value, base):
-            return value
-        words = ", ".join(sorted(kinds))
-        if not isinstance(value, Mapping):
-            raise ValueError(must_be(f"a mapping of one of {words} to its settings", value))
-        if len(value) != 1:
-            raise ValueError(not_one(kinds, len(value)))
-        [(word, settings)] = value.items()
-        if word not in kinds:
-            raise refusal(unknown_keys([str(word)], kinds))
-        kind: type[Part] = kind_class(kinds, word)
-        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
-        listed = isinstance(settings, list) and word in kind.model_fields
-        try:
-            return kind.model_validate({word: settings} if listed else settings or {})
-        except ValidationError as error:
-            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
-
-    return PlainValidator(read)
-
-
-def write_kind(kinds: Mapping[str, str]) -> PlainSerializer:
-    return PlainSerializer(lambda value: {word_of(kinds, value): value.model_dump(mode="json")})
-
-
 class FleetKind(Part):
     """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
 
@@ -138,8 +106,8 @@ class Source(Part):
     """A raw data set and its share of the mix.
 
     `contents` is what a recipe can learn from it: pairs (of texts), turns (pairs of a prompt and its reply), labels or
-    captions (of images). A format overrides the readers of what it holds. `drop` is called with the reason and the name
-    of a sample that is left out, `filtered` with those that the format itself marks as not meant to be one.
+    captions (of images). A format overrides the readers of what it holds. `drop` reports samples that cannot be used,
+    `filtered` those that the format itself marks as not meant to be used.
     """
 
     contents: ClassVar[frozenset[str]]
@@ -225,6 +193,39 @@ class ExchangeKind(Part):
 
 
 # The types of fields.
+
+
+def not_one(kinds: Mapping[str, str], count: int) -> str:
+    return f"must name one kind, not {count or 'none'}; known: {', '.join(sorted(kinds))}"
+
+
+def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
+    """Read a mapping of one word to its settings, `{noam: {warmup: 8000 steps, scale: 2.0}}`."""
+
+    def read(value: object) -> Part:
+        if isinstance(value, base):
+            return value
+        words = ", ".join(sorted(kinds))
+        if not isinstance(value, Mapping):
+            raise ValueError(must_be(f"a mapping of one of {words} to its settings", value))
+        if len(value) != 1:
+            raise ValueError(not_one(kinds, len(value)))
+        [(word, settings)] = value.items()
+        if word not in kinds:
+            raise refusal(unknown_keys([str(word)], kinds))
+        kind: type[Part] = kind_class(kinds, word)
+        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
+        listed = isinstance(settings, list) and word in kind.model_fields
+        try:
+            return kind.model_validate({word: settings} if listed else settings or {})
+        except ValidationError as error:
+            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
+
+    return PlainValidator(read)
+
+
+def write_kind(kinds: Mapping[str, str]) -> PlainSerializer:
+    return PlainSerializer(lambda value: {word_of(kinds, value): value.model_dump(mode="json")})
 
 
 def expand_source(source: Any) -> Any:

@@ -7,9 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.manifest import Kind
-from packtrain.pack.raw import Drop, TextPair, read_lines
+from packtrain.pack.raw import TextPair, read_lines
 
 
 class BitextSource(Source):

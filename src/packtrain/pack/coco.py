@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.archive import is_zip, tar_members, zip_members
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
-    Drop,
     Locator,
     RawImage,
     check_inside,

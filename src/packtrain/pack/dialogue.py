@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.bitext import read_tsv
 from packtrain.pack.manifest import Kind
-from packtrain.pack.raw import Drop, TextPair, encoding_of, file_inside, read_lines
+from packtrain.pack.raw import TextPair, encoding_of, file_inside, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
 MISSING_LINE = "conversation with an unknown line"

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.errors import Mistake, nearest, printable, quoted
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
-    Drop,
     Locator,
     RawImage,
     TextPair,

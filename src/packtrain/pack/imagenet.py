@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.archive import ArchiveMember, tar_members
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     MISSING_FILE,
-    Drop,
     Locator,
     RawImage,
     check_link,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.job.job import DataSettings
-from packtrain.job.kinds import Source
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     Advance,
     PackContents,
@@ -25,7 +25,7 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.raw import Drop, DropCounter, TextPair
+from packtrain.pack.raw import DropCounter, TextPair
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 

@@ -11,16 +11,13 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake, printable, quoted
-
-Drop = Callable[[str, str], None]
-"""Reports a sample that is left out: the reason, which is counted, and the name of the sample."""
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
