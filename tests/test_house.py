@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,13 @@ def test_modules_import_in_one_direction(path: Path) -> None:
     for name in imports(ast.parse(path.read_text())):
         if name.startswith("packtrain."):
             assert ORDER.index(layer(name)) <= ORDER.index(own), f"{own} must not import {name}"
+
+
+def test_no_class_name_is_used_twice() -> None:
+    names = Counter(
+        node.name for path in modules() for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
