@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import bench
-from packtrain.data.loader import Order, Position, parts
+from packtrain.data.loader import Order, Position, rank_batches
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
@@ -72,12 +72,12 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn
     engine = Engine(recipe, settings, world)
     order = Order(recipe.costs, recipe.likeness, lambda _: settings.batch.value, settings.seed, recipe.lengths)
     started, tokens = 0.0, 0
-    for number, loaded in enumerate(parts(order, recipe.batch, Position(), world.rank, world.num_ranks)):
+    for number, loaded in enumerate(rank_batches(order, recipe.batch, Position(), world.rank, world.num_ranks)):
         if number == WARM_UP_STEPS:
             started = time.perf_counter()
         if number == steps:
             break
-        batches = [{name: torch.from_numpy(array) for name, array in piece.items()} for piece in loaded.pieces]
+        batches = [{name: torch.from_numpy(array) for name, array in piece.items()} for piece in loaded.micro_batches]
         engine.step(Progress(number, 0.0), batches, loaded.cost, loaded.own_cost, number + 1 == steps)
         tokens += loaded.cost if number >= WARM_UP_STEPS else 0
     found = {"tokens/s": tokens / (time.perf_counter() - started)}

@@ -40,7 +40,7 @@ def with_vocabulary(store: Store, name: str, text: str) -> Manifest:
     return changed
 
 
-def test_a_split_is_what_was_packed(any_store: Store, tmp_path: Path) -> None:
+def test_a_split_has_the_rows_that_were_packed(any_store: Store, tmp_path: Path) -> None:
     put_pack(any_store, ROWS, 2)
     assert rows_of(Pack(any_store, NAME, tmp_path / "cache")) == ROWS
 
@@ -51,7 +51,7 @@ def test_a_split_that_the_pack_does_not_have_is_named(directory_store: Store, tm
         Pack(directory_store, NAME, tmp_path / "cache").split("test")
 
 
-def test_files_are_fetched_once_for_all_who_use_the_cache(remote: Remote, tmp_path: Path) -> None:
+def test_files_are_downloaded_once_for_all_users_of_the_cache(remote: Remote, tmp_path: Path) -> None:
     with_vocabulary(remote, "vocabulary", "hello")
     for _ in range(3):
         opened = Pack(remote, NAME, tmp_path / "cache")
@@ -60,13 +60,13 @@ def test_files_are_fetched_once_for_all_who_use_the_cache(remote: Remote, tmp_pa
     assert sorted(remote.fetched) == ["train-00000", "train-00001", "train-00002", "train-00003", "vocabulary.json"]
 
 
-def test_nothing_is_fetched_before_it_is_asked_for(remote: Remote, tmp_path: Path) -> None:
+def test_nothing_is_downloaded_before_it_is_needed(remote: Remote, tmp_path: Path) -> None:
     put_pack(remote, ROWS, 2)
     assert len(Pack(remote, NAME, tmp_path / "cache").split("train")) == len(ROWS)
     assert remote.fetched == []
 
 
-def test_a_directory_is_read_where_it_is(directory_store: Store, tmp_path: Path) -> None:
+def test_a_directory_store_is_read_in_place(directory_store: Store, tmp_path: Path) -> None:
     manifest = put_pack(directory_store, ROWS, 2)
     assert rows_of(Pack(directory_store, NAME, tmp_path / "cache")) == ROWS
     assert not any((tmp_path / "cache" / shard.sha256).exists() for shard in manifest.splits["train"].shards)
@@ -104,11 +104,11 @@ def test_both_sides_share_a_vocabulary_unless_the_target_has_its_own(directory_s
 
 def test_a_pack_without_a_vocabulary_says_what_it_has(directory_store: Store, tmp_path: Path) -> None:
     put_pack(directory_store, ROWS, 2)
-    with pytest.raises(PacktrainError, match=f"^pack {NAME} has no vocabulary: it has pairs$"):
+    with pytest.raises(PacktrainError, match=f"^pack {NAME} has no vocabulary; it contains pairs$"):
         print(Pack(directory_store, NAME, tmp_path / "cache").vocabulary)
 
 
-def test_a_pack_that_is_not_there_is_refused(directory_store: Store, tmp_path: Path) -> None:
+def test_a_missing_pack_is_refused(directory_store: Store, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="pack nothing-0123 not found"):
         Pack(directory_store, "nothing-0123", tmp_path)
 
@@ -165,13 +165,13 @@ def test_every_sample_is_found_in_its_shard_and_row(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("sample", [-1, len(ROWS)])
-def test_there_is_no_sample_before_the_first_or_behind_the_last(reader: Reader, sample: int) -> None:
+def test_a_sample_outside_of_the_split_is_an_index_error(reader: Reader, sample: int) -> None:
     with pytest.raises(IndexError):
         reader(3).column("tokens")[sample]
 
 
 @pytest.mark.parametrize("ids", [[6, 0, 3, 1, 6, 5], [4, 5], [2], []])
-def test_the_pieces_of_a_batch_are_all_of_it_each_in_one_shard(reader: Reader, ids: list[int]) -> None:
+def test_by_shard_divides_a_batch_into_rows_of_single_shards(reader: Reader, ids: list[int]) -> None:
     back, pieces = reader(2).by_shard(np.array(ids, np.int64))
     found = [number * 2 + row for number, rows in pieces for row in rows.tolist()]
     assert [found[place] for place in (range(len(ids)) if back is None else back)] == ids
@@ -179,7 +179,7 @@ def test_the_pieces_of_a_batch_are_all_of_it_each_in_one_shard(reader: Reader, i
     assert shards == sorted({one // 2 for one in ids})
 
 
-def test_nothing_is_copied_to_be_read(reader: Reader) -> None:
+def test_reading_copies_nothing(reader: Reader) -> None:
     split = reader(100)
     column = split.shard(0).ragged["tokens"]
     assert not column.values.flags.owndata
@@ -202,7 +202,7 @@ def test_shards_are_listed_in_the_order_of_their_first_use(reader: Reader) -> No
     assert reader(2).order_of_use(np.array([5, 0, 4, 6, 1])) == [2, 0, 3]
 
 
-def test_shards_are_fetched_ahead_of_their_use(tmp_path: Path) -> None:
+def test_shards_are_downloaded_ahead_of_their_use(tmp_path: Path) -> None:
     store = Remote(tmp_path / "store")
     put_pack(store, ROWS, 1)
     split = Pack(store, NAME, tmp_path / "cache").split("train")
@@ -215,9 +215,7 @@ def test_shards_are_fetched_ahead_of_their_use(tmp_path: Path) -> None:
     assert [thread.name for thread in threading.enumerate()].count("prefetch") == 0
 
 
-def test_more_shards_than_may_be_open_at_once_are_read_all_the_same(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_shards_than_can_be_open_are_closed_and_reopened(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtrain.data.pack._OPEN_AT_LEAST", 2)
     monkeypatch.setattr("packtrain.data.pack.resource.getrlimit", lambda _: (4, 4))
     split = reader(1)
@@ -264,7 +262,7 @@ def rows_and_ids(draw: st.DrawFn) -> tuple[Rows, list[int]]:
 
 
 @given(rows_and_ids(), st.integers(0, 9))
-def test_rows_stand_side_by_side_filled_up_to_the_longest(drawn: tuple[Rows, list[int]], filler: int) -> None:
+def test_rows_are_padded_to_the_longest(drawn: tuple[Rows, list[int]], filler: int) -> None:
     rows, ids = drawn
     padded = pad(Ragged.from_rows(rows, np.dtype("<u2")), np.array(ids, np.int64), filler)
     assert padded.dtype == np.int64
@@ -272,7 +270,7 @@ def test_rows_stand_side_by_side_filled_up_to_the_longest(drawn: tuple[Rows, lis
     assert padded.tolist() == naive(rows, ids, filler)
 
 
-def test_no_rows_make_an_empty_batch_with_a_position() -> None:
+def test_no_rows_make_an_empty_batch_of_one_position() -> None:
     column = Ragged.from_rows([[1, 2]], np.dtype("<u2"))
     assert pad(column, np.array([], np.int64), 0).shape == (0, 1)
 
@@ -283,11 +281,11 @@ def test_a_padded_batch_can_be_written_to_without_touching_the_column() -> None:
     assert column.values.tolist() == [1, 2, 3, 4]
 
 
-def test_rows_without_a_value_are_all_filler() -> None:
+def test_empty_rows_are_all_padding() -> None:
     column = Ragged.from_rows([[], []], np.dtype("<u2"))
     assert pad(column, np.array([1, 0]), 7).tolist() == [[7], [7]]
 
 
-def test_the_last_row_of_a_column_is_filled_up_like_any_other() -> None:
+def test_the_last_row_of_a_column_is_padded_like_any_other() -> None:
     column = Ragged.from_rows([[1, 2, 3], [4]], np.dtype("<u2"))
     assert pad(column, np.array([1, 0]), 0).tolist() == [[4, 0, 0], [1, 2, 3]]

@@ -76,7 +76,7 @@ def test_a_random_crop_lies_within_the_image(width: int, height: int, min_scale:
     assert 0 <= box.top < box.top + box.height <= height
 
 
-def test_random_crops_have_the_areas_and_shapes_they_should() -> None:
+def test_random_crops_have_the_requested_areas_and_ratios() -> None:
     boxes = [random_crop_box(500, 375, 0.08, words(seed)) for seed in range(2000)]
     areas = np.array([box.width * box.height / (500 * 375) for box in boxes])
     ratios = np.array([box.width / box.height for box in boxes])
@@ -95,17 +95,17 @@ def test_random_crops_have_the_areas_and_shapes_they_should() -> None:
     ("size", "expected"),
     [((1000, 30), Box(480, 0, 40, 30)), ((30, 1000), Box(0, 480, 30, 40)), ((9, 1), Box(4, 0, 1, 1))],
 )
-def test_the_middle_is_taken_when_no_try_fits(size: tuple[int, int], expected: Box) -> None:
+def test_the_center_is_cropped_when_no_try_fits(size: tuple[int, int], expected: Box) -> None:
     assert random_crop_box(*size, 0.9, words(5)) == expected
 
 
-def test_what_is_seen_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_a_crop_depends_only_on_seed_epoch_and_sample() -> None:
     seen = [random_crop(500, 375, 0.08, *key) for key in [(1, 2, 3), (1, 2, 3), (9, 2, 3), (1, 9, 3), (1, 2, 9)]]
     assert seen[0] == seen[1]
     assert len(set(seen)) == 4
 
 
-def test_every_turn_of_an_epoch_shows_something_else_and_the_first_what_there_is_without_turns(
+def test_every_turn_has_another_crop_and_turn_0_is_the_default(
     batches: ImageBatches,
 ) -> None:
     ids, turns = np.array([0, 1, 0, 1, 0]), np.array([0, 0, 1, 1, 2])
@@ -132,12 +132,12 @@ def test_half_of_the_samples_are_mirrored() -> None:
         ((5000, 1), (224, 224), Box(2499, 0, 1, 1)),
     ],
 )
-def test_validation_sees_the_middle(size: tuple[int, int], out: tuple[int, int], expected: Box) -> None:
+def test_validation_crops_the_center(size: tuple[int, int], out: tuple[int, int], expected: Box) -> None:
     assert center_box(*size, *out) == expected
 
 
 @given(SIDES, SIDES, st.integers(8, 512), st.integers(8, 512))
-def test_the_middle_lies_within_the_image_and_has_the_shape_of_the_output(
+def test_the_center_crop_lies_within_the_image_and_has_the_shape_of_the_output(
     width: int, height: int, out_width: int, out_height: int
 ) -> None:
     box = center_box(width, height, out_width, out_height)
@@ -146,7 +146,7 @@ def test_the_middle_lies_within_the_image_and_has_the_shape_of_the_output(
     assert abs(box.width - max(1, box.height * out_width / out_height)) <= 1 + out_width / out_height
 
 
-def test_rectangular_batches_go_by_shape_and_hold_every_image_once() -> None:
+def test_rectangular_batches_group_by_shape_and_have_every_image_once() -> None:
     widths, heights = np.array([500, 375, 500, 300, 600, 800]), np.array([375, 500, 375, 300, 300, 400])
     plan = rectangular_plan(widths, heights, 288, 2)
     assert [batch.ids.tolist() for batch in plan] == [[1, 3], [0, 2], [4, 5]]
@@ -165,7 +165,7 @@ def test_rectangular_sizes_are_multiples_of_eight_and_bounded(sizes: list[tuple[
         assert (min(part.height, part.width), max(part.height, part.width) <= 396) == (128, True)
 
 
-def test_a_mirrored_picture_has_left_and_right_exchanged() -> None:
+def test_a_mirrored_image_has_left_and_right_swapped() -> None:
     pixels = np.array(photo(60, 50))
     plain, mirrored = np.empty((32, 32, 3), np.uint8), np.empty((32, 32, 3), np.uint8)
     resize_into(plain, pixels, flip=False)
@@ -174,7 +174,7 @@ def test_a_mirrored_picture_has_left_and_right_exchanged() -> None:
     assert not np.array_equal(mirrored, plain)
 
 
-def test_resizing_averages_what_it_shrinks() -> None:
+def test_shrinking_averages_pixels() -> None:
     lines = np.zeros((64, 64, 3), np.uint8)
     lines[::2] = 255
     out = np.empty((16, 16, 3), np.uint8)
@@ -182,7 +182,7 @@ def test_resizing_averages_what_it_shrinks() -> None:
     assert np.abs(out.astype(int) - 127).max() < 12
 
 
-def test_resizing_is_that_of_torch_in_floating_point_but_for_rounding() -> None:
+def test_resizing_equals_floating_point_resizing_except_for_rounding() -> None:
     pixels = np.array(photo(90, 70))
     out = np.empty((40, 56, 3), np.uint8)
     resize_into(out, pixels[5:65, 10:80], flip=False)
@@ -219,7 +219,7 @@ def test_any_number_of_ranks_makes_the_same_pixels(images: SplitReader, batches:
         assert np.array_equal(mine, whole[rank::num_ranks])
 
 
-def test_every_epoch_shows_something_else(batches: ImageBatches) -> None:
+def test_every_epoch_has_other_crops(batches: ImageBatches) -> None:
     ids = np.array([0, 1, 2])
     first, second = (batches.random(ids, 1, epoch, 40, 0.08) for epoch in (0, 1))
     assert all(not np.array_equal(one, other) for one, other in zip(first, second, strict=True))
@@ -237,7 +237,7 @@ def test_rectangular_batches_are_the_same_on_any_number_of_ranks(
         assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_the_middle_of_a_picture_is_in_its_right_colours(tmp_path: Path) -> None:
+def test_the_center_of_an_image_has_the_right_colors(tmp_path: Path) -> None:
     with ImageBatches(split_of(tmp_path, [encode(quarters(128, 96), Coding("4:4:4", 95))]), 1) as batches:
         seen = batches.centered(np.array([0]), 32, 32)[0]
     corners = seen[4, 4], seen[4, 27], seen[27, 4], seen[27, 27]
@@ -266,7 +266,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         batches.centered(np.array([0, 1]), 32, 32)
 
 
-def test_torch_keeps_its_threads_elsewhere(images: SplitReader) -> None:
+def test_torch_keeps_its_threads_outside_of_the_pool(images: SplitReader) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.handmade import NAME, Remote, put_pack
 from packtrain.data import loader as loading
-from packtrain.data.loader import Arrays, Loaded, Loader, Order, Position, parts
+from packtrain.data.loader import Arrays, LoadedBatch, Loader, Order, Position, rank_batches
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
@@ -30,23 +30,20 @@ def collate(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
     return {"ids": ids, "epoch": np.array(epoch)}
 
 
-def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> list[Loaded]:
-    return list(islice(parts(ORDER, collate, start, rank, num_ranks), count))
+def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> list[LoadedBatch]:
+    return list(islice(rank_batches(ORDER, collate, start, rank, num_ranks), count))
 
 
-def seen(loaded: list[Loaded]) -> list[list[int]]:
-    return [one.pieces[0]["ids"].tolist() for one in loaded]
+def seen(loaded: list[LoadedBatch]) -> list[list[int]]:
+    return [one.micro_batches[0]["ids"].tolist() for one in loaded]
 
 
 def loader_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "loader"}
 
 
-# What is loaded.
-
-
 @given(st.integers(0, 20), st.integers(1, 3))
-def test_whoever_starts_at_a_position_sees_what_followed_it(before: int, num_ranks: int) -> None:
+def test_a_loader_that_starts_at_a_position_returns_the_batches_after_it(before: int, num_ranks: int) -> None:
     whole = batches(Position(), before + 10, 0, num_ranks)
     start = whole[before - 1].after if before else Position()
     later = batches(start, 10, 0, num_ranks)
@@ -54,7 +51,7 @@ def test_whoever_starts_at_a_position_sees_what_followed_it(before: int, num_ran
     assert [(one.cost, one.after) for one in later] == [(one.cost, one.after) for one in whole[before:]]
 
 
-def test_an_epoch_follows_the_other_and_each_has_every_sample_once() -> None:
+def test_every_epoch_has_every_sample_once() -> None:
     in_epoch = len(ORDER.batches(0))
     loaded = batches(Position(), in_epoch)
     assert sorted(chain.from_iterable(seen(loaded))) == list(range(len(COSTS)))
@@ -68,20 +65,20 @@ def test_ranks_share_a_batch_and_agree_on_its_cost_and_position() -> None:
     shares = [batches(Position(), 8, rank, 3) for rank in range(3)]
     for number, one in enumerate(whole):
         mine = [share[number] for share in shares]
-        assert sorted(chain.from_iterable(seen(mine))) == sorted(one.pieces[0]["ids"].tolist())
+        assert sorted(chain.from_iterable(seen(mine))) == sorted(one.micro_batches[0]["ids"].tolist())
         assert {(part.cost, part.samples, part.after) for part in mine} == {(one.cost, one.samples, one.after)}
 
 
-def test_a_batch_says_its_cost_its_samples_and_how_many_there_are() -> None:
+def test_a_batch_has_its_cost_its_samples_and_the_number_of_batches() -> None:
     for one, ids in zip(batches(Position(), 3), ORDER.batches(0), strict=False):
         assert one.cost == COSTS[ids].sum()
         assert one.samples == len(ids)
         assert one.batches_in_epoch == len(ORDER.batches(0))
 
 
-def test_samples_are_seen_as_they_are_in_their_epoch() -> None:
+def test_samples_are_collated_with_the_number_of_their_epoch() -> None:
     in_epoch = len(ORDER.batches(0))
-    epochs = [one.pieces[0]["epoch"].item() for one in batches(Position(), in_epoch + 1)]
+    epochs = [one.micro_batches[0]["epoch"].item() for one in batches(Position(), in_epoch + 1)]
     assert epochs == [0] * in_epoch + [1]
 
 
@@ -89,53 +86,47 @@ def test_the_budget_may_change_with_the_epoch() -> None:
     order = Order(COSTS, COSTS, lambda epoch: (10, 20)[epoch], seed=1)
     first, second = order.batches(0), order.batches(1)
     assert max(COSTS[ids].sum() for ids in first) <= 10 < max(COSTS[ids].sum() for ids in second) <= 20
-    loaded = list(islice(parts(order, collate, Position(), 0, 1), len(first) + len(second)))
+    loaded = list(islice(rank_batches(order, collate, Position(), 0, 1), len(first) + len(second)))
     assert [one.batches_in_epoch for one in loaded] == [len(first)] * len(first) + [len(second)] * len(second)
     assert loaded[-1].after == Position(2, 0)
 
 
-# In pieces.
-
-
 @given(st.integers(1, 12), st.integers(1, 4))
-def test_a_part_in_pieces_is_the_same_part_and_each_piece_is_small_enough(budget: int, num_ranks: int) -> None:
-    whole = list(islice(parts(ORDER, collate, Position(), 0, num_ranks), 6))
-    divided = list(islice(parts(ORDER, collate, Position(), 0, num_ranks, budget), 6))
+def test_micro_batches_make_up_the_part_of_a_rank_and_stay_within_their_cost(budget: int, num_ranks: int) -> None:
+    whole = list(islice(rank_batches(ORDER, collate, Position(), 0, num_ranks), 6))
+    divided = list(islice(rank_batches(ORDER, collate, Position(), 0, num_ranks, budget), 6))
     for one, other in zip(whole, divided, strict=True):
-        pieces = [piece["ids"] for piece in other.pieces]
-        assert np.concatenate(pieces).tolist() == one.pieces[0]["ids"].tolist() == other.ids.tolist()
+        pieces = [piece["ids"] for piece in other.micro_batches]
+        assert np.concatenate(pieces).tolist() == one.micro_batches[0]["ids"].tolist() == other.ids.tolist()
         assert all(COSTS[piece].sum() <= budget or len(piece) == 1 for piece in pieces)
         assert (one.cost, one.own_cost, one.samples) == (other.cost, other.own_cost, other.samples)
         assert other.own_cost == sum(COSTS[piece].sum() for piece in pieces)
 
 
 @given(st.integers(1, 12), st.integers(1, 5))
-def test_where_ranks_meet_in_every_piece_all_have_as_many(budget: int, num_ranks: int) -> None:
+def test_with_equal_counts_all_ranks_have_the_same_number_of_micro_batches(budget: int, num_ranks: int) -> None:
     shares = [
-        list(islice(parts(ORDER, collate, Position(), rank, num_ranks, budget, alike=True), 6))
+        list(islice(rank_batches(ORDER, collate, Position(), rank, num_ranks, budget, equal_counts=True), 6))
         for rank in range(num_ranks)
     ]
     for of_ranks in zip(*shares, strict=True):
-        assert len({len(part.pieces) for part in of_ranks}) == 1
-        ids = [piece["ids"] for part in of_ranks for piece in part.pieces]
+        assert len({len(part.micro_batches) for part in of_ranks}) == 1
+        ids = [piece["ids"] for part in of_ranks for piece in part.micro_batches]
         assert len(np.concatenate(ids)) == of_ranks[0].samples
 
 
-def test_a_rank_without_samples_has_one_empty_piece() -> None:
+def test_a_rank_without_samples_has_one_empty_micro_batch() -> None:
     few = Order(np.ones(2, np.int64), np.arange(2), lambda _: 2, seed=1)
-    [loaded] = islice(parts(few, collate, Position(), 2, 3, 1), 1)
-    assert [len(piece["ids"]) for piece in loaded.pieces] == [0]
+    [loaded] = islice(rank_batches(few, collate, Position(), 2, 3, 1), 1)
+    assert [len(piece["ids"]) for piece in loaded.micro_batches] == [0]
     assert (loaded.own_cost, loaded.cost) == (0, 2)
 
 
-# Ahead of its use.
+def endless() -> Iterator[LoadedBatch]:
+    return rank_batches(ORDER, collate, Position(), 0, 1)
 
 
-def endless() -> Iterator[Loaded]:
-    return parts(ORDER, collate, Position(), 0, 1)
-
-
-def test_a_loader_gives_the_batches_in_order() -> None:
+def test_a_loader_returns_the_batches_in_order() -> None:
     loader = Loader(endless())
     try:
         assert seen([loader.next() for _ in range(20)]) == seen(batches(Position(), 20))
@@ -143,11 +134,11 @@ def test_a_loader_gives_the_batches_in_order() -> None:
         loader.close()
 
 
-def test_batches_are_made_ahead_but_not_without_end() -> None:
+def test_only_a_few_batches_are_loaded_ahead() -> None:
     made: list[int] = []
     full = threading.Event()
 
-    def source() -> Iterator[Loaded]:
+    def source() -> Iterator[LoadedBatch]:
         for number, loaded in enumerate(endless()):
             made.append(number)
             if number == 3:
@@ -158,9 +149,9 @@ def test_batches_are_made_ahead_but_not_without_end() -> None:
     try:
         assert full.wait(PATIENCE_SECONDS)
         assert made == [0, 1, 2, 3]  # three wait in the queue and the fourth before it
-        assert loader.at_hand == 3
+        assert loader.ready == 3
         loader.next()
-        assert loader.at_hand in (2, 3)
+        assert loader.ready in (2, 3)
     finally:
         loader.close()
     assert len(made) <= 5
@@ -170,9 +161,9 @@ def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
     def failing(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
         raise ValueError("a sample that cannot be read")
 
-    def source() -> Iterator[Loaded]:
+    def source() -> Iterator[LoadedBatch]:
         yield from batches(Position(), 2)
-        yield from parts(ORDER, failing, Position(), 0, 1)
+        yield from rank_batches(ORDER, failing, Position(), 0, 1)
 
     loader = Loader(source())
     try:
@@ -189,7 +180,7 @@ def test_closing_ends_the_thread_also_when_the_queue_is_full(used: int) -> None:
     before = loader_threads()
     full = threading.Event()
 
-    def source() -> Iterator[Loaded]:
+    def source() -> Iterator[LoadedBatch]:
         for number, loaded in enumerate(endless()):
             if number > used:
                 full.set()
@@ -204,10 +195,10 @@ def test_closing_ends_the_thread_also_when_the_queue_is_full(used: int) -> None:
     assert loader_threads() == before
 
 
-def test_closing_after_an_error_nobody_asked_for_ends_the_thread() -> None:
+def test_closing_after_an_unread_error_ends_the_thread() -> None:
     before = loader_threads()
 
-    def source() -> Iterator[Loaded]:
+    def source() -> Iterator[LoadedBatch]:
         yield from batches(Position(), 2)
         raise ValueError("too late")
 
@@ -218,7 +209,7 @@ def test_closing_after_an_error_nobody_asked_for_ends_the_thread() -> None:
 
 @settings(max_examples=5)
 @given(st.integers(1, 4))
-def test_closing_twice_is_closing_once(ahead: int) -> None:
+def test_a_loader_can_be_closed_twice(ahead: int) -> None:
     before = loader_threads()
     loader = Loader(endless(), ahead)
     loader.close()
@@ -226,18 +217,18 @@ def test_closing_twice_is_closing_once(ahead: int) -> None:
     assert loader_threads() == before
 
 
-def test_a_closed_loader_gives_nothing_and_keeps_nobody_waiting() -> None:
+def test_a_closed_loader_raises_without_waiting() -> None:
     loader = Loader(endless())
     loader.close()
     with pytest.raises(RuntimeError, match="the loader is closed"):
         loader.next()
 
 
-def test_who_waits_for_a_batch_is_told_when_the_loader_is_closed() -> None:
+def test_closing_ends_the_wait_for_a_batch() -> None:
     begun, go_on = threading.Event(), threading.Event()
     told: list[BaseException] = []
 
-    def stuck() -> Iterator[Loaded]:
+    def stuck() -> Iterator[LoadedBatch]:
         begun.set()
         go_on.wait(PATIENCE_SECONDS)
         yield from endless()
@@ -262,28 +253,25 @@ def test_who_waits_for_a_batch_is_told_when_the_loader_is_closed() -> None:
     assert not closing.is_alive()
 
 
-def test_a_source_that_ends_is_an_error_and_not_a_silence() -> None:
+def test_a_source_that_ends_is_an_error() -> None:
     loader = Loader(iter(batches(Position(), 1)))
     try:
         loader.next()
-        with pytest.raises(RuntimeError, match="there are no more batches"):
+        with pytest.raises(RuntimeError, match="the source has no more batches"):
             loader.next()
     finally:
         loader.close()
-
-
-# While nothing comes.
 
 
 class Asked(Exception):
     pass
 
 
-def test_who_waits_for_a_batch_is_called_and_may_leave_and_come_back() -> None:
+def test_pulse_is_called_while_waiting_and_its_error_loses_no_batch() -> None:
     go_on = threading.Event()
     calls: list[int] = []
 
-    def stuck() -> Iterator[Loaded]:
+    def stuck() -> Iterator[LoadedBatch]:
         go_on.wait(PATIENCE_SECONDS)
         yield from endless()
 
@@ -312,7 +300,7 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer() -> None:
         waited.append(answer.wait(PATIENCE_SECONDS))
         return collate(ids, epoch, repeats)
 
-    loader = Loader(parts(ORDER, unanswered, Position(), 0, 1))
+    loader = Loader(rank_batches(ORDER, unanswered, Position(), 0, 1))
     assert begun.wait(PATIENCE_SECONDS)
     loader.close()
     assert not waited
@@ -321,9 +309,6 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer() -> None:
     for thread in left:
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive(), "it ends when the store answers"
-
-
-# While the store is away.
 
 
 class Away:
@@ -348,26 +333,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_store_that_is_away_holds_the_data_up_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_store_delays_the_batches_and_does_not_change_them(capsys: pytest.CaptureFixture[str]) -> None:
     luck = random.getstate()
-    loader = Loader(parts(ORDER, Away(4), Position(), 0, 1, piece_budget=3))
+    loader = Loader(rank_batches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3))
     try:
         loaded = [loader.next() for _ in range(20)]
     finally:
         loader.close()
     assert random.getstate() == luck, "what a model draws does not depend on the store"
-    wanted = list(islice(parts(ORDER, collate, Position(), 0, 1, piece_budget=3), 20))
-    assert [[piece["ids"].tolist() for piece in one.pieces] for one in loaded] == [
-        [piece["ids"].tolist() for piece in one.pieces] for one in wanted
+    wanted = list(islice(rank_batches(ORDER, collate, Position(), 0, 1, micro_batch_cost=3), 20))
+    assert [[piece["ids"].tolist() for piece in one.micro_batches] for one in loaded] == [
+        [piece["ids"].tolist() for piece in one.micro_batches] for one in wanted
     ]
     assert [one.at for one in loaded] == [one.at for one in wanted]
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "data: waits for the store: s3://b: no answer"
-    assert second.startswith("data: goes on after ")
+    assert first == "data: waiting for the store: s3://b: no answer"
+    assert second.startswith("data: store is back after ")
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_cannot_be_fetched_ahead_while_the_store_is_away_is_begun_when_it_is_back() -> None:
+def test_prefetching_starts_when_an_unreachable_store_is_back() -> None:
     told: list[int] = []
     failing = Away(3)
 
@@ -382,7 +367,7 @@ def test_what_cannot_be_fetched_ahead_while_the_store_is_away_is_begun_when_it_i
             told.append(-epoch)
 
     in_epoch = len(ORDER.batches(0))
-    loader = Loader(parts(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1)
+    loader = Loader(rank_batches(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1)
     try:
         assert seen([loader.next() for _ in range(in_epoch)]) == seen(batches(Position(1, 0), in_epoch))
     finally:
@@ -391,7 +376,7 @@ def test_what_cannot_be_fetched_ahead_while_the_store_is_away_is_begun_when_it_i
 
 
 @pytest.mark.usefixtures("quick")
-def test_shards_that_a_store_does_not_give_are_read_when_it_is_back(tmp_path: Path) -> None:
+def test_shards_are_read_when_an_unreachable_store_is_back(tmp_path: Path) -> None:
     remote = FaultyStore(Remote(tmp_path / "store"))
     rows = [[number] for number in range(12)]
     put_pack(remote, rows, 1)
@@ -404,7 +389,7 @@ def test_shards_that_a_store_does_not_give_are_read_when_it_is_back(tmp_path: Pa
         return split.prefetched(split.order_of_use(ids))
 
     remote.refuse("get_file")
-    loader = Loader(parts(ORDER, read, Position(), 0, 1, fetching=fetching))
+    loader = Loader(rank_batches(ORDER, read, Position(), 0, 1, fetching=fetching))
     waits: list[int] = []
 
     def pulse() -> None:
@@ -419,8 +404,8 @@ def test_shards_that_a_store_does_not_give_are_read_when_it_is_back(tmp_path: Pa
     assert len(waits) >= 2
 
 
-def test_a_failure_of_the_store_that_will_not_pass_is_told_at_once() -> None:
-    loader = Loader(parts(ORDER, Away(1, temporary=False), Position(), 0, 1))
+def test_a_lasting_store_error_is_raised_without_a_retry() -> None:
+    loader = Loader(rank_batches(ORDER, Away(1, temporary=False), Position(), 0, 1))
     try:
         assert len([loader.next(), loader.next()]) == 2
         with pytest.raises(StoreError, match="no answer"):
@@ -430,9 +415,9 @@ def test_a_failure_of_the_store_that_will_not_pass_is_told_at_once() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_store_that_stays_away_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stays_unreachable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "STORE_SECONDS", 0.1)
-    loader = Loader(parts(ORDER, Away(10**6), Position(), 0, 1))
+    loader = Loader(rank_batches(ORDER, Away(10**6), Position(), 0, 1))
     try:
         assert len([loader.next(), loader.next()]) == 2
         with pytest.raises(StoreError, match="no answer"):
@@ -445,13 +430,13 @@ def test_closing_ends_the_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loading, "_FIRST_PAUSE_SECONDS", 100.0)
     before = loader_threads()
     away = Away(10**6)
-    loader = Loader(parts(ORDER, away, Position(), 0, 1))
+    loader = Loader(rank_batches(ORDER, away, Position(), 0, 1))
     assert away.failed.wait(PATIENCE_SECONDS)
     loader.close()
     assert loader_threads() == before
 
 
-def test_nothing_is_fetched_ahead_after_an_error() -> None:
+def test_prefetching_stops_after_an_error() -> None:
     over = threading.Event()
 
     @contextmanager
@@ -461,14 +446,11 @@ def test_nothing_is_fetched_ahead_after_an_error() -> None:
         finally:
             over.set()
 
-    loader = Loader(parts(ORDER, Away(1, temporary=False), Position(), 0, 1, fetching=fetching))
+    loader = Loader(rank_batches(ORDER, Away(1, temporary=False), Position(), 0, 1, fetching=fetching))
     try:
         assert over.wait(PATIENCE_SECONDS)
     finally:
         loader.close()
-
-
-# Mixes and limits.
 
 
 @pytest.mark.parametrize(
@@ -479,16 +461,16 @@ def test_nothing_is_fetched_ahead_after_an_error() -> None:
     ],
     ids=["weights that round to nothing", "no data"],
 )
-def test_an_epoch_without_samples_is_a_mistake_and_not_a_silence(order: Order) -> None:
-    loader = Loader(parts(order, collate, Position(), 0, 1))
+def test_an_epoch_without_samples_is_a_mistake(order: Order) -> None:
+    loader = Loader(rank_batches(order, collate, Position(), 0, 1))
     try:
-        with pytest.raises(Mistake, match=r"^data\.train: an epoch has no samples; raise the weights of its sources"):
+        with pytest.raises(Mistake, match=r"^data\.train: an epoch has no samples; raise the weights of the sources"):
             loader.next()
     finally:
         loader.close()
 
 
-def test_an_order_goes_through_its_sources_by_their_weights() -> None:
+def test_sources_are_repeated_by_their_weights() -> None:
     order = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 0.5))
     times = np.bincount(np.concatenate(order.batches(0)), minlength=len(COSTS))
     assert times[:4].tolist() == [2, 2, 2, 2]
@@ -499,21 +481,21 @@ def test_an_order_goes_through_its_sources_by_their_weights() -> None:
 TWICE = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 1.0))
 
 
-def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = None) -> Iterator[Loaded]:
+def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = None) -> Iterator[LoadedBatch]:
     def collate_turns(ids: Ids, epoch: int, turns: Ids) -> Arrays:
         return {**collate(ids, epoch, turns), "turns": turns}
 
-    return parts(TWICE, collate_turns, start, rank, num_ranks, piece)
+    return rank_batches(TWICE, collate_turns, start, rank, num_ranks, piece)
 
 
-def test_a_sample_that_comes_twice_in_an_epoch_comes_in_two_turns() -> None:
+def test_a_sample_that_occurs_twice_in_an_epoch_has_two_turns() -> None:
     epoch = list(islice(in_turns(Position(), 0, 1), len(TWICE.batches(0))))
     seen = [pair for one in epoch for pair in zip(one.ids.tolist(), one.turns.tolist(), strict=True)]
     assert sorted(seen) == sorted([*((sample, 0) for sample in range(12)), *((sample, 1) for sample in range(4))])
 
 
 @given(st.integers(0, 15), st.integers(1, 4), st.sampled_from([None, 1, 6]))
-def test_turns_are_the_same_for_any_number_of_ranks_pieces_and_beginnings(
+def test_turns_are_the_same_for_any_ranks_micro_batches_and_start(
     before: int, num_ranks: int, piece: int | None
 ) -> None:
     whole = list(islice(in_turns(Position(), 0, 1), before + 6))
@@ -521,7 +503,7 @@ def test_turns_are_the_same_for_any_number_of_ranks_pieces_and_beginnings(
     for rank in range(num_ranks):
         for mine, one in zip(islice(in_turns(start, rank, num_ranks, piece), 6), whole[before:], strict=True):
             assert mine.turns.tolist() == one.turns[rank::num_ranks].tolist()
-            assert np.concatenate([part["turns"] for part in mine.pieces]).tolist() == mine.turns.tolist()
+            assert np.concatenate([part["turns"] for part in mine.micro_batches]).tolist() == mine.turns.tolist()
 
 
 def test_sources_of_weight_one_change_nothing() -> None:

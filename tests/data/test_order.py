@@ -89,7 +89,7 @@ def test_no_samples_make_no_batches() -> None:
     assert epoch_batches(nothing, nothing, 10, 1, 0) == []
 
 
-def test_alike_samples_share_a_batch_and_batches_come_in_no_order_of_likeness() -> None:
+def test_similar_samples_share_a_batch_and_batches_are_shuffled() -> None:
     likeness = np.arange(1000) % 10
     batches = epoch_batches(np.ones(1000, np.int64), likeness, 100, 1, 0)
     kinds = [set(likeness[batch].tolist()) for batch in batches]
@@ -103,21 +103,21 @@ def test_batches_are_filled_as_far_as_they_can_be() -> None:
     assert [len(batch) for batch in epoch_batches(costs, costs, 17, 1, 0)].count(8) == 8
 
 
-# The numbers themselves: a run that goes on after an upgrade of NumPy must see the same samples.
+# The numbers themselves: a run resumed after an upgrade of NumPy must see the same samples.
 
 
-def test_random_words_are_these_for_ever() -> None:
+def test_random_words_never_change() -> None:
     assert philox_words(4, 1, 2, 3, 4).tolist() == [
         0xDCF4D738DF02B64D, 0x3EFC4C154A31F3D0, 0x86C2A65BA1EAB221, 0xD586A53DA4D6FAFD
     ]  # fmt: skip
 
 
-def test_permutations_are_these_for_ever() -> None:
+def test_permutations_never_change() -> None:
     assert permutation(10, 1).tolist() == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
     assert permutation(10, 7, 3, 1).tolist() == [2, 5, 9, 8, 7, 6, 0, 3, 4, 1]
 
 
-def test_batches_are_these_for_ever() -> None:
+def test_batches_never_change() -> None:
     costs = np.array([3, 1, 4, 1, 5, 9, 2, 6])
     assert lists(epoch_batches(costs, costs, 10, 1, 0)) == [[3, 1, 6, 0], [5], [2, 4], [7]]
 
@@ -132,16 +132,16 @@ def test_words_depend_on_the_seed_and_on_each_counter() -> None:
     assert len({philox_words(1, *place)[0] for place in places}) == len(places)
 
 
-def test_every_turn_has_words_of_its_own_and_the_first_those_without_a_turn() -> None:
+def test_every_turn_has_other_words_and_turn_0_is_the_default() -> None:
     assert len({philox_words(1, 1, 5, 0, Stream.MIX, turn=turn)[0] for turn in range(100)}) == 100
     assert philox_words(9, 1, 5, 0, 3, turn=0).tolist() == philox_words(9, 1, 5, 0, 3).tolist()
 
 
-def test_every_purpose_has_words_of_its_own() -> None:
+def test_every_stream_has_other_words() -> None:
     assert len({philox_words(1, 1, 5, 0, stream)[0] for stream in Stream}) == len(Stream)
 
 
-def test_whoever_draws_takes_a_stream_from_the_table() -> None:
+def test_every_caller_names_a_stream() -> None:
     texts = [path.read_text() for path in Path(order.__file__).parents[1].rglob("*.py")]
     drawn = [
         call
@@ -157,9 +157,6 @@ def test_whoever_draws_takes_a_stream_from_the_table() -> None:
 
 def test_more_words_begin_with_the_same_ones() -> None:
     assert philox_words(100, 5, 6)[:3].tolist() == philox_words(3, 5, 6).tolist()
-
-
-# Blocks.
 
 
 @given(st.integers(0, 300), st.integers(1, 20))
@@ -201,7 +198,7 @@ def test_a_mix_depends_on_seed_and_epoch_alone(drawn: list[tuple[int, float]], s
     assert once == again
 
 
-def test_the_part_of_a_source_is_another_in_every_epoch_and_for_every_seed() -> None:
+def test_a_partly_drawn_source_differs_by_epoch_and_seed() -> None:
     parts = [set(mixed_epoch([100], [0.5], seed, epoch).tolist()) for seed in (1, 2) for epoch in range(3)]
     assert all(one != other for number, one in enumerate(parts) for other in parts[:number])
     assert len(set().union(*parts)) > 90
@@ -217,7 +214,7 @@ def test_sources_are_mixed_and_not_one_after_the_other() -> None:
     assert 400 < np.count_nonzero(mixed[:1000] >= 1000) < 600
 
 
-def test_mixes_are_these_for_ever() -> None:
+def test_mixes_never_change() -> None:
     assert mixed_epoch([4, 3, 4], [1.0, 2.0, 0.5], 1, 0).tolist() == [6, 9, 0, 2, 10, 3, 6, 5, 1, 4, 4, 5]
 
 
@@ -233,16 +230,13 @@ def test_every_source_needs_a_weight() -> None:
 
 
 @given(samples(), budgets, seeds)
-def test_all_that_was_drawn_is_in_the_batches(drawn: Samples, budget: int, seed: int) -> None:
+def test_batches_contain_every_drawn_sample(drawn: Samples, budget: int, seed: int) -> None:
     costs, alike = drawn
     half = len(costs) // 2
     ids = mixed_epoch([half, len(costs) - half], [2.0, 0.5], seed, 0)
     batches = epoch_batches(costs, alike, budget, seed, 0, ids)
     assert sorted(chain.from_iterable(lists(batches))) == sorted(ids.tolist())
     assert all(costs[batch].sum() <= budget or len(batch) == 1 for batch in batches)
-
-
-# Padding.
 
 
 @given(samples(), budgets, seeds, st.data())
@@ -272,7 +266,7 @@ def test_one_long_source_among_short_targets_does_not_make_a_huge_batch() -> Non
     assert bounded <= 4 * 8192 * source.mean() / 3
 
 
-def test_sources_that_are_long_throughout_do_not_make_batches_small() -> None:
+def test_uniformly_long_sources_do_not_make_batches_small() -> None:
     target, source = np.full(1000, 10), np.full(1000, 200)
     batches = epoch_batches(target, target, 500, 1, 0, None, source)
     assert [len(batch) for batch in batches] == [50] * 20
@@ -310,7 +304,7 @@ def test_little_of_a_batch_of_the_example_is_padding(
     assert np.mean(filled) > 0.97 * budget
 
 
-def test_neighbours_on_the_path_of_likeness_differ_little_in_either_length() -> None:
+def test_neighbors_in_the_order_of_likeness_differ_little_in_either_length() -> None:
     source, target = (side.ravel() for side in np.meshgrid(np.arange(1, 60), np.arange(1, 60)))
     order = np.argsort(likeness(source, target), kind="stable")
     for side in (source, target):
@@ -318,13 +312,13 @@ def test_neighbours_on_the_path_of_likeness_differ_little_in_either_length() -> 
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**20)), min_size=2, max_size=2))
-def test_pairs_are_as_alike_as_can_be_only_if_both_lengths_are_equal(pairs: list[tuple[int, int]]) -> None:
+def test_likeness_is_equal_only_if_both_lengths_are(pairs: list[tuple[int, int]]) -> None:
     source, target = np.array(pairs, np.int64).T
     one, other = likeness(source, target)
     assert (one == other) == (pairs[0] == pairs[1])
 
 
-def test_pairs_stand_by_their_longer_side_first() -> None:
+def test_pairs_are_sorted_by_their_longer_side_first() -> None:
     source, target = np.array([9, 1, 8, 7, 10]), np.array([1, 9, 8, 7, 1])
     assert np.argsort(likeness(source, target)).tolist()[0] == 3
     assert np.argsort(likeness(source, target)).tolist()[1] == 2

@@ -1,9 +1,8 @@
-"""Batches of images: which part of each is seen, and its pixels.
+"""Batches of images: the crop of each, and its pixels.
 
-What is seen of an image is a function of the seed, the epoch, the image's number and how many times it came before in
-the epoch; the number of threads and ranks changes nothing. Batches are uint8 [N, height, width, RGB]: they are
-normalised on the device, where a view with the channels in front (permute, no copy) is what a model in the
-channels-last format wants.
+A crop is a function of the seed, the epoch, the number of the image and how many times it came before in the epoch; the
+numbers of threads and ranks change nothing. Batches are uint8 [N, height, width, RGB]: they are normalized on the
+device, where a view with the channels in front (permute, no copy) is the input of a model in channels-last format.
 """
 
 from __future__ import annotations
@@ -24,29 +23,31 @@ from packtrain.data.pack import SplitReader
 from packtrain.errors import PacktrainError
 from packtrain.pack.tiles import Box, Pixels, decode_crop
 
-_SCRATCH_BYTES = 6 << 20  # for each thread, twice: enough for two megapixels; what is larger gets memory of its own
+_SCRATCH_BYTES = (
+    6 << 20
+)  # per thread, twice: enough for two megapixels; memory for larger images is allocated each time
 _TRIES = 10
 _WORDS_PER_TRY = 4
 _WORDS = 1 + _TRIES * _WORDS_PER_TRY
 _NARROWEST, _WIDEST = 3 / 4, 4 / 3
-_ZOOM = 1.14  # validation sees the middle of an image: as if it were resized to 1.14 x the size and then cropped
-_ROUND = 8  # pixels: the sides of rectangular batches
+_ZOOM = 1.14  # validation crops the center, as if the image were resized to 1.14 x the size before
+_ROUND = 8  # pixels: sides of rectangular batches are multiples of it
 _LONGEST = 3  # x the short side, so that one panorama does not make a batch of thousands of pixels
 
 
 class Crop(NamedTuple):
-    """What is seen of an image: a part of it, perhaps mirrored."""
+    """The part of an image that is used, perhaps mirrored."""
 
     box: Box
     flip: bool = False
 
 
-CropOf = Callable[[int, int, int], Crop]  # of the image at a place of the batch, its width and its height
+CropOf = Callable[[int, int, int], Crop]  # given the place in the batch, width and height of an image
 
 
 @dataclass(frozen=True, eq=False)
 class RectangularBatch:
-    """Images of about the same shape, and the size in pixels at which all of them are seen."""
+    """Images of similar shape, and the size in pixels to which all are resized."""
 
     ids: Ids
     height: int
@@ -54,9 +55,9 @@ class RectangularBatch:
 
 
 def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[int]) -> Box:
-    """A part of `min_scale` to all of the area, its ratio 3/4 to 4/3; the middle if ten tries do not fit.
+    """Return a box of `min_scale` to all of the area and a ratio of 3/4 to 4/3; the center if ten tries do not fit.
 
-    The random resized crop as torchvision has it, from 40 random words of 64 bits.
+    This is torchvision's random resized crop, from 40 random words of 64 bits.
     """
     numbers = [(word >> 11) * 2.0**-53 for word in words[: _TRIES * _WORDS_PER_TRY]]
     for at in range(0, len(numbers), _WORDS_PER_TRY):
@@ -73,22 +74,22 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
 
 
 def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
-    """What is seen of a sample in an epoch of training, when it has come `turn` times before in it."""
+    """Return the crop of a sample in an epoch of training, after it came `turn` times before."""
     flip, *words = philox_words(_WORDS, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
     return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
 
 
 def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, turns: Ids | None) -> CropOf:
-    """What is seen of each sample of a batch; without `turns`, as if it were the first time."""
+    """Return the crops of a batch; without `turns`, all samples are at their first turn."""
     rows = list(zip(ids.tolist(), (np.zeros_like(ids) if turns is None else turns).tolist(), strict=True))
     return lambda at, width, height: random_crop(width, height, min_scale, seed, epoch, *rows[at])
 
 
 def center_box(width: int, height: int, out_width: int, out_height: int) -> Box:
-    """The part that is left of an image resized until its short side is 1.14 x that of the output, then cropped."""
+    """Return the box that remains of an image resized to 1.14 x the short side of the output, then cropped."""
     scale = min(
         min(width, height) / int(_ZOOM * min(out_width, out_height)),
-        width / out_width,  # where the output is longer than that: all of the length, and less of the breadth
+        width / out_width,  # if the output is longer than the image: the full length, and less of the other side
         height / out_height,
     )
     box_width, box_height = (max(1, round(side * scale)) for side in (out_width, out_height))
@@ -100,9 +101,9 @@ def _centered(width: int, height: int, box_width: int, box_height: int) -> Box:
 
 
 def rectangular_plan(widths: NDArray[Any], heights: NDArray[Any], size: int, batch: int) -> list[RectangularBatch]:
-    """Batches of images sorted by shape, each seen at their mean ratio with a short side of `size` pixels.
+    """Return batches of images sorted by shape, each with the mean ratio of its images and a short side of `size`.
 
-    Sides are rounded down to a multiple of 8, and a long one is at most three times the short one.
+    Sides are rounded down to multiples of 8, and the long one is at most three times the short one.
     """
     ratios = np.clip(np.asarray(widths, np.float64) / heights, 1 / _LONGEST, _LONGEST)
     by_shape = np.argsort(ratios, kind="stable")
@@ -116,16 +117,16 @@ def rectangular_plan(widths: NDArray[Any], heights: NDArray[Any], size: int, bat
 
 
 def _stretches(ratio: float) -> tuple[float, float]:
-    """How much longer than the short side width and height are."""
+    """Return width and height as multiples of the short side."""
     return max(1.0, ratio), max(1.0, 1 / ratio)
 
 
 def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None = None) -> None:
-    """`pixels` at the size of `out`, bilinear and antialiased. Both are [height, width, RGB]."""
+    """Resize `pixels` into `out`, bilinear and antialiased. Both are [height, width, RGB]."""
     import torch
     from torch.nn.functional import interpolate
 
-    # A crop is a view with gaps: closed here, in memory that is used again, and not by torch in new memory each time.
+    # A crop is a view with gaps between rows. Copying it into reused memory is faster than letting torch allocate.
     if scratch is None or len(scratch) < pixels.size:
         scratch = np.empty(pixels.size, np.uint8)
     closed = scratch[: pixels.size].reshape(pixels.shape)
@@ -138,7 +139,7 @@ def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None 
 
 
 class ImageBatches:
-    """Makes batches on threads of its own; decoding and resizing let them run side by side."""
+    """Makes batches in its own threads, which run in parallel: decoding and resizing release the GIL."""
 
     def __init__(self, split: SplitReader, threads: int | None = None) -> None:
         self._split = split
@@ -146,18 +147,20 @@ class ImageBatches:
         self._pool = _single_threaded_pool(self._threads)
 
     def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
-        """For training: random resized crops of size x size, half of them mirrored."""
+        """Return random resized crops of size x size, half of them mirrored, for training."""
         return self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, turns))
 
     def centered(self, ids: Ids, height: int, width: int) -> Pixels:
-        """For validation: the middle of each image. The size is square, or that of a RectangularBatch."""
+        """Return the center of each image, for validation. The size is square, or that of a RectangularBatch."""
         return self._batch(
             ids, height, width, lambda _, own_width, own_height: Crop(center_box(own_width, own_height, width, height))
         )
 
     def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
-        left = iter(enumerate(ids.tolist()))  # shared: each thread takes the next one
+        left = iter(
+            enumerate(ids.tolist())
+        )  # shared by all threads: each takes the next image, so that none waits for a slow one
         for done in [self._pool.submit(self._fill, out, left, crop_of) for _ in range(self._threads)]:
             done.result()
         return out
@@ -172,9 +175,7 @@ class ImageBatches:
             try:
                 pixels = decode_crop(jpeg, segments, width, height, crop.box, decoded)
             except (PacktrainError, ValueError) as error:
-                raise PacktrainError(
-                    f"image {row} of the pack cannot be decoded ({error}); pack the data again"
-                ) from error
+                raise PacktrainError(f"image {row} of the pack is damaged ({error}); pack the data again") from error
             resize_into(out[at], pixels, crop.flip, closed)
 
     def close(self) -> None:
@@ -188,13 +189,13 @@ class ImageBatches:
 
 
 def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch starts no others. Elsewhere it goes on as before."""
+    """Return a pool in whose threads torch starts no others; outside of it torch keeps its number of threads."""
     import torch
 
     started = threading.Barrier(threads + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # the first call in a thread takes over the number of the process
+        torch.get_num_threads()  # first: the first call in a thread adopts the number of the process
         torch.set_num_threads(1)
         started.wait()
 
@@ -203,5 +204,5 @@ def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(start)
     started.wait()
-    torch.set_num_threads(elsewhere)  # setting it in a thread also set it for threads to come
+    torch.set_num_threads(elsewhere)  # setting it in a thread has also set it for new threads
     return pool

@@ -1,4 +1,8 @@
-"""Batches made ahead of their use by a thread, in the order that data.order decides."""
+"""Load batches ahead of their use, in a thread, in the order that data.order decides.
+
+`rank_batches` says which samples a rank loads, and in which order; `Loader` runs it in a thread and keeps a few batches
+ready. The order depends on the seed and the epoch alone, so that a resumed run sees what it would have seen.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +19,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.backoff import Backoff
-from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, mixed_epoch, pieces, share, turns_of
+from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, micro_batches, mixed_epoch, share, turns_of
 from packtrain.errors import FieldMistake
 from packtrain.store import StoreError
 from packtrain.system import say
 
 Arrays = dict[str, NDArray[Any]]
 
-_LOOK_SECONDS = 0.2  # how often who waits looks around
-_CLOSE_SECONDS = 2.0  # for a thread to end; one that waits for the store can take a minute
+STORE_SECONDS = 600.0  # how long to wait for a store: the watchdog lets a worker wait as long for its data
+_POLL_SECONDS = 0.2  # between two looks at a flag while waiting for the queue
+_CLOSE_SECONDS = 2.0  # for the thread to end; if it waits for the store, that can take a minute
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
-STORE_SECONDS = 600.0  # for a store to come back: the watch lets a worker wait as long for its data
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far training has come: the next global batch is number `batch` of `epoch`."""
+    """The place of a global batch in the run: number `batch` of `epoch`."""
 
     epoch: int = 0
     batch: int = 0
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """One rank's part of a global batch, in pieces that are computed one after the other.
+class LoadedBatch:
+    """One rank's part of a global batch, in micro-batches.
 
-    `ids`, their `turns` and `own_cost` are of the part, `cost` and `samples` of the whole; `at` is its position,
-    `after` the one behind it. A turn is how many times a sample came before in the epoch.
+    `ids`, `turns` and `own_cost` belong to the part, `cost` and `samples` to the whole batch; `at` is its position,
+    `after` the next one. A turn is the number of times that a sample came before in the epoch.
     """
 
-    pieces: tuple[Arrays, ...]
+    micro_batches: tuple[Arrays, ...]
     ids: Ids
     turns: Ids
     cost: int
@@ -57,10 +61,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Order:
-    """All that decides which samples come when, whatever the number of workers.
+    """Everything that decides the order of samples. The number of workers is not part of it.
 
-    `budget` says what the batches of an epoch may cost; `lengths` are the positions that samples take when they are
-    padded; `sources` the numbers of samples of each source, and `weights` how often an epoch goes through each.
+    `budget` returns the largest cost of a batch in an epoch; `lengths` are the positions that padded samples take;
+    `sources` the number of samples of each source, and `weights` how many times an epoch passes over each.
     """
 
     costs: NDArray[Any]
@@ -72,7 +76,7 @@ class Order:
     weights: tuple[float, ...] = ()
 
     def batches(self, epoch: int) -> list[Ids]:
-        """At least one."""
+        """Return the global batches of an epoch, at least one."""
         ids = mixed_epoch(self.sources, self.weights, self.seed, epoch) if self.sources else None
         budget = self.budget(epoch)
         batches = epoch_batches(self.costs, self.likeness, budget, self.seed, epoch, ids, self.lengths)
@@ -81,133 +85,136 @@ class Order:
         return batches
 
     def turns(self, batches: list[Ids]) -> list[Ids]:
-        """How many times each sample of an epoch's batches has come before in it."""
+        """Return for each sample of the batches how many times it came before in the epoch."""
+        # No source is passed over more than once, as usual: sorting all samples is not needed.
         if all(draws(count, weight) <= count for count, weight in zip(self.sources, self.weights, strict=True)):
             return [np.zeros(len(batch), np.int64) for batch in batches]
         ends = np.cumsum([len(batch) for batch in batches])
         return np.split(turns_of(np.concatenate(batches)), ends[:-1])
 
 
-Work = Callable[[], Loaded | None]
+Load = Callable[[], LoadedBatch | None]
 
 
-class Parts(Iterator[Loaded]):
-    """What the work comes to, one after the other. What failed is tried again by who asks again."""
+class RankBatches(Iterator[LoadedBatch]):
+    """The batches of one rank. After an error, `next` repeats the load that failed: no batch is skipped.
 
-    def __init__(self, work: Generator[Work]) -> None:
-        self._left = work
-        self._now: Work | None = None
+    A generator could not do that: it is finished after an exception. So `loads` only yields functions, which are
+    called here and kept until they succeed.
+    """
 
-    def __next__(self) -> Loaded:
+    def __init__(self, loads: Generator[Load]) -> None:
+        self._loads = loads
+        self._current: Load | None = None
+
+    def __next__(self) -> LoadedBatch:
         while True:
-            if self._now is None:
-                self._now = next(self._left)
-            made = self._now()
-            self._now = None
-            if made is not None:
-                return made
+            if self._current is None:
+                self._current = next(self._loads)
+            loaded = self._current()
+            self._current = None
+            if loaded is not None:
+                return loaded
 
     def close(self) -> None:
-        """Nothing is fetched ahead any more."""
-        self._now = None
-        self._left.close()
+        """Stop prefetching."""
+        self._current = None
+        self._loads.close()
 
 
-def parts(
+def rank_batches(
     order: Order,
     collate: Callable[[Ids, int, Ids], Arrays],
     start: Position,
     rank: int,
     num_ranks: int,
-    piece_budget: int | None = None,
+    micro_batch_cost: int | None = None,
     fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
-    alike: bool = False,
-) -> Parts:
-    """This rank's part of every global batch from `start` on, without end.
+    equal_counts: bool = False,
+) -> RankBatches:
+    """Return this rank's part of every global batch from `start` on, without end.
 
-    `collate` makes arrays of samples as they are seen in an epoch, given how many times each has come before in it; a
-    part that costs more than `piece_budget` comes in pieces, the same number on all ranks if they are to be `alike`:
-    then some may be empty. Inside `fetching`, samples are used in the order that it was told.
+    `collate` makes arrays from the ids of samples, the epoch and their turns. A part that costs more than
+    `micro_batch_cost` is divided; with `equal_counts` all ranks have the same number of micro-batches, some of them
+    empty. `fetching` is told the samples of an epoch in the order of their use, and prefetches them.
     """
-    return Parts(_work(order, collate, start, rank, num_ranks, piece_budget, fetching, alike))
 
-
-def _work(
-    order: Order,
-    make: Callable[[Ids, int, Ids], Arrays],
-    start: Position,
-    rank: int,
-    num_ranks: int,
-    piece_budget: int | None,
-    fetching: Callable[[Ids, int], AbstractContextManager[None]],
-    alike: bool,
-) -> Generator[Work]:
-    def pieces_of(batch: Ids) -> list[Ids]:
-        own = pieces(share(batch, rank, num_ranks), order.costs, piece_budget)
-        if not alike:
+    def divided(batch: Ids) -> list[Ids]:
+        own = micro_batches(share(batch, rank, num_ranks), order.costs, micro_batch_cost)
+        if not equal_counts:
             return own
-        others = (pieces(share(batch, other, num_ranks), order.costs, piece_budget) for other in range(num_ranks))
-        return own + [batch[:0]] * (max(map(len, others)) - len(own))
+        # Every rank computes the counts of all others by itself: nothing has to be exchanged.
+        shares = (share(batch, other, num_ranks) for other in range(num_ranks))
+        most = max(len(micro_batches(ids, order.costs, micro_batch_cost)) for ids in shares)
+        return own + [batch[:0]] * (most - len(own))
 
-    def load(batches: list[Ids], turns: list[Ids], at: Position) -> Loaded:
+    def load(batches: list[Ids], turns: list[Ids], at: Position) -> LoadedBatch:
         batch = batches[at.batch]
-        mine, own_turns = share(batch, rank, num_ranks), share(turns[at.batch], rank, num_ranks)
-        last = at.batch + 1 == len(batches)
-        divided = pieces_of(batch)
-        turns_of_pieces = np.split(own_turns, np.cumsum([len(piece) for piece in divided])[:-1])
-        return Loaded(
-            tuple(make(piece, at.epoch, own) for piece, own in zip(divided, turns_of_pieces, strict=True)),
-            mine,
+        own, own_turns = share(batch, rank, num_ranks), share(turns[at.batch], rank, num_ranks)
+        is_last = at.batch + 1 == len(batches)
+        parts = divided(batch)
+        turns_of_parts = np.split(own_turns, np.cumsum([len(part) for part in parts])[:-1])
+        return LoadedBatch(
+            tuple(collate(part, at.epoch, its_turns) for part, its_turns in zip(parts, turns_of_parts, strict=True)),
+            own,
             own_turns,
             int(order.costs[batch].sum()),
-            int(order.costs[mine].sum()),
+            int(order.costs[own].sum()),
             len(batch),
             at,
-            Position(at.epoch + 1, 0) if last else Position(at.epoch, at.batch + 1),
+            Position(at.epoch + 1, 0) if is_last else Position(at.epoch, at.batch + 1),
             len(batches),
         )
 
-    def fetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
-        mine = [share(ids, rank, num_ranks) for ids in batches]
-        stack.enter_context(fetching(np.concatenate(mine or [np.zeros(0, np.int64)]), epoch))
+    def prefetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
+        own = [share(ids, rank, num_ranks) for ids in batches]
+        stack.enter_context(fetching(np.concatenate(own or [np.zeros(0, np.int64)]), epoch))
 
-    epoch, first = start.epoch, start.batch
-    while True:
-        batches = order.batches(epoch)
-        turns = order.turns(batches)
-        with ExitStack() as stack:
-            yield partial(fetch, stack, batches[first:], epoch)
-            for number in range(first, len(batches)):
-                yield partial(load, batches, turns, Position(epoch, number))
-        epoch, first = epoch + 1, 0
+    def loads() -> Generator[Load]:
+        epoch, first = start.epoch, start.batch
+        while True:
+            batches = order.batches(epoch)
+            turns = order.turns(batches)
+            # The stack ends the prefetching of an epoch when the next one begins, or when the generator is closed.
+            with ExitStack() as stack:
+                yield partial(prefetch, stack, batches[first:], epoch)
+                for number in range(first, len(batches)):
+                    yield partial(load, batches, turns, Position(epoch, number))
+            epoch, first = epoch + 1, 0
+
+    return RankBatches(loads())
 
 
 class Loader:
-    """Keeps `ahead` batches ready. An error while making one is raised where it would have been used.
+    """A thread that keeps `ahead` batches ready.
 
-    Only a store that is away is no error yet: what needs it is tried again for some minutes.
+    An error while loading a batch is raised by the `next` that would have returned it. A store that does not answer is
+    not an error yet: the batch is tried again for some minutes.
     """
 
-    def __init__(self, source: Iterator[Loaded], ahead: int = 4) -> None:
-        self._ready: queue.Queue[Loaded | BaseException] = queue.Queue(ahead)
+    def __init__(self, source: Iterator[LoadedBatch], ahead: int = 4) -> None:
+        self._ready: queue.Queue[LoadedBatch | BaseException] = queue.Queue(ahead)
         self._failure: BaseException | None = None
         self._closed = threading.Event()
+        # A daemon: a thread that waits for a store must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, args=(source,), name="loader", daemon=True)
         self._thread.start()
 
-    def _work(self, source: Iterator[Loaded]) -> None:
+    def _work(self, source: Iterator[LoadedBatch]) -> None:
         try:
-            while self._offer(self._made(source)):
+            while self._offer(self._load(source)):
                 pass
         except BaseException as error:
+            # Behind the batches that are ready: a step whose data is there does not fail.
             self._offer(error)
         finally:
-            if isinstance(source, Parts):
+            # By this thread, which runs the generator: another one could not close it while it runs.
+            if isinstance(source, RankBatches):
                 source.close()
 
-    def _made(self, source: Iterator[Loaded]) -> Loaded:
-        """The next of the source, as soon as there is a store to make it from."""
-        began = time.monotonic()
+    def _load(self, source: Iterator[LoadedBatch]) -> LoadedBatch:
+        """Return the next batch, waiting for the store if it does not answer."""
+        started = time.monotonic()
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, limit_seconds=STORE_SECONDS)
         missing: StoreError | None = None
         while True:
@@ -215,60 +222,63 @@ class Loader:
             try:
                 loaded = next(source)
             except StopIteration:
-                raise missing or RuntimeError("there are no more batches") from None
+                raise missing or RuntimeError("the source has no more batches") from None
             except StoreError as error:
                 if not error.temporary:
                     raise
                 if missing is None:
-                    say(f"data: waits for the store: {error}")
+                    say(f"data: waiting for the store: {error}")
                 missing = error
             else:
                 if missing is not None:
-                    say(f"data: goes on after {time.monotonic() - began:.0f} s without the store")
+                    say(f"data: store is back after {time.monotonic() - started:.0f} s")
                 return loaded
             now = time.monotonic()
             seconds = backoff.next_pause()
-            # The next try may take as long as this one did.
-            if seconds is None or now - began + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
+            # The next try may take as long as this one did, and must end within the limit too. Waiting on the flag, and
+            # not with sleep, lets `close` end the pause.
+            if seconds is None or now - started + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
                 raise missing
 
-    def _offer(self, item: Loaded | BaseException) -> bool:
+    def _offer(self, item: LoadedBatch | BaseException) -> bool:
+        """Put an item into the queue as soon as there is room; return False if the loader was closed."""
         while not self._closed.is_set():
             try:
-                self._ready.put(item, timeout=_LOOK_SECONDS)
+                self._ready.put(item, timeout=_POLL_SECONDS)
                 return True
             except queue.Full:
                 continue
         return False
 
-    def next(self, pulse: Callable[[], object] = lambda: None) -> Loaded:
-        """The next batch. While there is none, `pulse` is called every fifth of a second; what it raises ends the wait
-        and loses nothing.
+    def next(self, pulse: Callable[[], object] = lambda: None) -> LoadedBatch:
+        """Return the next batch. While there is none, call `pulse` every fifth of a second.
+
+        An error that `pulse` raises ends the wait, and no batch is lost: the next call returns it.
         """
         if self._failure is None:
             item = self._take(pulse)
-            if isinstance(item, Loaded):
+            if isinstance(item, LoadedBatch):
                 return item
-            self._failure = item
+            self._failure = item  # kept: the thread has ended, and every later call must fail too
         raise self._failure
 
-    def _take(self, pulse: Callable[[], object]) -> Loaded | BaseException:
+    def _take(self, pulse: Callable[[], object]) -> LoadedBatch | BaseException:
         while not self._closed.is_set():
             try:
-                return self._ready.get(timeout=_LOOK_SECONDS)
+                return self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 pulse()
         return RuntimeError("the loader is closed")
 
     @property
-    def at_hand(self) -> int:
-        """How many batches `next` has without waiting, at the least."""
+    def ready(self) -> int:
+        """The number of batches that `next` returns without waiting, or more if one arrives meanwhile."""
         return self._ready.qsize()
 
     def close(self) -> None:
-        """Ends the thread, or leaves it to end when the store answers: nobody waits for that."""
+        """End the thread. If it waits for the store, it ends by itself later, and this does not wait for it."""
         self._closed.set()
         with suppress(queue.Empty):
             while True:
-                self._ready.get_nowait()  # so that the thread need not wait for room to find out
+                self._ready.get_nowait()  # makes room, so that a thread in `put` sees the flag without a delay
         self._thread.join(_CLOSE_SECONDS)

@@ -1,7 +1,7 @@
-"""Which samples make up global batch k of an epoch: pure functions of the seed, the epoch and the samples' costs.
+"""The samples of global batch k of an epoch: pure functions of the seed, the epoch and the costs of samples.
 
-Nothing here knows how many workers there are. Random numbers are the raw words of a counter-based
-generator, sorted, so that the order does not depend on the version of NumPy either.
+The number of workers plays no role. Orders come from sorting the raw words of a counter-based generator, so that they
+do not depend on the version of NumPy either.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-NO_SAMPLES = "an epoch has no samples; raise the weights of its sources, or add data"
+NO_SAMPLES = "an epoch has no samples; raise the weights of the sources, or add data"
 
-_POOL_BATCHES = 100  # batches' worth of samples sorted by likeness together: little padding, little bias
-_SHELL = 1 << 32  # more than any difference of two lengths, on either side
-_PADDED = 4  # times the budget: the most positions of a batch, with those that are filled up
+_POOL_BATCHES = 100  # batches whose samples are sorted together: more would mean less padding, but less random batches
+_SHELL = 1 << 32  # larger than any difference of two lengths
+_PADDED = 4  # times the budget: the most positions of a batch, with padding
 
 
 @unique
 class Stream(IntEnum):
-    """What random words are for: the last of their counters, so that no two purposes get the same ones.
+    """The purpose of random words: one of their counters, so that no two purposes get the same words.
 
-    A number, once used, stays what it is: runs that go on must see what they saw.
+    A number never changes once it is used: a resumed run must see the same words.
     """
 
     SAMPLES = 1
@@ -41,7 +41,7 @@ class Stream(IntEnum):
 
 
 def philox_words(count: int, seed: int, *counters: int, turn: int = 0) -> NDArray[np.uint64]:
-    """`count` random words that depend on the seed, up to three counters and the turn alone."""
+    """Return `count` random words that depend only on the seed, up to three counters and the turn."""
     counter = np.zeros(4, np.uint64)
     counter[1 : 1 + len(counters)] = counters
     generator = np.random.Philox(key=np.array([seed, turn], np.uint64), counter=counter)
@@ -53,15 +53,15 @@ def permutation(count: int, seed: int, *counters: int) -> Ids:
 
 
 def draws(count: int, weight: float) -> int:
-    """How many samples of a source an epoch has."""
+    """Return the number of samples that an epoch takes from a source."""
     return round(weight * count)
 
 
 def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> Ids:
-    """The samples of an epoch, shuffled. Samples are numbered through the sources.
+    """Return the samples of an epoch, shuffled. Samples are numbered across all sources.
 
-    With a weight of 1 each sample of a source comes exactly once. Other weights make round(weight * count) draws:
-    as many whole passes as that has, and for the rest samples that differ from each other and from epoch to epoch.
+    With a weight of 1 each sample of a source occurs exactly once. Other weights make round(weight * count) draws:
+    whole passes first, and for the rest samples that differ from each other and from epoch to epoch.
     """
     if len(source_counts) != len(weights):
         raise ValueError(f"{len(source_counts)} sources have {len(weights)} weights")
@@ -78,7 +78,7 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
 
 
 def turns_of(ids: Ids) -> Ids:
-    """How many times each of the ids has come before in their row."""
+    """Return for each id how many times it occurs before in the array."""
     order = np.argsort(ids, kind="stable")
     places, ordered = np.arange(len(ids)), ids[order]
     is_first = np.ones(len(ids), bool)
@@ -89,10 +89,10 @@ def turns_of(ids: Ids) -> Ids:
 
 
 def likeness(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pairs of these lengths that stand together when sorted by this need little padding on either side.
+    """Return sort keys for pairs of these lengths: neighbors need little padding on either side.
 
-    A path through all pairs of lengths on which neighbours differ little: shells whose longer side is equal, each
-    from the shortest source to the shortest target, and every other one the way back.
+    The order is a path through all pairs of lengths on which neighbors differ little: shells of equal longer side,
+    each from the shortest source to the shortest target, and every other one backwards.
     """
     longer = np.maximum(source, target)
     return longer * _SHELL + np.where(longer % 2, target - source, source - target)
@@ -107,12 +107,11 @@ def epoch_batches(
     ids: Ids | None = None,
     lengths: NDArray[Any] | None = None,
 ) -> list[Ids]:
-    """The epoch's global batches: all of `ids`, samples of near `likeness` together, `budget` of cost at most.
+    """Return the epoch's global batches: samples of similar `likeness` together, each batch at most `budget` of cost.
 
-    `ids` are the shuffled samples of the epoch (mixed_epoch); without them, every sample comes once. A batch of
-    which each sample takes as many positions as the longest of `lengths` has at most four times the budget of them,
-    or in proportion more where samples are longer than they cost. A sample that is more than that, or costs
-    more than the budget, makes a batch of its own: nothing is dropped.
+    `ids` are the shuffled samples of the epoch (mixed_epoch); by default every sample occurs once. With `lengths`, a
+    padded batch has at most four times the budget of positions, or proportionally more if samples are longer than
+    they cost. A sample that exceeds a limit by itself makes a batch of its own: nothing is dropped.
     """
     if ids is None:
         ids = mixed_epoch([len(costs)], [1.0], seed, epoch)
@@ -133,7 +132,7 @@ def epoch_batches(
 
 
 def _edges(costs: NDArray[Any], budget: int, lengths: NDArray[Any] | None, most_positions: float) -> list[int]:
-    """Where consecutive runs begin whose costs sum to at most `budget`, and after them the end."""
+    """Return the starts of consecutive runs whose costs sum to at most `budget`, and the end."""
     total: list[int] = np.cumsum(costs, dtype=np.int64).tolist()
     edges = [0]
     used = 0
@@ -148,17 +147,17 @@ def _edges(costs: NDArray[Any], budget: int, lengths: NDArray[Any] | None, most_
 
 
 def share(batch: Ids, rank: int, num_ranks: int) -> Ids:
-    """A rank's part of a global batch: every num_ranks-th sample, so that lengths are alike on all ranks."""
+    """Return a rank's part of a global batch: every num_ranks-th sample, so that all ranks get similar lengths."""
     return batch[rank::num_ranks]
 
 
-def pieces(ids: Ids, costs: NDArray[Any], budget: int | None) -> list[Ids]:
-    """A part of a batch in consecutive pieces of at most that cost; one sample at the least, and one piece of none."""
+def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None) -> list[Ids]:
+    """Divide ids into consecutive micro-batches of at most that cost, or of one sample; no ids make an empty one."""
     if budget is None or not len(ids):
         return [ids]
     return [ids[start:end] for start, end in pairwise(_edges(costs[ids], budget, None, 0.0))]
 
 
 def block(count: int, rank: int, num_ranks: int) -> range:
-    """A rank's contiguous part of `count` things; some may be empty, none is counted twice."""
+    """Return a rank's contiguous part of `count` items; the parts of all ranks cover each item once."""
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)

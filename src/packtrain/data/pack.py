@@ -1,4 +1,4 @@
-"""A pack opened for reading: its shards mapped into memory where they are, or from the cache of this machine."""
+"""A pack opened for reading: its shards are mapped into memory, in place or from the cache of this machine."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 from packtrain.system import FileLock
 
-GIVEN = "files/"  # files that jobs name beside their data, by hash: first weights, say
+_OPEN_AT_LEAST = 16
+GIVEN = "files/"  # other files that jobs name, by hash: pretrained weights, for example
 
 
 class Pack:
-    """A pack whose files come through the cache in `directory`, each checked against its hash when first used."""
+    """A pack whose files are in the cache in `directory`; each is checked against its hash on first use."""
 
     def __init__(self, store: Store, name: str, directory: Path, cache_bytes: int | None = None) -> None:
         self._store, self.name = store, name
         self._cache = FileCache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
-        self._hold: FileLock | None = None  # as long as it lives, the cache keeps what it has of this pack
+        self._hold: FileLock | None = None  # while it lives, the cache keeps the files of this pack
         self._splits: dict[str, SplitReader] = {}
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Of both sides of a pair, or of the sources where targets have their own."""
+        """The vocabulary of both sides of a pair, or of sources only if targets have their own."""
         return self._vocabulary(self.manifest.vocabulary)
 
     @cached_property
@@ -49,7 +50,7 @@ class Pack:
 
     def _vocabulary(self, file: PackFile | None) -> Vocabulary:
         if file is None:
-            raise PacktrainError(f"pack {self.name} has no vocabulary: it has {self.manifest.kind}")
+            raise PacktrainError(f"pack {self.name} has no vocabulary; it contains {self.manifest.kind}")
         return Vocabulary.from_json(self._path_of(file).read_text())
 
     def split(self, name: str) -> SplitReader:
@@ -60,13 +61,13 @@ class Pack:
         return self._splits[name]
 
     def given_file(self, path: str) -> Path:
-        """A file that a job names: of the store, under its hash, once the job runs; until then where it is."""
+        """Return a file that a job names: in a run from the store, by its hash; before that, the path itself."""
         key = path.removeprefix("store:")
         if not path.startswith(f"store:{GIVEN}"):
             return Path(path)
         entry = self._store.entry(key)
         if entry is None:
-            raise NotFound(f"there is no {key} in {self._store.url}, which the run was given")
+            raise NotFound(f"{key} not found in {self._store.url}; the run needs it")
         return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(GIVEN)))
 
     def _path_of(self, file: PackFile) -> Path:
@@ -81,12 +82,6 @@ class Pack:
             yield from (shard.sha256 for shard in split.shards)
 
 
-# A split of many shards, read as one. Shards are opened when they are first needed; nothing of them is copied.
-
-
-_OPEN_AT_LEAST = 16
-
-
 class Piece(NamedTuple):
     """Rows of one shard."""
 
@@ -95,23 +90,23 @@ class Piece(NamedTuple):
 
 
 class ByShard(NamedTuple):
-    """A list of samples shard by shard. `back` has the place of each in the pieces; None: where it was in the list."""
+    """Samples grouped by shard. `back` has the place of each sample in the pieces; None if the order is unchanged."""
 
     back: Ids | None
     pieces: list[Piece]
 
 
 class SplitReader:
-    """The samples of all shards, numbered through. May be used by several threads.
+    """The samples of all shards, with continuous numbers. Threads may share it.
 
-    A mapped file holds a descriptor, so at most half of those that a process may have are used for shards; of more
-    shards than that, the ones that were not used for longest are closed, and opened again when they are needed.
+    Shards are opened on first use. A mapped file holds a descriptor, so at most half of the descriptors of the process
+    are used for shards; beyond that, the least recently used shard is closed, and opened again when needed.
     """
 
     def __init__(self, shards: Sequence[ShardFile], path_of: Callable[[ShardFile], Path]) -> None:
         self._shards, self._path_of = tuple(shards), path_of
         self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
-        self._number_type = np.min_scalar_type(len(shards))  # short ones are sorted faster
+        self._number_type = np.min_scalar_type(len(shards))  # small integers are sorted faster
         self._open: OrderedDict[int, Columns] = OrderedDict()
         self._open_at_most = max(_OPEN_AT_LEAST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._lock = threading.Lock()
@@ -132,7 +127,7 @@ class SplitReader:
                 self._open.move_to_end(number)
                 return columns
             prefetches = list(self._prefetches)
-        # Outside of the lock, so that others can read while this one comes from the store.
+        # Outside of the lock, so that other threads can read while this shard is downloaded.
         columns = self._opened(self._shards[number])
         for prefetch in prefetches:
             prefetch.used(number)
@@ -147,7 +142,7 @@ class SplitReader:
         columns = open_shard(path)
         if len(columns) != shard.samples:
             raise ShardError(f"{path} has {len(columns):,} samples, not {shard.samples:,}; pack the data again")
-        # As plain arrays: numpy takes a microsecond more for every slice of a memmap.
+        # As plain arrays: NumPy needs a microsecond more for every slice of a memmap.
         ragged = {
             name: Ragged(np.asarray(column.values), np.asarray(column.offsets))
             for name, column in columns.ragged.items()
@@ -155,7 +150,7 @@ class SplitReader:
         return Columns(ragged, {name: np.asarray(column) for name, column in columns.plain.items()})
 
     def at(self, sample: int) -> tuple[Columns, int]:
-        """The shard that has the sample, and its row there."""
+        """Return the shard of a sample, and its row there."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = int(np.searchsorted(self._ends, sample, side="right"))
@@ -180,17 +175,17 @@ class SplitReader:
         return int(self._ends[number - 1]) if number else 0
 
     def column(self, name: str) -> Column:
-        """A column of unequal rows."""
+        """Return a ragged column."""
         return Column(self, name)
 
     def lengths(self, name: str) -> NDArray[np.int64]:
-        """How long each sample's row of a column is. Needs all shards, the first time."""
+        """Return the length of each row of a ragged column. The first call reads all shards."""
         if name not in self._lengths:
             self._lengths[name] = np.concatenate([shard.ragged[name].lengths for shard in self._all()])
         return self._lengths[name]
 
     def plain(self, name: str) -> NDArray[Any]:
-        """A column of one number a sample, whole. Needs all shards."""
+        """Return a plain column as a whole. Reads all shards."""
         # Copied one by one: views would keep every shard open until the last is read.
         return np.concatenate([shard.plain[name].copy() for shard in self._all()])
 
@@ -200,13 +195,13 @@ class SplitReader:
                 yield self.shard(number)
 
     def order_of_use(self, ids: Ids) -> list[int]:
-        """The shards in the order in which the samples `ids` first need them: what `prefetched` wants to know."""
+        """Return the shards in the order in which the samples `ids` first need them, for `prefetched`."""
         numbers, first = np.unique(np.searchsorted(self._ends, ids, side="right"), return_index=True)
         return [int(number) for number in numbers[np.argsort(first)]]
 
     @contextmanager
     def prefetched(self, order: Sequence[int]) -> Iterator[None]:
-        """Inside, shards are fetched in this order by threads, a few ahead of their use."""
+        """Inside the block, download shards in this order, a few ahead of their use."""
         with Prefetch(lambda number: self._path_of(self._shards[number]), order) as prefetch:
             with self._lock:
                 self._prefetches.append(prefetch)
@@ -218,7 +213,7 @@ class SplitReader:
 
 
 class Column:
-    """A column of unequal rows over all shards of a split."""
+    """A ragged column over all shards of a split."""
 
     def __init__(self, split: SplitReader, name: str) -> None:
         self._split, self._name = split, name
@@ -235,13 +230,13 @@ class Column:
         return self._split.lengths(self._name)
 
     def by_shard(self, ids: Ids) -> tuple[Ids | None, list[tuple[Ragged, Ids]]]:
-        """`ids` as SplitReader.by_shard has them, with this column of the shards."""
+        """Return the same as SplitReader.by_shard, with this column of each shard."""
         back, pieces = self._split.by_shard(ids)
         return back, [(self._split.shard(number).ragged[self._name], rows) for number, rows in pieces]
 
 
 def pad(column: Ragged | Column, ids: Ids, filler: int) -> NDArray[np.int64]:
-    """The rows `ids` side by side, filled up with `filler` to the longest of them."""
+    """Return the rows `ids` as one array, padded with `filler` to the longest."""
     if not len(ids):
         return np.zeros((0, 1), np.int64)
     if isinstance(column, Ragged):
@@ -262,10 +257,10 @@ def pad(column: Ragged | Column, ids: Ids, filler: int) -> NDArray[np.int64]:
 
 
 def _wide(values: Array, starts: Ids, ends: Ids, width: int) -> Array:
-    """`width` values from each start on, those behind the end of a row being anything.
+    """Return `width` values from each start; values after the end of a row are arbitrary.
 
-    Samples of a batch are about equally long, and taking a little too much is faster than choosing: the values are
-    seen as windows that overlap, each a single item of all its bytes, so that a row is one item to copy.
+    Samples of a batch have similar lengths, and copying a little too much is faster than selecting: the values are
+    viewed as overlapping windows, each a single item of all its bytes, so that a row is copied as one item.
     """
     last = len(values) - width
     if last < 0:
@@ -273,6 +268,6 @@ def _wide(values: Array, starts: Ids, ends: Ids, width: int) -> Array:
     window = np.dtype((np.void, width * values.itemsize))
     windows = np.ndarray((last + 1,), window, values, 0, values.strides)
     found: Array = windows[np.minimum(starts, last)].view(values.dtype).reshape(len(starts), width)
-    for row in np.flatnonzero(starts > last).tolist():  # the last rows of a shard: no window begins there
+    for row in np.flatnonzero(starts > last).tolist():  # the last rows of a shard, where no window starts
         found[row, : ends[row] - starts[row]] = values[starts[row] : ends[row]]
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.data.loader import Arrays, Loaded
+from packtrain.data.loader import Arrays, LoadedBatch
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
@@ -201,7 +201,7 @@ def on_device(arrays: Arrays, device: torch.device) -> Batch:
 _TRIED_SAMPLES, _NAMED_SAMPLES = 256, 5
 
 
-def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: ExchangeKind, loaded: Loaded) -> str:
+def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: ExchangeKind, loaded: LoadedBatch) -> str:
     """Describe which samples of a batch have a loss that is not finite, by trying each alone on unchanged weights.
 
     Collective where the ranks sync every step; then the samples of every rank are named.

@@ -19,7 +19,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from packtrain.data.loader import STORE_SECONDS, Loaded, Loader, Order, parts
+from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, Order, rank_batches
 from packtrain.errors import PacktrainError
 from packtrain.recipes import Recipe, Scores
 from packtrain.run.records import Point, Result
@@ -41,7 +41,7 @@ class PendingStep:
     step: int
     epochs: float
     result: StepResult
-    batch: Loaded
+    batch: LoadedBatch
     seconds: dict[str, float]
     sync: StepSync
     last: bool
@@ -185,7 +185,7 @@ class Trainer:
             tuple(source.weight for source in self._job.data.train),
         )
         return Loader(
-            parts(
+            rank_batches(
                 order,
                 recipe.batch,
                 self._progress.position,
@@ -193,11 +193,11 @@ class Trainer:
                 self._world.num_ranks,
                 None if settings.micro_batch is None else settings.micro_batch.value,
                 recipe.prefetch,
-                alike=settings.exchange.shards_model,  # there every forward pass is a collective
+                equal_counts=settings.exchange.shards_model,  # there every forward pass is a collective
             )
         )
 
-    def _next_batch(self, loader: Loader) -> Loaded:
+    def _next_batch(self, loader: Loader) -> LoadedBatch:
         """Wait for the data of the next step, together with the other ranks if one may be short of it.
 
         Raises StopRequested on all ranks if a stop is requested while one of them waits for data.
@@ -215,7 +215,7 @@ class Trainer:
             self._clock.mark("wait")
         return batch
 
-    def _step(self, batch: Loaded, loader: Loader) -> PendingStep:
+    def _step(self, batch: LoadedBatch, loader: Loader) -> PendingStep:
         """Make a step and start its sync."""
         before, goal = self._progress, self._job.train.duration
         epochs = batch.after.epoch + batch.after.batch / batch.batches_in_epoch
@@ -229,7 +229,7 @@ class Trainer:
             self._recipe.prepare(batch.at.epoch, self._engine.model)
             self._engine.model.train()  # layers that the recipe has frozen or released change their mode
             self._prepared_epoch = batch.at.epoch
-        micro_batches = [on_device(arrays, self._world.device) for arrays in batch.pieces]
+        micro_batches = [on_device(arrays, self._world.device) for arrays in batch.micro_batches]
         try:
             result = self._engine.step(before, micro_batches, batch.cost, batch.own_cost, last)
         except NonFinite as error:
@@ -242,7 +242,7 @@ class Trainer:
             self._world,
             result.loss,
             self._stop_requested(),
-            loader.at_hand < ENOUGH_BATCHES,
+            loader.ready < ENOUGH_BATCHES,
             self._checkpointer.is_due(self._progress.seconds),
             self._progress.seconds,
             communication,
