@@ -115,7 +115,7 @@ def of_worker(rounds: int) -> list[Measured]:
         return [trial.after(lambda: kill(sandbox.workers_of(members(trial.run)[1])), "failure") for _ in range(rounds)]
 
 
-def of_agent(rounds: int) -> list[Measured]:
+def of_node(rounds: int) -> list[Measured]:
     def harm(sandbox: Sandbox, trial: Trial) -> None:
         kill(sandbox.machine(members(trial.run)[1])[:1])
 
@@ -132,8 +132,8 @@ def of_notice(rounds: int) -> list[Measured]:
         with here(ELASTIC) as (sandbox, trial):
 
             def harm(sandbox: Sandbox = sandbox, trial: Trial = trial) -> None:
-                agent: psutil.Process = sandbox.machine(members(trial.run)[1])[0]
-                agent.terminate()
+                node: psutil.Process = sandbox.machine(members(trial.run)[1])[0]
+                node.terminate()
 
             found.append(trial.after(harm, None))
     return found
@@ -152,8 +152,8 @@ def of_host(rounds: int) -> list[Measured]:
 
 KINDS: dict[str, tuple[str, Callable[[int], list[Measured]]]] = {
     "worker": ("SIGKILL of a worker, here", of_worker),
-    "agent": ("SIGKILL of an agent, here", of_agent),
-    "notice": ("a notice, here", of_notice),
+    "node": ("SIGKILL of a node, here", of_node),
+    "notice": ("a preemption notice, here", of_notice),
     "host": ("the first host without power", of_host),
 }
 

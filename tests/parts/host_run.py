@@ -28,12 +28,12 @@ _CACHE = "/root/cache"  # in a host's home, which outlives a power cut
 
 @dataclass
 class HostRun:
-    """A run and its hosts; `agents` has the agents that were started, by host."""
+    """A run and its hosts; `nodes` has the nodes that were started, by host."""
 
     network: Network
     run: Run
     environment: dict[str, str]
-    agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
+    nodes: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
     """Every checkpoint that was committed while the test waited, and its generation."""
 
@@ -44,7 +44,7 @@ class HostRun:
     def start(self, host: Host, **extra: str) -> None:
         command = [sys.executable, "-m", "packtrain", "node", self.run.name, "--store", self.run.store.url]
         with (self.network.scratch / f"{host.name}-{time.monotonic_ns()}.txt").open("wb") as log:
-            self.agents[host.name] = host.popen(
+            self.nodes[host.name] = host.popen(
                 [*command, "--interface", "eth0"],
                 {**self.environment, **extra},
                 stdin=subprocess.DEVNULL,
@@ -85,8 +85,8 @@ class HostRun:
         return [event.text for event in self.run.events().read() if event.kind == kind]
 
     def assert_agents_ended_well(self) -> None:
-        for name, agent in self.agents.items():
-            assert agent.wait(60) == 0, name
+        for name, node in self.nodes.items():
+            assert node.wait(60) == 0, name
 
     def assert_nothing_left(self) -> None:
         for host in self.network:

@@ -25,7 +25,7 @@ from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import committed
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.records import Cause, Generation, Lease, Member, NodeReport, TellEvent
-from packtrain.run.run import Run
+from packtrain.run.run import Run, worker_writer
 from packtrain.units import Machines
 
 GATHER_SECONDS = 4.0  # for machines that were started together to be seen together
@@ -351,7 +351,7 @@ def seconds_since_first_step(run: Run, generation: int) -> float | None:
 
     Wall clocks are compared, but of one machine: only the first node asks, and rank 0 is its worker.
     """
-    for entry in run.store.list(run.key(f"metrics/{generation:06d}-rank-0")):
+    for entry in run.store.list(run.key(f"metrics/{worker_writer(generation, 0)}")):
         for line in run.store.get(entry.key).splitlines():
             point = json.loads(line)
             if point["kind"] == "train":

@@ -121,7 +121,7 @@ def _is_ours(run: Run, path: Path, owner: Owner | None) -> bool:
         return is_this_store or is_old
     if not is_this_store or not is_old:
         return False
-    lease = run.store.entry(Run(run.store, owner.run).key(f"nodes/{owner.node}.json"))
+    lease = run.store.entry(Run(run.store, owner.run).lease_key(owner.node))
     return lease is None or time.time() - lease.modified.timestamp() >= _FOREIGN_SECONDS
 
 

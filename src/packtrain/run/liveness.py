@@ -213,7 +213,7 @@ def _ages(run: Run, now: datetime | None) -> list[LeaseAge] | None:
 
 def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], now: datetime | None) -> LeaseAge:
     is_here = lease.hostname == socket.gethostname()
-    renewed = modified.get(run.key(f"nodes/{lease.node}.json"))
+    renewed = modified.get(run.lease_key(lease.node))
     seconds = None if now is None or renewed is None else (now - renewed).total_seconds()
     return LeaseAge(seconds, is_here or not run.store.is_directory, holds_lock(run, lease.node) if is_here else None)
 

@@ -38,6 +38,11 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
+def worker_writer(generation: int, rank: int) -> str:
+    """Return the name under which a worker writes to the run's streams; names sort by generation."""
+    return f"{generation:06d}-rank-{rank}"
+
+
 class Run:
     """A run by its name; nothing is read until it is asked for."""
 
@@ -152,8 +157,11 @@ class Run:
     def lease(self, name: str) -> Lease | None:
         return self._find(f"nodes/{name}.json", Lease)
 
+    def lease_key(self, node: str) -> str:
+        return self.key(f"nodes/{node}.json")
+
     def renew(self, lease: Lease) -> None:
-        self.store.put(self.key(f"nodes/{lease.node}.json"), _json(lease))
+        self.store.put(self.lease_key(lease.node), _json(lease))
 
     def result(self) -> Result | None:
         return self._find("result.json", Result)

@@ -11,7 +11,7 @@ import torch
 
 from packtrain.run.chunks import Flusher
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
-from packtrain.run.run import Run
+from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
 from packtrain.system import say
 
@@ -98,7 +98,7 @@ class Recorder:
 
     def __init__(self, run: Run, generation: int, rank: int) -> None:
         self._generation, self._rank = generation, rank
-        writer = f"{generation:06d}-rank-{rank}"
+        writer = worker_writer(generation, rank)
         self._events, self._points = run.event_writer(writer), run.point_writer(writer)
         self._times = run.time_spent_writer(writer)
         self._spent: Counter[str] = Counter()
