@@ -1,4 +1,4 @@
-"""What a job is made of: frozen parts, the types of their fields, and errors in plain words.
+"""The building blocks of a job: frozen parts, the types of their fields, and errors in plain words.
 
 `Part` rewrites the errors of pydantic, so that whatever reads a job only has to add the place.
 """

@@ -1,4 +1,4 @@
-"""What the image recipes share: the sizes of ResNets, batches from the right copies of a pack, and reading a file.
+"""Shared by the image recipes: the sizes of ResNets, batches from the right copies of a pack, and reading a file.
 
 Nothing here needs torch.
 """

@@ -1,4 +1,4 @@
-"""What the text-to-text recipes share: the shape of a Transformer, batches of pairs, loss, and decoded outputs."""
+"""Shared by the text-to-text recipes: the shape of a Transformer, batches of pairs, loss, and decoded outputs."""
 
 from __future__ import annotations
 
