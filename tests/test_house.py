@@ -1,12 +1,12 @@
-"""Rules for the whole source: direction of imports, nothing unsafe, no torch in the client."""
+"""Rules for the whole source: direction of imports, nothing unsafe, no torch in the client, names and words."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,13 +85,6 @@ def test_modules_import_in_one_direction(path: Path) -> None:
             assert ORDER.index(layer(name)) <= ORDER.index(own), f"{own} must not import {name}"
 
 
-def test_no_class_name_is_used_twice() -> None:
-    names = Counter(
-        node.name for path in modules() for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
-    )
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_nothing_unsafe_is_used(path: Path) -> None:
     assert list(faults(ast.parse(path.read_text()))) == []
@@ -132,3 +125,52 @@ def test_help_imports_nothing_heavy() -> None:
     code = f"import sys, packtrain.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Names and words.
+
+BAD_STARTS = ("What ", "Whether ", "One that", "One who", "Those ")
+BRITISH = re.compile(
+    r"behaviour|colour|favour|honour|neighbour|flavour|labelled|labelling|modelling|catalogue|licence"
+    r"|centre|\bgrey|artefact|whilst|amongst"
+    r"|(?:optimi|normali|initiali|seriali|recogni|organi|summari|visuali|tokeni|synchroni|quanti|minimi|maximi)s"
+    r"(?:e|ing|ation)",
+    re.IGNORECASE,
+)
+
+
+def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every definition of these kinds in the source, each with its file and line."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds):
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def lines(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yield every line of these files, each with its file and number."""
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield f"{path.relative_to(ROOT)}:{number}", line
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    places: dict[str, list[str]] = {}
+    for place, node in definitions(ast.ClassDef):
+        places.setdefault(node.name, []).append(place)
+    assert [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1] == []
+
+
+def test_docstrings_start_with_a_verb_or_a_noun() -> None:
+    documented = definitions(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    starts = [(place, (ast.get_docstring(node) or "").split("\n")[0]) for place, node in documented]
+    assert [f"{place}: {start}" for place, start in starts if start.startswith(BAD_STARTS)] == []
+
+
+def test_spelling_is_american() -> None:
+    words = ((place, BRITISH.search(line)) for place, line in lines([*modules(), *pages()]))
+    assert [f"{place}: {found[0]}" for place, found in words if found] == []
