@@ -1,9 +1,9 @@
 """How soon a death is seen, how soon the run steps again, how many steps are lost: what docs/reliability.md promises.
 
-    sudo python benchmarks/faults.py [--json] [--rounds 3] [--only worker agent notice host]
+    sudo python benchmarks/faults.py [--json] [--rounds 3] [--only worker node notice host]
 
-The tests' small job on two machines, a save every 20 steps. `worker`: SIGKILL of one, with agents on this machine.
-`agent`: SIGKILL of one, and another takes its place. `notice`: SIGTERM to a machine of 1..2. `host`: the one where the
+The tests' small job on two machines, a save every 20 steps. `worker`: SIGKILL of one, with nodes on this machine.
+`node`: SIGKILL of one, and another takes its place. `notice`: SIGTERM to a machine of 1..2. `host`: the one where the
 workers meet loses its power; the machines are network namespaces (tests/parts/hosts.py), of which one may go on alone;
 needs root. Seen: when a machine says so. Steps are lost when they have to be made again.
 """
@@ -38,7 +38,7 @@ ELASTIC = "fleet={local: {machines: 1..2}, workers: 1, failures: 1000}"
 FIXED = "fleet={local: {machines: 2}, workers: 1, failures: 1000}"
 PROMISES = {
     "worker": "2 s, 15 s",
-    "agent": "15 s, -",
+    "node": "15 s, -",
     "notice": "-, 15 s, none lost",
     "host": "30 s, 60 s",
 }

@@ -63,7 +63,7 @@ def halves(network: Network, uninterrupted: Sandbox) -> None:
     assert history(field.run) == history(uninterrupted.run())
     assert weights(field.run) == weights(uninterrupted.run())
     assert_one_line(field)
-    field.assert_agents_ended_well()
+    field.assert_nodes_ended_well()
     field.assert_nothing_left()
     times = {event.time > time.time() + 1800 for event in field.run.events().read()}
     assert times == {True, False}, "the clocks were an hour apart"
@@ -124,5 +124,5 @@ def cut_off(network: Network, uninterrupted: Sandbox) -> None:
         assert [step for step, _ in history(field.run)] == list(range(1, STEPS + 1))
         assert_same_samples(uninterrupted, field.run)
         assert_one_line(field)
-        field.assert_agents_ended_well()
+        field.assert_nodes_ended_well()
         field.assert_nothing_left()

@@ -20,7 +20,7 @@ def test_a_run_survives_a_killed_worker_a_killed_node_and_a_stop(sandbox: Sandbo
     sandbox.detach()
     sandbox.wait_for_commit()
     kill_a_worker(sandbox)
-    first = kill_the_agent_where_the_others_meet(sandbox)
+    first = kill_the_node_that_hosts_the_rendezvous(sandbox)
     stop_twice_and_once_right_after_the_start(sandbox)
     sandbox.pace(0)
     assert sandbox.packtrain("resume").returncode == 0
@@ -38,7 +38,7 @@ def kill_a_worker(sandbox: Sandbox) -> None:
     assert sandbox.run().store.list(sandbox.run().key("stacks/")) == [], "it did not hang"
 
 
-def kill_the_agent_where_the_others_meet(sandbox: Sandbox) -> str:
+def kill_the_node_that_hosts_the_rendezvous(sandbox: Sandbox) -> str:
     """Its workers die with it, and another node takes its place."""
     first = members(sandbox)[0]
     node = sandbox.machine(first)[0]

@@ -84,7 +84,7 @@ class HostRun:
     def told(self, kind: str) -> list[str]:
         return [event.text for event in self.run.events().read() if event.kind == kind]
 
-    def assert_agents_ended_well(self) -> None:
+    def assert_nodes_ended_well(self) -> None:
         for name, node in self.nodes.items():
             assert node.wait(60) == 0, name
 
