@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, tables for people, JSON for scripts."""
+"""Shared by the benchmarks: options, a table for people, one JSON object for scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object")
-    made.add_argument("--rounds", type=int, default=5, help="how often each contender has its turn")
+    made.add_argument("--rounds", type=int, default=5, help="number of rounds for each contender")
     return made
 
 

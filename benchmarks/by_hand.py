@@ -1,4 +1,4 @@
-"""What people write by hand, for recover.py: DDP, torch.save every so many steps, start again from the file."""
+"""The hand-written script of recover.py: DDP, torch.save at regular steps, and resume from the file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = load_job(EXAMPLE, [], recipe_defaults).job
-    manifest = pack(
-        job.name, job.data, store, InProcess(), PlainProgress(lambda _: None)
-    )  # it is there: the other made it
+    # recover.py has packed the data already: this only finds the pack.
+    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     recipe = recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
     torch.manual_seed(1)
     model = recipe.build_model()

@@ -1,11 +1,11 @@
-"""What a checkpoint costs: the stall of a save beside training, and the throughput of a run that saves often.
+"""Cost of a checkpoint: the stall of an asynchronous save, and the throughput of a run that saves often.
 
     python benchmarks/checkpoint.py [--json] [--rounds 5] [--megabytes 300] [--steps 100]
 
-The stall is what a step waits for: the beginning of the copy, and its end before the weights change, with a forward
-and a backward pass between. It is compared with torch.save of the same state (weights and Adam's moments) into a file
-on the same disk, in turns. The throughput is that of the example's Trainer with a save every 20 steps, against one
-that saves at its end only, in the time on the wall and in CPU time of all threads.
+The stall is the time that a step waits: for the start of the copy, and for its end before the weights change, with a
+forward and a backward pass between. It is compared with torch.save of the same state (weights and Adam's moments) to
+the same disk, in turns. The throughput is that of the example's Trainer with a save every 20 steps, against one that
+saves only at the end, in wall time and in CPU time of all threads.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from step import EXAMPLE, Timer, TimingClock
 SAVE_EVERY = 20
 SYNC, PLAIN, BEGIN, BESIDE, WAIT, COMMIT = SPENT = (
     "torch.save",
-    "the gradients of a batch",
-    "begin a copy",
-    "the gradients of a batch beside the copy",
+    "gradients of a batch",
+    "start a copy",
+    "gradients of a batch during the copy",
     "wait for the copy",
-    "write and commit, beside later steps",
+    "write and commit, during later steps",
 )
 WIDTH, WORDS = 1024, 256
 
 
 def model_of(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Square layers whose weights and moments together take about so much."""
+    """Return square layers whose weights and moments take about this much memory."""
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
@@ -65,7 +65,7 @@ def model_of(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def compute(model: nn.Module) -> None:
-    """The gradients of a batch."""
+    """Compute the gradients of a batch."""
     model.zero_grad()
     model(torch.ones(WORDS, WIDTH)).sum().backward()
 
@@ -101,19 +101,19 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
         commit(run, number, 1, None, Snapshot(Description("", "", {}, {}, Progress(number)), copies).write(place))
         copier.give_back(copies)
         tick()
-        if number:  # the first save of a run makes its memory; all others find it
+        if number:  # the first save of a run allocates memory that the others reuse
             for name, (before, after) in zip(SPENT, itertools.pairwise(times), strict=True):
                 seconds[name].append(after - before)
     return seconds
 
 
 def throughput(job: Job, recipe: Recipe, store: Store) -> tuple[float, float]:
-    """Seconds a step on the wall and of CPU."""
+    """Return wall and CPU seconds per step."""
     run = create_run(store, job, archive({}), recipe.pack.name)
     timer = Timer()
     with tempfile.TemporaryDirectory() as control:
         Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
-    return timer.seconds_a_step()
+    return timer.seconds_per_step()
 
 
 def saving(rounds: int, steps: int, directory: Path) -> dict[str, list[tuple[float, float]]]:
@@ -154,16 +154,16 @@ def main() -> None:
         for clock in (0, 1)
     ]
     notes = [
-        f"the step waits {bench.median(ratios):.1%} of a torch.save of the same {options.megabytes:.0f} MB"
+        f"the step waits {bench.median(ratios):.1%} of the time of torch.save for the same {options.megabytes:.0f} MB"
         f" ({min(ratios):.1%} to {max(ratios):.1%}, {options.rounds} rounds)",
-        f"with what the copy slows the batch beside it: {whole / bench.median(found[SYNC]):.1%}",
+        f"including the slowdown of the batch during the copy: {whole / bench.median(found[SYNC]):.1%}",
         *(
             f"a save every {SAVE_EVERY} steps costs {bench.median(cost):+.1%} of {clock}"
             f" ({min(cost):+.1%} to {max(cost):+.1%})"
-            for clock, cost in zip(("the time on the wall", "CPU time"), costs, strict=True)
+            for clock, cost in zip(("wall time", "CPU time"), costs, strict=True)
         ),
     ]
-    bench.show("A checkpoint", rows, notes, options.json)
+    bench.show("Checkpoint", rows, notes, options.json)
 
 
 if __name__ == "__main__":

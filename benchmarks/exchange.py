@@ -1,10 +1,10 @@
-"""What each exchange of gradients makes of a link: tokens a second on two hosts, and the quality after equal samples.
+"""Gradient syncs over slow links: tokens/s on two hosts, and the quality after the same samples.
 
     sudo python benchmarks/exchange.py [--json] [--rounds 1] [--steps 20] [--quality-steps 300]
 
-Two hosts are two network namespaces with an address each (tests/parts/hosts.py), one worker on each; the link between
-them is shaped to 1 Gbit/s and to 100 Mbit/s. The quality is the validation loss after the same steps of the same
-global batches, which does not depend on the link and is measured without a limit. Needs root.
+The hosts are two network namespaces (tests/parts/hosts.py) with one worker each; the link between them is limited to 1
+Gbit/s and to 100 Mbit/s. The quality is the validation loss after the same steps with the same global batches, which
+does not depend on the link and is measured without a limit. Needs root.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def recipe_of(directory: Path, exchange: str) -> Recipe:
 
 
 def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn:
-    """One worker: makes the steps, says how fast, and ends as a run's workers do."""
+    """Run one worker: make the steps, print their speed, and exit as the workers of a run do."""
     torch.set_num_threads(1)
     world = World.join()
     recipe = recipe_of(directory, EXCHANGES[exchange])
@@ -127,7 +127,7 @@ def main() -> None:
     from parts.hosts import hosts, missing
 
     if reason := missing():
-        bench.show("Exchanges", [{"exchange": "none measured"}], [reason], options.json)
+        bench.show("Gradient syncs", [{"exchange": "none measured"}], [reason], options.json)
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -151,7 +151,7 @@ def main() -> None:
                 row["validation loss"] = on_two_hosts(network, shared, exchange, options.quality_steps, True)["loss"]
                 rows.append(row)
     notes = [f"speed over {options.steps} steps, loss after {options.quality_steps}; two hosts, one thread each"]
-    bench.show("Exchanges of gradients", rows, notes, options.json)
+    bench.show("Gradient syncs", rows, notes, options.json)
 
 
 if __name__ == "__main__":

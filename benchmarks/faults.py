@@ -1,11 +1,11 @@
-"""How soon a death is seen, how soon the run steps again, how many steps are lost: what docs/reliability.md promises.
+"""Time to detect a fault, time until the run trains again, and steps lost: what docs/reliability.md promises.
 
     sudo python benchmarks/faults.py [--json] [--rounds 3] [--only worker node notice host]
 
-The tests' small job on two machines, a save every 20 steps. `worker`: SIGKILL of one, with nodes on this machine.
-`node`: SIGKILL of one, and another takes its place. `notice`: SIGTERM to a machine of 1..2. `host`: the one where the
-workers meet loses its power; the machines are network namespaces (tests/parts/hosts.py), of which one may go on alone;
-needs root. Seen: when a machine says so. Steps are lost when they have to be made again.
+The tests' small job on two nodes, with a save every 20 steps. `worker`: SIGKILL of a worker, with nodes on this
+machine. `node`: SIGKILL of a node that another replaces. `notice`: SIGTERM to one node of 1..2, as on preemption.
+`host`: the machine of the rendezvous loses power; machines are network namespaces (tests/parts/hosts.py), one of which
+may continue alone; needs root. A fault is detected when a node reports it. Lost steps are those that are repeated.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ PROMISES = {
     "notice": "-, 15 s, none lost",
     "host": "30 s, 60 s",
 }
-Measured = tuple[float | None, float, int]
+Recovery = tuple[float | None, float, int]
 
 
 class Trial:
-    """A run that is under way, and what it wrote down since."""
+    """A run in progress, and the steps and events that it recorded."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._points, self._events = run.points(), run.events()
         self._steps: dict[int, dict[int, float]] = {}  # by generation: steps and their times
-        self._told: list[tuple[str, float]] = []
+        self._events_seen: list[tuple[str, float]] = []
 
     def look(self) -> None:
         for point in self._points.read():
             if point.kind == "train":
                 self._steps.setdefault(point.generation, {})[point.step] = point.time
-        self._told += [(event.kind, event.time) for event in self._events.read()]
+        self._events_seen += [(event.kind, event.time) for event in self._events.read()]
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -69,7 +69,7 @@ class Trial:
             self.look()
 
     def warm_up(self) -> int:
-        """Until the latest generation has made some steps; its number."""
+        """Wait until the latest generation has made some steps; return its number."""
 
         def is_warm() -> bool:
             return bool(self._steps) and len(self._steps[max(self._steps)]) >= WARM_STEPS
@@ -77,20 +77,20 @@ class Trial:
         self.wait("steps", is_warm)
         return max(self._steps)
 
-    def after(self, harm: Callable[[], None], sign: str | None) -> Measured:
-        """Does the harm; seconds until it was seen and until the next step, and the steps that were lost."""
+    def after(self, fault: Callable[[], None], sign: str | None) -> Recovery:
+        """Cause a fault; return the seconds until it was detected and until the next step, and the steps lost."""
         generation = self.warm_up()
-        time.sleep(random.uniform(0, SAVE_EVERY * float(PACE)))  # noqa: S311 - anywhere between two saves
+        time.sleep(random.uniform(0, SAVE_EVERY * float(PACE)))  # noqa: S311 - any time between two saves
         at = time.time()
-        harm()
+        fault()
 
         def seen() -> list[float]:
-            return [when for kind, when in self._told if kind == sign and when >= at]
+            return [when for kind, when in self._events_seen if kind == sign and when >= at]
 
         self.wait("steps after it", lambda: max(self._steps) > generation and (sign is None or bool(seen())))
         self.look()
         number, when = min(self._steps[max(self._steps)].items())
-        before = max(self._steps[generation])  # that were written down
+        before = max(self._steps[generation])  # recorded steps
         return (min(seen()) - at if sign else None), when - at, before - number + 1
 
 
@@ -110,36 +110,36 @@ def members(run: Run) -> list[str]:
     return [member.node for member in latest.members] if latest else []
 
 
-def of_worker(rounds: int) -> list[Measured]:
+def of_worker(rounds: int) -> list[Recovery]:
     with here(FIXED) as (sandbox, trial):
         return [trial.after(lambda: kill(sandbox.workers_of(members(trial.run)[1])), "failure") for _ in range(rounds)]
 
 
-def of_node(rounds: int) -> list[Measured]:
-    def harm(sandbox: Sandbox, trial: Trial) -> None:
+def of_node(rounds: int) -> list[Recovery]:
+    def fault(sandbox: Sandbox, trial: Trial) -> None:
         kill(sandbox.machine(members(trial.run)[1])[:1])
 
     found = []
-    for _ in range(rounds):  # each with machines of its own: nobody is left to take the place again
+    for _ in range(rounds):  # each in a new sandbox: a replacement exists only once
         with here(ELASTIC) as (sandbox, trial):
-            found.append(trial.after(lambda sandbox=sandbox, trial=trial: harm(sandbox, trial), "lost"))  # type: ignore[misc]
+            found.append(trial.after(lambda sandbox=sandbox, trial=trial: fault(sandbox, trial), "lost"))  # type: ignore[misc]
     return found
 
 
-def of_notice(rounds: int) -> list[Measured]:
+def of_notice(rounds: int) -> list[Recovery]:
     found = []
     for _ in range(rounds):
         with here(ELASTIC) as (sandbox, trial):
 
-            def harm(sandbox: Sandbox = sandbox, trial: Trial = trial) -> None:
+            def fault(sandbox: Sandbox = sandbox, trial: Trial = trial) -> None:
                 node: psutil.Process = sandbox.machine(members(trial.run)[1])[0]
                 node.terminate()
 
-            found.append(trial.after(harm, None))
+            found.append(trial.after(fault, None))
     return found
 
 
-def of_host(rounds: int) -> list[Measured]:
+def of_host(rounds: int) -> list[Recovery]:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, hosts(Path(scratch), 2) as network:
@@ -150,11 +150,11 @@ def of_host(rounds: int) -> list[Measured]:
     return found
 
 
-KINDS: dict[str, tuple[str, Callable[[int], list[Measured]]]] = {
-    "worker": ("SIGKILL of a worker, here", of_worker),
-    "node": ("SIGKILL of a node, here", of_node),
-    "notice": ("a preemption notice, here", of_notice),
-    "host": ("the first host without power", of_host),
+KINDS: dict[str, tuple[str, Callable[[int], list[Recovery]]]] = {
+    "worker": ("worker killed (SIGKILL)", of_worker),
+    "node": ("node killed (SIGKILL)", of_node),
+    "notice": ("preemption notice", of_notice),
+    "host": ("first machine loses power", of_host),
 }
 
 
@@ -174,22 +174,22 @@ def main() -> None:
         rows.append(
             {
                 "fault": title,
-                "seen s": bench.median(seen) if seen else "-",
-                "most": max(seen) if seen else "-",
-                "stepping again s": bench.median([again for _, again, _ in found]),
-                "most ": max(again for _, again, _ in found),
-                "steps lost, most": max(lost for _, _, lost in found),
+                "detected s": bench.median(seen) if seen else "-",
+                "max": max(seen) if seen else "-",
+                "training again s": bench.median([again for _, again, _ in found]),
+                "max ": max(again for _, again, _ in found),
+                "max steps lost": max(lost for _, _, lost in found),
                 "promised": PROMISES[kind],
             }
         )
     load = os.getloadavg()[0]
     notes = [
-        f"medians and the most of {options.rounds}; a save every {SAVE_EVERY} steps of about {PACE} s and more",
-        "steps lost are those that were written down; a host without power takes those of its last second along",
-        f"{os.cpu_count()} cores; the load at the end was {load:.1f}",
+        f"median and maximum of {options.rounds}; a save every {SAVE_EVERY} steps of at least {PACE} s",
+        "only recorded steps count as lost; a machine without power loses the records of its last second, too",
+        f"{os.cpu_count()} cores; load at the end: {load:.1f}",
         *([f"no hosts: {absent}"] if absent else []),
     ]
-    bench.show("After a fault", rows, notes, options.json)
+    bench.show("Recovery from faults", rows, notes, options.json)
 
 
 if __name__ == "__main__":

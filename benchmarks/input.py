@@ -1,10 +1,10 @@
-"""What a batch costs before it reaches the model, against other loaders.
+"""Cost of image batches, against other loaders.
 
     python benchmarks/input.py [--json] [--rounds 5] [--images 384] [--workers 2]
 
-Images: random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders see the same JPEGs,
-each packed as its makers mean it to be, and take turns in one run. CPU time counts all processes and threads. Peers
-that are not installed are named (`pip install 'packtrain[bench]'` brings those that PyPI has).
+Random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders read the same JPEGs, each
+in its own recommended format, and take turns in one run. CPU time counts all processes and threads. Peers that are not
+installed are listed (`pip install 'packtrain[bench]'` installs those on PyPI).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from packtrain.pack.shard import Columns, Ragged, encode_shard
 
 SIZE, BATCH, MIN_SCALE = 224, 128, 0.08
 SETTLED_SECONDS = 0.1
-# The shapes that ImageNet's photographs have, roughly: width, height, weight.
+# Approximate sizes of ImageNet's photographs: width, height, weight.
 SHAPES = [
     (500, 375, 50), (375, 500, 14), (500, 333, 9), (333, 500, 5),
     (500, 500, 6), (640, 480, 6), (400, 300, 4), (600, 600, 6),
 ]  # fmt: skip
 
 Epoch = Callable[[int], int]
-"""Makes all batches of an epoch and says how many images they held."""
+"""Makes all batches of an epoch and returns their number of images."""
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Noise of every scale, its finer scales fainter and greyer as in photographs, with some sharp edges in it."""
+    """Return noise of every scale, finer scales fainter and grayer as in photographs, with some sharp edges."""
     light = np.zeros((height, width, 3), np.float32)
     decay = rng.uniform(0.70, 0.90)
     for octave in range(1, 10):
@@ -85,8 +85,8 @@ def photographs(count: int) -> list[bytes]:
     return jpegs
 
 
-def seen_by_pillow(data: bytes | Image.Image) -> torch.Tensor:
-    """What training sees of a JPEG, as scripts with Pillow have it: decode, then resize the part that is seen."""
+def crop_with_pillow(data: bytes | Image.Image) -> torch.Tensor:
+    """Decode a JPEG and resize a random crop, as scripts with Pillow do."""
     image = data if isinstance(data, Image.Image) else Image.open(io.BytesIO(data))
     if image.mode != "RGB":
         image = image.convert("RGB")
@@ -147,7 +147,7 @@ class Files(torch.utils.data.Dataset[torch.Tensor]):
         return len(self.paths)
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        return seen_by_pillow(self.paths[at].read_bytes())
+        return crop_with_pillow(self.paths[at].read_bytes())
 
 
 def torch_and_pillow(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
@@ -173,7 +173,7 @@ def webdataset(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
 
 
 def webdataset_sample(sample: dict[str, bytes]) -> torch.Tensor:
-    return seen_by_pillow(sample["jpg"])
+    return crop_with_pillow(sample["jpg"])
 
 
 def litdata(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
@@ -188,7 +188,7 @@ def litdata(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
 
     class Seen(StreamingDataset):
         def __getitem__(self, at: Any) -> torch.Tensor:
-            return seen_by_pillow(super().__getitem__(at))
+            return crop_with_pillow(super().__getitem__(at))
 
     dataset = Seen(str(folder), shuffle=True)
     return lambda _: counted(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers))
@@ -203,7 +203,7 @@ def mosaicml_streaming(jpegs: Sequence[bytes], folder: Path, workers: int) -> Ep
 
     class Seen(StreamingDataset):
         def __getitem__(self, at: Any) -> torch.Tensor:
-            return seen_by_pillow(super().__getitem__(at)["image"])
+            return crop_with_pillow(super().__getitem__(at)["image"])
 
     return loader_epoch(Seen(local=str(folder), shuffle=True, batch_size=BATCH), workers)
 
@@ -249,13 +249,13 @@ def installed(module: str) -> bool:
 
 
 def cpu_seconds() -> float:
-    """Of this process, its threads, and the processes that it started and waited for."""
+    """Return the CPU time of this process, its threads, and its finished children."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
 
 def settle() -> None:
-    """Wait until nothing is made ahead any more: that belongs to this turn, as it was free in the one before."""
+    """Wait until no batch is prepared ahead: that work counts for this turn, since the last turn did some for it."""
     before, now = -1.0, cpu_seconds()
     while now - before > SETTLED_SECONDS / 20:
         time.sleep(SETTLED_SECONDS)
@@ -263,8 +263,8 @@ def settle() -> None:
 
 
 def take_turns(name: str, jpegs: Sequence[bytes], workers: int, parent: Connection) -> None:
-    """A contender's own process: an epoch whenever it is asked for one, answered with its figures."""
-    multiprocessing.set_start_method("fork", force=True)  # for workers of its own: the quickest way to start them
+    """Run a contender in its own process: one epoch per request, answered with its figures."""
+    multiprocessing.set_start_method("fork", force=True)  # for its own workers: the fastest start method
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(EOFError):
         epoch = CONTENDERS[name][1](jpegs, Path(folder), workers)
@@ -281,7 +281,7 @@ def take_turns(name: str, jpegs: Sequence[bytes], workers: int, parent: Connecti
 
 
 def compare_images(jpegs: Sequence[bytes], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
-    """CPU and wall milliseconds an image, of each contender and round; of a peer that does not run here, none."""
+    """Return CPU and wall milliseconds per image for each contender and round; none if it does not run here."""
     spawn = multiprocessing.get_context("spawn")
     figures: dict[str, list[tuple[float, float]]] = {}
     with contextlib.ExitStack() as open_pipes:
@@ -293,7 +293,7 @@ def compare_images(jpegs: Sequence[bytes], rounds: int, workers: int) -> dict[st
             pipe, theirs = spawn.Pipe()
             spawn.Process(target=take_turns, args=(name, jpegs, workers, theirs)).start()
             theirs.close()
-            open_pipes.enter_context(pipe)  # closed, it ends the process
+            open_pipes.enter_context(pipe)  # closing it ends the process
             with contextlib.suppress(EOFError):
                 assert pipe.recv() == "ready"
                 pipes[name] = pipe
@@ -312,28 +312,28 @@ def images(options: argparse.Namespace) -> None:
     rows = [
         {
             "loader": name,
-            "CPU ms an image": bench.median([cpu for cpu, _ in turns]),
-            "least": min(cpu for cpu, _ in turns),
-            "most": max(cpu for cpu, _ in turns),
-            "wall ms an image": bench.median([wall for _, wall in turns]),
+            "CPU ms/image": bench.median([cpu for cpu, _ in turns]),
+            "min": min(cpu for cpu, _ in turns),
+            "max": max(cpu for cpu, _ in turns),
+            "wall ms/image": bench.median([wall for _, wall in turns]),
         }
         for name, turns in figures.items()
         if turns
     ]
     notes = [
-        f"{len(jpegs)} made-up photographs (noise of all scales and some shapes: no real ones are at hand);"
+        f"{len(jpegs)} synthetic photographs (noise of all scales and some shapes);"
         f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average,"
         f" quality 90 to 95, 4:2:0; {options.workers} threads or worker processes each"
     ]
-    notes.append("wall times flatter loaders that make batches ahead between their turns (DALI): compare CPU times")
+    notes.append("wall times favor loaders that prepare batches between their turns (DALI): compare CPU times")
     failed = [name for name, turns in figures.items() if not turns]
     if failed:
-        notes.append(f"installed, but do not run here: {', '.join(failed)}")
+        notes.append(f"installed, but fail here: {', '.join(failed)}")
     absent = [name for name, (module, _) in CONTENDERS.items() if not installed(module)]
-    notes.append(f"not installed: {', '.join([*absent, 'ffcv (PyPI has it as source that needs OpenCV to build)'])}")
+    notes.append(f"not installed: {', '.join([*absent, 'ffcv (source only on PyPI; needs OpenCV to build)'])}")
     ours, *peers = rows
     if peers:
-        best = min(peers, key=lambda row: row["CPU ms an image"])
+        best = min(peers, key=lambda row: row["CPU ms/image"])
         ratios = [
             theirs / mine
             for (theirs, _), (mine, _) in zip(figures[str(best["loader"])], figures[str(ours["loader"])], strict=True)
@@ -347,8 +347,8 @@ def images(options: argparse.Namespace) -> None:
 
 def main() -> None:
     arguments = bench.parser(__doc__)
-    arguments.add_argument("--images", type=int, default=384, help="how many JPEGs an epoch has")
-    arguments.add_argument("--workers", type=int, default=2, help="threads, or worker processes, of each contender")
+    arguments.add_argument("--images", type=int, default=384, help="JPEGs per epoch")
+    arguments.add_argument("--workers", type=int, default=2, help="threads or worker processes per contender")
     images(arguments.parse_args())
 
 

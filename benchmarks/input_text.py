@@ -1,10 +1,10 @@
-"""Padded batches of text from a pack, against other ways to feed a model, all with the same batches.
+"""Throughput of padded text batches, against other loaders with the same batches.
 
     python benchmarks/input_text.py [--json] [--rounds 5] [--pairs 500000] [--budget 8192]
 
-The example's corpus, repeated up to so many pairs; everybody makes the same batches of pairs, as int64 tensors of
-sources and of targets, in this process and in turns, and is measured by CPU time. Tokens are those of both sides
-without the padding. Below: what of a batch is padding, and how long it takes to find a step of a large set.
+The example's corpus, repeated up to the number of pairs. All contenders make the same batches, int64 tensors of
+sources and targets, in this process and in turns, measured in CPU time. Tokens are those of both sides without padding.
+The notes give the share of padding, and the time to find a step of a large set.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from packtrain.system import sha256_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "data" / "en-de"
 VOCABULARY = 4000
-SHARD_PAIRS = 250_000  # as packs have them
-FAST_BATCHES, SLOW_BATCHES = 400, 20  # a round of ours, and of those that take a hundred times as long
+SHARD_PAIRS = 250_000  # as in packs
+FAST_BATCHES, SLOW_BATCHES = 400, 20  # per round: ours, and those that take a hundred times as long
 LARGE = 1_300_000
 
 Rows = list[list[int]]
@@ -193,9 +193,9 @@ def main() -> None:
         lengths = split.lengths("source"), split.lengths("target")
         batches = order_of(*lengths, options.budget).batches(0)
         for name, contender in contenders.items():
-            assert same(contenders["packtrain"], contender, batches[:3]), f"{name} makes other batches"
+            assert same(contenders["packtrain"], contender, batches[:3]), f"{name} makes different batches"
         gc.collect()
-        gc.freeze()  # the lists of one contender are not to slow the others down
+        gc.freeze()  # one contender's lists must not slow down the others
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.rounds):
             for name, contender in contenders.items():
@@ -209,8 +209,8 @@ def main() -> None:
     rows = [
         {
             "batches from": name,
-            "M tokens per CPU second": bench.median(values),
-            "packtrain is faster by": mine / bench.median(values),
+            "M tokens/CPU s": bench.median(values),
+            "speedup of packtrain": mine / bench.median(values),
         }
         for name, values in rates.items()
     ]

@@ -1,9 +1,9 @@
-"""How long packing images takes against decoding and encoding alone on the same cores, and how much memory.
+"""Time and memory of packing images, against decoding and encoding alone on the same cores.
 
     python benchmarks/pack.py [--json] [--images 8000] [--gigabytes 0]
 
-The images are made: smooth noise of ImageNet's size, quality 92. With --gigabytes the set is that large (the same
-files under many names), and only memory and rate are printed: it shows that memory does not grow with the set.
+The images are synthetic: smooth noise of ImageNet's size, quality 92. With --gigabytes the set is that large (the same
+files under many names), and only memory and rate are printed: memory should not grow with the set.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from packtrain.store import open_store
 WIDTH, HEIGHT, DISTINCT, CLASSES = 480, 427, 300, 10
 
 
-def make_picture(seed: int) -> bytes:
-    """Noise in octaves: about as many bytes as a photograph of that size has."""
+def make_image(seed: int) -> bytes:
+    """Return noise in octaves, about as many bytes as a photograph of this size."""
     numbers = np.random.default_rng(seed)
     canvas = np.zeros((HEIGHT, WIDTH, 3), np.float32)
     for octave in (4, 16, 64, 256):
@@ -46,13 +46,13 @@ def make_picture(seed: int) -> bytes:
 
 
 def make_set(folder: Path, count: int) -> int:
-    """The bytes of a set of that many images in classes; beyond some hundred they are links to the first."""
+    """Write a set of images in classes, links to the first ones beyond some hundred; return its size in bytes."""
     total = 0
     for number in range(count):
         path = folder / f"class-{number % CLASSES}" / f"{number:08d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < DISTINCT:
-            path.write_bytes(make_picture(number))
+            path.write_bytes(make_image(number))
         else:
             first = number % DISTINCT
             os.link(folder / f"class-{first % CLASSES}" / f"{first:08d}.jpg", path)
@@ -61,7 +61,7 @@ def make_set(folder: Path, count: int) -> int:
 
 
 def recode(paths: list[Path]) -> int:
-    """What no packing can do without: each image decoded and encoded once."""
+    """Decode and encode each image once, the least that packing has to do."""
     for path in paths:
         image = Image.open(path)
         image.load()
@@ -80,7 +80,7 @@ def seconds_alone(folder: Path) -> float:
 
 
 class PeakMemory:
-    """The most that this process and its children have had together while it was watched, in bytes."""
+    """Peak memory of this process and its children together, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.bytes, self._over = 0, threading.Event()
@@ -135,7 +135,7 @@ def main() -> None:
                     "images/s": count / packing, "peak memory, MB": peak / 1e6,
                 }
             )  # fmt: skip
-    note = f"packing takes {bench.median(ratios):.2f} times what decoding and encoding alone take"
+    note = f"packing takes {bench.median(ratios):.2f} times as long as decoding and encoding alone"
     bench.show("Packing images", rows, [] if options.gigabytes else [note], options.json)
 
 

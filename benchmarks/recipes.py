@@ -1,12 +1,11 @@
-"""What each recipe learns in the time of its example, against a bare PyTorch script of the same model.
+"""Score of each recipe after the time of its example, against a bare PyTorch script with the same model.
 
     python benchmarks/recipes.py [--json] [--share 1] [--clock wall] [translate classify chat caption]
 
-Ours is the Trainer on one thread, with the thread that makes batches; it makes `share` of the example's steps. The bare
-script has the same model, loss, optimiser, schedule and averaging of weights, and does what any script does about the
-rest: it shuffles, takes the next samples until the batch is full and makes the batch when it is needed. It stops when
-it has taken as much time, on the wall or of the processor (`--clock cpu`, where other work goes on). Both are measured
-on the validation split in the same way.
+Ours is the Trainer on one thread plus the loader's thread, for `share` of the example's steps. The bare script has the
+same model, loss, optimizer, schedule and EMA. It shuffles, takes the next samples until the batch is full and makes the
+batch when it is needed. It stops after the same wall time, or CPU time (`--clock cpu`, for a shared machine). Both are
+evaluated on the validation split in the same way.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def ours(recipe: Recipe, store: Store) -> Learned:
 
 
 def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
-    """The epoch, the moment in epochs, and the samples of the next batch."""
+    """Yield the epoch, the progress in epochs, and the samples of the next batch."""
     numbers = np.random.default_rng(1)
     epoch = 0
     while True:
@@ -99,29 +98,29 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
     settings = recipe.job.train
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
-    average = None if settings.ema is None else Ema(model, settings.ema)
+    ema = None if settings.ema is None else Ema(model, settings.ema)
     optimizer, rate = settings.optimizer.build(model), settings.schedule.build(recipe.width, settings.duration)
     timer = Timer()
     timer.tick()
     step = 0
-    for epoch, moment, ids in shuffled(recipe, settings.batch.value):
+    for epoch, epochs, ids in shuffled(recipe, settings.batch.value):
         spent = [time.perf_counter() - timer.wall[0], time.process_time() - timer.processor[0]]
         if spent[0] >= most.wall_seconds if clock == "wall" else spent[1] >= most.processor_seconds:
             break
         recipe.prepare(epoch, model)
         model.train()
         for group in optimizer.param_groups:
-            group["lr"] = rate(Progress(step, moment))
+            group["lr"] = rate(Progress(step, epochs))
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, epoch).items()}
         (recipe.loss(model, batch) / int(recipe.costs[ids].sum())).backward()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        if average is not None:
-            average.update(step)
+        if ema is not None:
+            ema.update(step)
         step += 1
-    return Learned(step, *spent, score(recipe, (model if average is None else average.model).eval()))
+    return Learned(step, *spent, score(recipe, (model if ema is None else ema.model).eval()))
 
 
 def score(recipe: Recipe, model: nn.Module) -> float:
@@ -158,8 +157,8 @@ def main() -> None:
                     "by": recipe_class(name).best_metric,
                 }
             )
-    notes = [f"{options.share:.0%} of the example's steps; {DECODED} validation samples decoded greedily"]
-    bench.show("What recipes learn", rows, notes, options.json)
+    notes = [f"{options.share:.0%} of the example's steps; greedy search on {DECODED} validation samples"]
+    bench.show("Recipes", rows, notes, options.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How soon a run steps again after a worker was killed, and what is left of its time under a kill every half a minute.
+"""Time until a run trains again after a worker is killed, and goodput with a kill every half a minute.
 
     python benchmarks/recover.py [--json] [--rounds 3] [--seconds 120] [--every 30]
 
-The example job on two workers, with a save every 20 steps, against what people write by hand: torchrun with restarts
-and a script that saves with torch.save. The same model, batches and kills (SIGKILL of the second worker). Goodput is
-the steps that were kept, at the pace of undisturbed ones, by the time that passed.
+The example job on two workers with a save every 20 steps, against a hand-written script that uses torchrun's restarts
+and torch.save. Same model, batches and kills (SIGKILL of the second worker). Goodput is the time that the steps that
+counted take without kills, divided by the time that passed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from packtrain.train.control import RUN_VARIABLE
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 PATIENCE_SECONDS = 100.0
-GRACE_SECONDS = 40.0  # torchrun itself gives its workers half a minute
+GRACE_SECONDS = 40.0  # torchrun gives its workers half a minute
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was made: when, and in which attempt."""
+    """A completed step, its time, and the generation (torchrun: the restart) it belongs to."""
 
     number: int
-    attempt: int
+    generation: int
     time: float
 
 
@@ -58,21 +58,21 @@ class Contender(ABC):
     def end(self) -> None: ...
 
     def kill_one(self) -> float:
-        """SIGKILL of the worker with the highest rank; when that was."""
+        """Kill the worker with the highest rank; return the time."""
         victim = max(self.workers(), key=lambda worker: int(worker.environ()["RANK"]))
         at = time.time()
         victim.kill()
         return at
 
-    def wait_for(self, steps: int, attempt: int) -> list[Step]:
-        """Until an attempt after `attempt` has made so many steps."""
+    def wait_for(self, steps: int, generation: int) -> list[Step]:
+        """Wait until a generation after `generation` has made this many steps; return them."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            made = [step for step in self.steps() if step.attempt > attempt]
+            made = [step for step in self.steps() if step.generation > generation]
             if len(made) >= steps:
                 return made
             time.sleep(0.1)
-        raise TimeoutError(f"no {steps} steps within {PATIENCE_SECONDS:.0f} s, attempt {attempt} was the last")
+        raise TimeoutError(f"no {steps} steps within {PATIENCE_SECONDS:.0f} s after generation {generation}")
 
 
 class Ours(Contender):
@@ -91,7 +91,7 @@ class Ours(Contender):
         for point in self._points.read():
             if point.kind == "train":
                 self._steps.append(Step(point.step, point.generation, point.time))
-        self._steps.sort(key=lambda step: (step.attempt, step.number))
+        self._steps.sort(key=lambda step: (step.generation, step.number))
         return self._steps
 
     def workers(self) -> list[psutil.Process]:
@@ -105,7 +105,7 @@ class Ours(Contender):
 
 
 class ByHand(Contender):
-    """torchrun restarts a script that saves with torch.save."""
+    """A script that saves with torch.save, restarted by torchrun."""
 
     def __init__(self, directory: Path, store: Path, save_every: int) -> None:
         self._log = directory / "steps.jsonl"
@@ -134,14 +134,14 @@ class ByHand(Contender):
         self._process.terminate()
         try:
             self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:  # asked while it starts its workers again, it may not hear it
+        except subprocess.TimeoutExpired:  # it may miss the signal while it restarts its workers
             for process in (*self.workers(), self._process):
                 process.kill()
             self._process.wait()
 
 
 def _processes(variable: str, value: str, store: str | None = None) -> list[psutil.Process]:
-    """The workers whose environment has the variable."""
+    """Return the workers whose environment has the variable."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -153,40 +153,40 @@ def _processes(variable: str, value: str, store: str | None = None) -> list[psut
 
 
 def pace(steps: list[Step]) -> float:
-    """Seconds of an undisturbed step: the median between two of the same attempt."""
+    """Return the median seconds between two steps of the same generation."""
     return bench.median(
-        [late.time - early.time for early, late in itertools.pairwise(steps) if late.attempt == early.attempt]
+        [late.time - early.time for early, late in itertools.pairwise(steps) if late.generation == early.generation]
     )
 
 
 def kept(steps: list[Step]) -> int:
-    """How far the last attempt has come."""
-    return max(step.number for step in steps if step.attempt == steps[-1].attempt)
+    """Return the last step of the last generation."""
+    return max(step.number for step in steps if step.generation == steps[-1].generation)
 
 
 def kills(contender: Contender, rounds: int, warm_steps: int) -> list[tuple[float, int]]:
-    """After each kill: seconds to the next step that was made, and how many had to be made again."""
+    """Return for each kill the seconds until the next step, and how many steps were repeated."""
     found = []
-    attempt = 0
+    generation = 0
     for _ in range(rounds):
-        made = contender.wait_for(warm_steps, attempt)
-        attempt = made[-1].attempt
+        made = contender.wait_for(warm_steps, generation)
+        generation = made[-1].generation
         at = contender.kill_one()
-        first = contender.wait_for(1, attempt)[0]
-        before = max(step.number for step in contender.steps() if step.attempt == attempt)
+        first = contender.wait_for(1, generation)[0]
+        before = max(step.number for step in contender.steps() if step.generation == generation)
         found.append((first.time - at, before - first.number + 1))
     return found
 
 
-def under_fire(contender: Contender, seconds: float, every: float) -> float:
-    """The goodput under a kill every so often."""
+def goodput_with_kills(contender: Contender, seconds: float, every: float) -> float:
+    """Return the goodput with a kill at regular intervals."""
     start = contender.steps()[-1]
     began = time.time()
     for number in itertools.count(1):
         time.sleep(max(0.0, began + min(number * every, seconds) - time.time()))
-        if number * every >= seconds:  # a kill at the end would change nothing that is counted
+        if number * every >= seconds:  # a kill at the end would not change the result
             break
-        with suppress(ValueError, psutil.Error):  # between two attempts there is nobody to kill
+        with suppress(ValueError, psutil.Error):  # between two generations there are no workers
             contender.kill_one()
     steps = contender.steps()
     return (kept(steps) - start.number) * pace(steps) / (time.time() - start.time)
@@ -196,8 +196,8 @@ def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]
     found = kills(contender, options.rounds, 2 * options.save_every + 5)
     return {
         "seconds to the next step": bench.median([seconds for seconds, _ in found]),
-        "steps made again": bench.median([float(steps) for _, steps in found]),
-        "goodput under fire": f"{under_fire(contender, options.seconds, options.every):.0%}",
+        "steps repeated": bench.median([float(steps) for _, steps in found]),
+        "goodput with kills": f"{goodput_with_kills(contender, options.seconds, options.every):.0%}",
     }
 
 
@@ -222,9 +222,9 @@ def main() -> None:
                 contender.end()
     notes = [
         f"medians of {options.rounds} kills; saves every {options.save_every} steps, 2 workers on this machine;"
-        f" under fire: a kill every {options.every:.0f} s for {options.seconds:.0f} s"
+        f" with kills: one every {options.every:.0f} s for {options.seconds:.0f} s"
     ]
-    bench.show("After a worker's death", rows, notes, options.json)
+    bench.show("Recovery from a killed worker", rows, notes, options.json)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What control costs: requests and bytes for each node and second, and the time to form a generation.
+"""Cost of control: requests and bytes per node and second, and the time to form a generation.
 
 python benchmarks/scale.py [--json] [--rounds 5] [--nodes 2 8 32 128 512 1000] [--store directory s3]
 
-The nodes are real ones without torch: their workers do nothing. They share a clock that stands still while they look,
-so that what is counted does not depend on how many fit on this machine; how long the store takes for it is measured.
+The nodes are real but without torch: their workers do nothing. They share a clock that stops while they poll the store,
+so that the counts do not depend on how many nodes fit on this machine; the time that the store takes is measured.
 
-req/node/s, B/node/s: of a generation that works. form: from the first node's start to the last one's workers, by the
-nodes' clock (s), in requests and bytes for each node, and the time that the store took for them on this machine (store
-s). busy: the time that the store takes for a second of all nodes. look: one look of the first member at all leases.
+req/node/s, B/node/s: while a generation trains. form: from the first node's start to the last node's workers, by the
+nodes' clock (s), in requests and bytes per node, and the time that the store took on this machine (store s). busy: the
+time that the store takes per second of all nodes. look: the first member reads all leases once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from packtrain.store import Entry, Store, open_store
 
 Answer = TypeVar("Answer")
 _AT_ONCE = 16
-_ENTRY_BYTES = 300  # what an object takes in an answer to a listing
-# What Amazon promises for one prefix of a bucket.
+_ENTRY_BYTES = 300  # per object in the response to a listing
+# Amazon's limits for one prefix of a bucket.
 _S3_WRITES_PER_SECOND, _S3_READS_PER_SECOND = 3500.0, 5500.0
 
 
 class CountingStore(Store):
-    """A store that counts what passes through it."""
+    """A store that counts requests and bytes."""
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.url, self.is_directory = inner, inner.url, inner.is_directory
@@ -101,7 +101,7 @@ class CountingStore(Store):
 
 
 class NoWorkers:
-    """A launch that does nothing, for ever."""
+    """A launcher whose workers never end."""
 
     pid = 0
 
@@ -133,7 +133,7 @@ class NoTelemetry:
 
 
 class Fleet:
-    """Nodes with one clock; every look of one of them is a look at the real store."""
+    """Nodes that share a clock and poll the real store."""
 
     def __init__(self, store: CountingStore, count: int) -> None:
         fleet = {"local": {"machines": count}, "workers": 1}
@@ -148,7 +148,7 @@ class Fleet:
         return Node(run, "127.0.0.1", 1, {}, clock=lambda: self.now, background=False, **fakes)  # type: ignore[arg-type]
 
     def step(self, seconds: float) -> float:
-        """Lets the time pass; all renew and look once. The seconds that this took in fact."""
+        """Advance the clock; every node renews its lease and polls once. Return the real seconds."""
         self.now += seconds
         started = time.perf_counter()
         list(self._pool.map(lambda node: node.lease.renew(), self.nodes))
@@ -156,16 +156,16 @@ class Fleet:
         return time.perf_counter() - started
 
     def form(self) -> tuple[float, float]:
-        """Until every member has begun: the seconds by the nodes' clock, and those that the store took."""
+        """Wait until every member has started; return the seconds by the nodes' clock and by the store."""
         began, taken = self.now, 0.0
         while not all(node.group is not None for node in self.nodes):
             taken += self.step(IDLE_SECONDS)
             if self.now - began > 600:
-                raise SystemExit("the nodes did not find together within 600 s")
+                raise SystemExit("the nodes did not form a generation within 600 s")
         return self.now - began, taken
 
     def first_look_seconds(self) -> float:
-        """What one look of the first member takes: it reads every lease."""
+        """Return the seconds that the first member takes to read every lease."""
         latest = self.run.latest_generation()
         first = next(node for node in self.nodes if latest and node.name == latest.members[0].node)
         started = time.perf_counter()
@@ -187,7 +187,7 @@ _RECIPE = {
 
 def measure(kind: str, store: Store, count: int, rounds: int) -> dict[str, object]:
     counting = CountingStore(store)
-    with contextlib.redirect_stdout(io.StringIO()):  # nodes tell what they do
+    with contextlib.redirect_stdout(io.StringIO()):  # nodes print what they do
         fleet = Fleet(counting, count)
         try:
             forming, taken = fleet.form()
@@ -224,23 +224,23 @@ def notes_on(rows: list[dict[str, object]]) -> Iterator[str]:
         )
         grows = "no faster than linearly" if ratio < 1.5 else "FASTER than linearly"
         sizes = f"from {small['nodes']} to {large['nodes']} nodes"
-        yield f"{kind}: requests and bytes of all grow {grows} {sizes} (per node: x {ratio:.2f})"
+        yield f"{kind}: total requests and bytes grow {grows} {sizes} (per node: x {ratio:.2f})"
         yield (
-            f"{kind}: a generation's record names every member and each reads it once:"
-            f" {_number(large, 'form B/node') / 1000:,.0f} kB for each of {large['nodes']} nodes to form one"
+            f"{kind}: every node reads the generation record, which names all members:"
+            f" {_number(large, 'form B/node') / 1000:,.0f} kB per node to form one of {large['nodes']} nodes"
         )
         for column, limit, what in (
-            ("busy", 1.0, "this machine serves the requests no faster than they come"),
-            ("look s", LEASE_SECONDS, "the first member needs longer for all leases than a lease lasts"),
+            ("busy", 1.0, "this machine cannot serve the requests fast enough"),
+            ("look s", LEASE_SECONDS, "reading all leases takes longer than a lease lasts"),
         ):
             met = [row for row in mine if _number(row, column) >= limit]
-            where = f"at {met[0]['nodes']} nodes" if met else f"not met up to {large['nodes']} nodes"
+            where = f"at {met[0]['nodes']} nodes" if met else f"not up to {large['nodes']} nodes"
             per_node = _number(large, column) / _number(large, "nodes")
-            yield f"{kind}: {what}: {where} (by its growth at {limit / per_node:,.0f})"
+            yield f"{kind}: {what}: {where} (extrapolated: at {limit / per_node:,.0f})"
     last = rows[-1]
     reads, writes = (_number(last, column) / _number(last, "nodes") for column in ("reads/s", "writes/s"))
     nodes = min(_S3_READS_PER_SECOND / reads, _S3_WRITES_PER_SECOND / writes)
-    yield f"Amazon S3 promises 5,500 reads and 3,500 writes a second for a prefix: met at {nodes:,.0f} nodes"
+    yield f"Amazon S3 allows 5,500 reads/s and 3,500 writes/s per prefix: reached at {nodes:,.0f} nodes"
 
 
 def _number(row: dict[str, object], column: str) -> float:
@@ -255,7 +255,7 @@ def directory() -> Iterator[Callable[[], Store]]:
 
 @contextmanager
 def s3() -> Iterator[Callable[[], Store]]:
-    """moto's server, in a process of its own."""
+    """Start moto's server in its own process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""How soon something happens: the help text, and the first training step of the demo once its data is packed.
+"""Startup time: the help text, and the first training step of the demo once its data is packed.
 
 python benchmarks/start.py [--json] [--rounds 3]
 """
@@ -28,7 +28,7 @@ def seconds_for(*arguments: str, cwd: Path | None = None, environment: dict[str,
 
 
 def seconds_to_first_step(directory: Path, environment: dict[str, str]) -> float:
-    """From the start of the command to the end of the first step, by the clock of this machine."""
+    """Return the time from the start of the command to the end of the first step."""
     started = time.time()
     seconds_for("run", *JOB, "--set", "train.duration=3 steps", cwd=directory, environment=environment)
     run = open_run(open_store(str(directory / "store")), None)

@@ -1,11 +1,11 @@
-"""What Packtrain adds to a training step, against loops with the same model and batches.
+"""Overhead of Packtrain per training step, against loops with the same model and batches.
 
     python benchmarks/step.py [--json] [--rounds 5] [--steps 60]
 
-All run in this process on one thread, in turns. The bare loop does what any script would: make the batch, forward,
-backward, clip, Adam, EMA; Lightning Fabric and Accelerate do the same in their own words. Ours is the whole Trainer:
-loader, sums over ranks, the watch, metrics into a store. CPU time counts all threads; on a machine that others use
-too it repeats better than the time on the wall. JoeyNMT has a model of its own: benchmarks/translate.py.
+All run in this process on one thread, in turns. The bare loop does what any script does: make the batch, forward,
+backward, clip, Adam, EMA; Lightning Fabric and Accelerate do the same with their own calls. Ours is the whole Trainer:
+loader, step sync, watchdog, metrics in a store. CPU time counts all threads; on a shared machine it repeats better
+than wall time. JoeyNMT has its own model: benchmarks/translate.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WARM_UP_STEPS = 5
 
 @dataclass
 class Timer:
-    """Both clocks after every step."""
+    """Wall time and CPU time after every step."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -58,14 +58,14 @@ class Timer:
         self.wall.append(time.perf_counter())
         self.processor.append(time.process_time())
 
-    def seconds_a_step(self) -> tuple[float, float]:
+    def seconds_per_step(self) -> tuple[float, float]:
         steps = len(self.wall) - WARM_UP_STEPS
         return tuple((one[-1] - one[WARM_UP_STEPS - 1]) / steps for one in (self.wall, self.processor))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
-class Words:
-    """How a library says what a loop does."""
+class LoopCalls:
+    """The calls of a library for the parts of a training loop."""
 
     set_up: Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, Any]] = lambda model, optimizer: (model, optimizer)
     backward: Callable[[Tensor], object] = lambda loss: loss.backward()
@@ -74,28 +74,28 @@ class Words:
     )
 
 
-def fabric() -> Words:
+def fabric() -> LoopCalls:
     from lightning_fabric import Fabric
 
     made = Fabric(accelerator="cpu", devices=1)
-    return Words(
+    return LoopCalls(
         made.setup, made.backward, lambda model, optimizer: made.clip_gradients(model, optimizer, max_norm=1.0)
     )
 
 
-def accelerate() -> Words:
+def accelerate() -> LoopCalls:
     from accelerate import Accelerator
 
     made = Accelerator(cpu=True)
-    return Words(made.prepare, made.backward, lambda model, _: made.clip_grad_norm_(model.parameters(), 1.0))
+    return LoopCalls(made.prepare, made.backward, lambda model, _: made.clip_grad_norm_(model.parameters(), 1.0))
 
 
 PEERS = {"Lightning Fabric": ("lightning_fabric", fabric), "Accelerate": ("accelerate", accelerate)}
 
 
-def loop(job: Job, recipe: Recipe, steps: int, words: Words) -> tuple[float, float]:
+def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls) -> tuple[float, float]:
     torch.manual_seed(1)
-    model, optimizer = words.set_up(*_model_and_optimizer(recipe))
+    model, optimizer = calls.set_up(*_model_and_optimizer(recipe))
     average = [parameter.detach().clone() for parameter in model.parameters()]
     rate = job.train.schedule.build(recipe.width, job.train.duration)
     batches = epoch_batches(recipe.costs, recipe.likeness, job.train.batch.value, job.train.seed, 0)
@@ -105,15 +105,15 @@ def loop(job: Job, recipe: Recipe, steps: int, words: Words) -> tuple[float, flo
         for group in optimizer.param_groups:
             group["lr"] = rate(Progress(step, 0.0))
         loss = recipe.loss(model, batch) / int(recipe.costs[ids].sum())
-        words.backward(loss)
-        words.clip(model, optimizer)
+        calls.backward(loss)
+        calls.clip(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_lerp_(average, list(model.parameters()), 0.01)
         loss.item()
         timer.tick()
-    return timer.seconds_a_step()
+    return timer.seconds_per_step()
 
 
 def _model_and_optimizer(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -137,7 +137,7 @@ def ours(recipe: Recipe, store: Store) -> tuple[float, float]:
     timer = Timer()
     with tempfile.TemporaryDirectory() as control:
         Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
-    return timer.seconds_a_step()
+    return timer.seconds_per_step()
 
 
 def main() -> None:
@@ -154,9 +154,9 @@ def main() -> None:
         assert job.recipe is not None
         recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))
         contenders: dict[str, Callable[[], tuple[float, float]]] = {
-            "bare PyTorch loop": lambda: loop(job, recipe, options.steps, Words()),
+            "bare PyTorch loop": lambda: loop(job, recipe, options.steps, LoopCalls()),
             "packtrain": lambda: ours(recipe, store),
-            **{name: lambda words=words: loop(job, recipe, options.steps, words) for name, words in peers.items()},  # type: ignore[misc]
+            **{name: lambda calls=calls: loop(job, recipe, options.steps, calls) for name, calls in peers.items()},  # type: ignore[misc]
         }
         seconds = {name: [] for name in contenders}  # type: dict[str, list[tuple[float, float]]]
         for _ in range(options.rounds):
@@ -175,15 +175,17 @@ def report(job: Job, seconds: dict[str, list[tuple[float, float]]], as_json: boo
         rows.append(
             {
                 "loop": name,
-                "ms a step": 1000 * wall,
-                "CPU ms a step": 1000 * processor,
-                "tokens a CPU second": job.train.batch.value / processor,
-                "to the bare loop": f"{middle:+.1%} ({low:+.1%} to {high:+.1%})",
+                "ms/step": 1000 * wall,
+                "CPU ms/step": 1000 * processor,
+                "tokens/CPU s": job.train.batch.value / processor,
+                "overhead": f"{middle:+.1%} ({low:+.1%} to {high:+.1%})",
             }
         )
-    notes += [f"{name} is not installed" for name, (module, _) in PEERS.items() if not find_spec(module)]
-    notes.append(f"CPU time to that of the bare loop: median and range of {len(bare)} rounds; tokens without padding")
-    bench.show("A training step", rows, notes, as_json)
+    notes += [f"not installed: {name}" for name, (module, _) in PEERS.items() if not find_spec(module)]
+    notes.append(
+        f"overhead: CPU time relative to the bare loop, median and range of {len(bare)} rounds; tokens without padding"
+    )
+    bench.show("Training step", rows, notes, as_json)
 
 
 if __name__ == "__main__":

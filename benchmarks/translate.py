@@ -1,11 +1,11 @@
-"""How fast translation learns, and how well after equal time: Packtrain, a bare PyTorch loop, and JoeyNMT.
+"""Speed of training translation, and scores after the same time: Packtrain, a bare PyTorch loop, and JoeyNMT.
 
     python benchmarks/translate.py [--json] [--rounds 1] [--seconds 120] [--sentences 800] [--joeynmt PYTHON]
 
-Same data, pieces, dimensions (the tiny size), batches in target tokens, rate and smoothing; one thread each, one
-after the other. Time is that of one core, which on a shared machine repeats better than the clock on the wall.
-Tokens are target tokens without padding. Scores are SacreBLEU and chrF of a greedy search on the test sentences.
-PYTHON is one that has JoeyNMT 2.3 installed; default: this one.
+Same data, vocabulary, dimensions (the tiny size), batches in target tokens, learning rate and label smoothing; one
+thread each, one after the other. Time is CPU time, which repeats better than wall time on a shared machine. Tokens are
+target tokens without padding. Scores are SacreBLEU and chrF of a greedy search on the test sentences. PYTHON is an
+interpreter with JoeyNMT 2.3; default: this one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PEER = "JoeyNMT 2.3"
 
 @dataclass(frozen=True)
 class Learned:
-    """What a contender did in its time, and what it makes of the test sentences."""
+    """Steps, tokens and CPU seconds of a contender, and its translations of the test sentences."""
 
     steps: int
     tokens: int
@@ -69,7 +69,7 @@ def endless(recipe: Recipe, budget: int) -> Iterator[Ids]:
 
 
 def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
-    """What any script would do: make the batch, forward, backward, clip, Adam, EMA."""
+    """Train as any script does: make the batch, forward, backward, clip, Adam, EMA."""
     settings = recipe.job.train
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
@@ -100,7 +100,7 @@ def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
 
 
 def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
-    """The whole Trainer, for as many steps as the bare loop made in its time. It has nothing to evaluate."""
+    """Run the whole Trainer for as many steps as the bare loop made, without evaluations."""
     job = example(f"train.duration={max(1, steps)} steps", "data.valid=[]", "data.test=[]")
     trained = packed(job, store, cache)
     run = create_run(store, job, archive({}), trained.pack.name)
@@ -135,14 +135,14 @@ def texts_of(recipe: PairRecipe, side: str, count: int) -> list[str]:
 
 
 def joey(recipe: PairRecipe, seconds: float, count: int, python: str, folder: Path) -> Learned:
-    """JoeyNMT reads pieces as words that are numbers, so that it has the same ones."""
+    """Train JoeyNMT on token numbers as words, so that it has the same vocabulary."""
     for split in ("train", "valid", "test"):
-        sides = recipe.pairs[split]
-        for side, column in (("source", sides.source), ("target", sides.target)):
+        pairs = recipe.pairs[split]
+        for side, column in (("source", pairs.source), ("target", pairs.target)):
             rows = (column[sample].tolist() for sample in range(len(column))[: count if split == "test" else None])
             lines = (" ".join(str(token) for token in row if token not in (BOS, EOS)) for row in rows)
             (folder / f"{split}.{side}").write_text("".join(f"{line or UNKNOWN}\n" for line in lines))
-    words = range(UNKNOWN + 1, len(recipe.pack.vocabulary))  # marks are JoeyNMT's own
+    words = range(UNKNOWN + 1, len(recipe.pack.vocabulary))  # JoeyNMT has its own special tokens
     (folder / "vocabulary.txt").write_text("".join(f"{word}\n" for word in words))
     (folder / "model").mkdir()
     (folder / "config.json").write_text(json.dumps(joey_config(recipe, folder)))
@@ -218,12 +218,13 @@ def has_joey(python: str) -> bool:
 # The table.
 
 
-def row_of(name: str, rounds: Sequence[Learned], wanted: list[str]) -> dict[str, object]:
+def row_of(name: str, rounds: Sequence[Learned], references: list[str]) -> dict[str, object]:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
     scores = [
-        (BLEU().corpus_score(one.outputs, [wanted]), CHRF().corpus_score(one.outputs, [wanted])) for one in rounds
+        (BLEU().corpus_score(one.outputs, [references]), CHRF().corpus_score(one.outputs, [references]))
+        for one in rounds
     ]
     return {
         "contender": name,
@@ -239,7 +240,7 @@ def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.set_defaults(rounds=1)
     arguments.add_argument("--seconds", type=float, default=120.0)
-    arguments.add_argument("--sentences", type=int, default=800, help="how many of the test set are translated")
+    arguments.add_argument("--sentences", type=int, default=800, help="test sentences to translate")
     arguments.add_argument("--joeynmt", metavar="PYTHON", default=sys.executable)
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -248,11 +249,11 @@ def main() -> None:
     if has_joey(options.joeynmt):
         contenders[PEER] = []
     else:
-        notes.append(f"{PEER}: not installed")
+        notes.append(f"not installed: {PEER}")
     with tempfile.TemporaryDirectory() as directory:
         store, cache = open_store(f"{directory}/store"), Path(directory) / "cache"
         made = packed(example(), store, cache)
-        inputs, wanted = (texts_of(made, side, options.sentences) for side in ("source", "target"))
+        inputs, references = (texts_of(made, side, options.sentences) for side in ("source", "target"))
         for number in range(options.rounds):
             contenders["bare PyTorch loop"].append(bare(made, options.seconds, inputs))
             steps = contenders["bare PyTorch loop"][-1].steps
@@ -261,8 +262,8 @@ def main() -> None:
                 folder = Path(directory) / f"joey-{number}"
                 folder.mkdir()
                 contenders[PEER].append(joey(made, options.seconds, options.sentences, options.joeynmt, folder))
-    rows = [row_of(name, rounds, wanted) for name, rounds in contenders.items()]
-    bench.show("Learning to translate", rows, notes, options.json)
+    rows = [row_of(name, rounds, references) for name, rounds in contenders.items()]
+    bench.show("Translation", rows, notes, options.json)
 
 
 if __name__ == "__main__":

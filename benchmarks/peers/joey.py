@@ -1,8 +1,8 @@
-"""JoeyNMT on numbers for words, for so many seconds of one core; benchmarks/translate.py runs it in JoeyNMT's Python.
+"""Train JoeyNMT for some seconds of CPU time; benchmarks/translate.py runs it with JoeyNMT's Python.
 
     python joey.py CONFIG SECONDS
 
-CONFIG is a JSON file with JoeyNMT's own configuration. Prints one JSON object: steps, tokens, seconds, outputs.
+CONFIG is JoeyNMT's configuration as JSON. Prints one JSON object: steps, tokens, seconds, outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from joeynmt.training import TrainManager
 
 
 class Timed(TrainManager):
-    """Ends when its time is over."""
+    """A trainer that ends at its deadline."""
 
     deadline = 0.0
     tokens = 0
@@ -32,7 +32,7 @@ class Timed(TrainManager):
         return done
 
     def _save_checkpoint(self, new_best, score):
-        """Its time is for learning."""
+        """Save nothing: all of the time is for training."""
 
 
 def main() -> None:
