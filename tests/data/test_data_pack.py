@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data.handmade import NAME, Remote, Rows, put_file, put_pack, put_shard
 from packtrain.data.pack import Pack, SplitReader, pad
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.manifest import Manifest, ShardFile, pack_key
 from packtrain.pack.shard import Columns, Ragged, ShardError, encode_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store, open_store
@@ -215,15 +215,19 @@ def test_shards_are_downloaded_ahead_of_their_use(tmp_path: Path) -> None:
     assert [thread.name for thread in threading.enumerate()].count("prefetch") == 0
 
 
-def test_more_shards_than_can_be_open_are_closed_and_reopened(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.data.pack._OPEN_AT_LEAST", 2)
-    monkeypatch.setattr("packtrain.data.pack.resource.getrlimit", lambda _: (4, 4))
-    split = reader(1)
+def test_more_shards_than_can_be_open_are_closed_and_reopened(tmp_path: Path) -> None:
+    shards, opened = put_pack(open_store(str(tmp_path)), ROWS, 1).splits["train"].shards, []
+
+    def path_of(shard: ShardFile) -> Path:
+        opened.append(shard.name)
+        return tmp_path / "packs" / NAME / shard.name
+
+    split = SplitReader(shards, path_of, most_open=2)
     for _ in range(2):
         assert pad(split.column("tokens"), np.arange(len(ROWS)), 0)[:, 0].tolist() == [1, 0, 4, 5, 7, 11, 12]
     assert split.column("tokens").lengths.tolist() == [len(row) for row in ROWS]
     assert split.plain("number").tolist() == list(range(len(ROWS)))
-    assert len(split._open) == 2
+    assert len(opened) > 2 * len(shards)
 
 
 def test_threads_may_read_a_split_together(reader: Reader) -> None:

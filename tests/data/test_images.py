@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.pictures import difference, photo, quarters
-from packtrain.data.images import ImageBatches, center_box, random_crop, random_crop_box, rectangular_plan, resize_into
+from packtrain.data.images import (
+    ImageBatches,
+    center_box,
+    random_crop,
+    random_crop_box,
+    rectangular_plan,
+    resize_into,
+    single_threaded_pool,
+)
 from packtrain.data.order import block, permutation, philox_words, share
 from packtrain.data.pack import SplitReader
 from packtrain.errors import PacktrainError
@@ -266,12 +274,12 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         batches.centered(np.array([0, 1]), 32, 32)
 
 
-def test_torch_keeps_its_threads_outside_of_the_pool(images: SplitReader) -> None:
+def test_torch_keeps_its_threads_outside_of_the_pool() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with ImageBatches(images, 2) as batches:
-            assert {batches._pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
+        with single_threaded_pool(2) as pool:
+            assert {pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
             assert torch.get_num_threads() == 2
             later: list[int] = []
             thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.handmade import NAME, Remote, put_pack
-from packtrain.data import loader as loading
 from packtrain.data.loader import Arrays, LoadedBatch, Loader, Order, Position, rank_batches
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
@@ -327,15 +326,9 @@ class Away:
         return collate(ids, epoch, repeats)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.mark.usefixtures("quick")
 def test_an_unreachable_store_delays_the_batches_and_does_not_change_them(capsys: pytest.CaptureFixture[str]) -> None:
     luck = random.getstate()
-    loader = Loader(rank_batches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3))
+    loader = Loader(rank_batches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3), pause_seconds=0.01)
     try:
         loaded = [loader.next() for _ in range(20)]
     finally:
@@ -351,7 +344,6 @@ def test_an_unreachable_store_delays_the_batches_and_does_not_change_them(capsys
     assert second.startswith("data: store is back after ")
 
 
-@pytest.mark.usefixtures("quick")
 def test_prefetching_starts_when_an_unreachable_store_is_back() -> None:
     told: list[int] = []
     failing = Away(3)
@@ -367,7 +359,7 @@ def test_prefetching_starts_when_an_unreachable_store_is_back() -> None:
             told.append(-epoch)
 
     in_epoch = len(ORDER.batches(0))
-    loader = Loader(rank_batches(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1)
+    loader = Loader(rank_batches(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1, pause_seconds=0.01)
     try:
         assert seen([loader.next() for _ in range(in_epoch)]) == seen(batches(Position(1, 0), in_epoch))
     finally:
@@ -375,7 +367,6 @@ def test_prefetching_starts_when_an_unreachable_store_is_back() -> None:
     assert told[:2] == [1, -1]
 
 
-@pytest.mark.usefixtures("quick")
 def test_shards_are_read_when_an_unreachable_store_is_back(tmp_path: Path) -> None:
     remote = FaultyStore(Remote(tmp_path / "store"))
     rows = [[number] for number in range(12)]
@@ -389,7 +380,7 @@ def test_shards_are_read_when_an_unreachable_store_is_back(tmp_path: Path) -> No
         return split.prefetched(split.order_of_use(ids))
 
     remote.refuse("get_file")
-    loader = Loader(rank_batches(ORDER, read, Position(), 0, 1, fetching=fetching))
+    loader = Loader(rank_batches(ORDER, read, Position(), 0, 1, fetching=fetching), pause_seconds=0.01)
     waits: list[int] = []
 
     def pulse() -> None:
@@ -414,10 +405,8 @@ def test_a_lasting_store_error_is_raised_without_a_retry() -> None:
         loader.close()
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_store_that_stays_unreachable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "STORE_SECONDS", 0.1)
-    loader = Loader(rank_batches(ORDER, Away(10**6), Position(), 0, 1))
+def test_a_store_that_stays_unreachable_is_an_error() -> None:
+    loader = Loader(rank_batches(ORDER, Away(10**6), Position(), 0, 1), pause_seconds=0.01, store_seconds=0.1)
     try:
         assert len([loader.next(), loader.next()]) == 2
         with pytest.raises(StoreError, match="no answer"):
@@ -426,11 +415,10 @@ def test_a_store_that_stays_unreachable_is_an_error(monkeypatch: pytest.MonkeyPa
         loader.close()
 
 
-def test_closing_ends_the_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_FIRST_PAUSE_SECONDS", 100.0)
+def test_closing_ends_the_wait_for_the_store() -> None:
     before = loader_threads()
     away = Away(10**6)
-    loader = Loader(rank_batches(ORDER, away, Position(), 0, 1))
+    loader = Loader(rank_batches(ORDER, away, Position(), 0, 1), pause_seconds=100.0)
     assert away.failed.wait(PATIENCE_SECONDS)
     loader.close()
     assert loader_threads() == before

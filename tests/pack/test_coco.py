@@ -195,5 +195,5 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "_JSON_BYTES", 100)
+    monkeypatch.setattr(raw, "MOST_JSON_BYTES", 100)
     assert "split the file" in Reading(tmp_path, PETS).refusal()

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.corpus import data_of
-from packtrain.pack import pairs as text
 from packtrain.pack.pairs import encode, filter_reason, fingerprint, repeated
 from packtrain.pack.raw import TextPair
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
@@ -36,16 +35,15 @@ def test_a_fingerprint_tells_sides_apart() -> None:
 
 
 @given(st.lists(st.integers(0, 40) | st.integers(0, 2**64 - 1), max_size=60))
-def test_all_but_the_first_of_equals_are_repeated(values: list[int]) -> None:
+def test_all_but_the_first_of_equal_fingerprints_are_repeated(values: list[int]) -> None:
     expected = [value in values[:place] for place, value in enumerate(values)]
     assert repeated(array("Q", values)).tolist() == expected
 
 
-def test_sources_end_and_targets_begin_and_end_with_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "_BLOCK_PAIRS", 2)
+def test_sources_end_with_eos_and_targets_also_start_with_bos() -> None:
     pairs = [TextPair("one two", "eins"), TextPair("x", "y"), TextPair("z", "w")]
     vocabulary = Vocabulary.fit(["one two three", "eins zwei"], 300)
-    columns = encode(pairs, vocabulary, vocabulary).ragged
+    columns = encode(pairs, vocabulary, vocabulary, block_pairs=2).ragged
     sources = vocabulary.encode([pair.source for pair in pairs])
     assert [row.tolist() for row in columns["source"]] == [[*row, EOS] for row in sources]
     for row in columns["target"]:

@@ -144,7 +144,7 @@ class ImageBatches:
     def __init__(self, split: SplitReader, threads: int | None = None) -> None:
         self._split = split
         self._threads = threads or len(os.sched_getaffinity(0))
-        self._pool = _single_threaded_pool(self._threads)
+        self._pool = single_threaded_pool(self._threads)
 
     def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
         """Return random resized crops of size x size, half of them mirrored, for training."""
@@ -188,7 +188,7 @@ class ImageBatches:
         self.close()
 
 
-def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
+def single_threaded_pool(threads: int) -> ThreadPoolExecutor:
     """Return a pool in whose threads torch starts no others; outside of it torch keeps its number of threads."""
     import torch
 

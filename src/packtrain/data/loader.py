@@ -29,7 +29,7 @@ Arrays = dict[str, NDArray[Any]]
 STORE_SECONDS = 600.0  # how long to wait for a store: the watchdog lets a worker wait as long for its data
 _POLL_SECONDS = 0.2  # between two looks at a flag while waiting for the queue
 _CLOSE_SECONDS = 2.0  # for the thread to end; if it waits for the store, that can take a minute
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
+_LONGEST_PAUSE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,14 @@ class Loader:
     not an error yet: the batch is tried again for some minutes.
     """
 
-    def __init__(self, source: Iterator[LoadedBatch], ahead: int = 4) -> None:
+    def __init__(
+        self,
+        source: Iterator[LoadedBatch],
+        ahead: int = 4,
+        pause_seconds: float = 1.0,
+        store_seconds: float = STORE_SECONDS,
+    ) -> None:
+        self._pause_seconds, self._store_seconds = pause_seconds, store_seconds
         self._ready: queue.Queue[LoadedBatch | BaseException] = queue.Queue(ahead)
         self._failure: BaseException | None = None
         self._closed = threading.Event()
@@ -214,8 +221,8 @@ class Loader:
 
     def _load(self, source: Iterator[LoadedBatch]) -> LoadedBatch:
         """Return the next batch, waiting for the store if it does not answer."""
-        started = time.monotonic()
-        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, limit_seconds=STORE_SECONDS)
+        started, limit = time.monotonic(), self._store_seconds
+        backoff = Backoff(self._pause_seconds, _LONGEST_PAUSE_SECONDS, limit_seconds=limit)
         missing: StoreError | None = None
         while True:
             tried = time.monotonic()
@@ -237,7 +244,7 @@ class Loader:
             seconds = backoff.next_pause()
             # The next try may take as long as this one did, and must end within the limit too. Waiting on the flag, and
             # not with sleep, lets `close` end the pause.
-            if seconds is None or now - started + seconds + (now - tried) > STORE_SECONDS or self._closed.wait(seconds):
+            if seconds is None or now - started + seconds + (now - tried) > limit or self._closed.wait(seconds):
                 raise missing
 
     def _offer(self, item: LoadedBatch | BaseException) -> bool:

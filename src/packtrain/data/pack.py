@@ -24,7 +24,7 @@ from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 from packtrain.system import FileLock
 
-_OPEN_AT_LEAST = 16
+_LEAST_OPEN = 16
 GIVEN = "files/"  # other files that jobs name, by hash: pretrained weights, for example
 
 
@@ -103,12 +103,14 @@ class SplitReader:
     are used for shards; beyond that, the least recently used shard is closed, and opened again when needed.
     """
 
-    def __init__(self, shards: Sequence[ShardFile], path_of: Callable[[ShardFile], Path]) -> None:
+    def __init__(
+        self, shards: Sequence[ShardFile], path_of: Callable[[ShardFile], Path], most_open: int | None = None
+    ) -> None:
         self._shards, self._path_of = tuple(shards), path_of
         self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
         self._number_type = np.min_scalar_type(len(shards))  # small integers are sorted faster
         self._open: OrderedDict[int, Columns] = OrderedDict()
-        self._open_at_most = max(_OPEN_AT_LEAST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._most_open = most_open or max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._lock = threading.Lock()
         self._prefetches: list[Prefetch] = []
         self._lengths: dict[str, NDArray[np.int64]] = {}
@@ -133,7 +135,7 @@ class SplitReader:
             prefetch.used(number)
         with self._lock:
             columns = self._open.setdefault(number, columns)
-            while len(self._open) > self._open_at_most:
+            while len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         return columns
 

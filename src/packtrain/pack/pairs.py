@@ -32,7 +32,7 @@ from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 SHARD_PAIRS = 250_000
 _DUPLICATE = "duplicate pair"
 _ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
-_BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
+BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
 _SORTED_PARTS = 16
 
 
@@ -170,9 +170,9 @@ def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
     return again
 
 
-def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary) -> Columns:
+def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary, block_pairs: int = BLOCK_PAIRS) -> Columns:
     """Return the token columns. Sources end with EOS; targets also begin with BOS."""
-    blocks = [pairs[start : start + _BLOCK_PAIRS] for start in range(0, len(pairs), _BLOCK_PAIRS)]
+    blocks = [pairs[start : start + block_pairs] for start in range(0, len(pairs), block_pairs)]
     sources = [_tokens([one.source for one in block], source, []) for block in blocks]
     targets = [_tokens([one.target for one in block], target, [BOS]) for block in blocks]
     return Columns({"source": Ragged.joined(sources), "target": Ragged.joined(targets)})

@@ -30,8 +30,8 @@ Encoding = Literal["utf-8", "windows-1252"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Nobody wrote a longer line, and it would have to fit into memory.
-_LINE_BYTES = 16 << 20
-_JSON_BYTES = 1 << 30
+MOST_LINE_BYTES = 16 << 20
+MOST_JSON_BYTES = 1 << 30
 # Bytes 81, 8D, 8F, 90 and 9D have no character in windows-1252; they keep the control characters of ISO-8859-1.
 _WINDOWS_1252 = {
     byte: character for byte in range(0x80, 0xA0) if (character := bytes([byte]).decode("cp1252", "ignore"))
@@ -176,7 +176,7 @@ def read_json(path: Path) -> object:
     """Return the value of a JSON file."""
     try:
         size = path.stat().st_size
-        if size > _JSON_BYTES:
+        if size > MOST_JSON_BYTES:
             raise Mistake(f"{path}: {size:,} bytes of JSON do not fit into memory; split the file")
         data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     except OSError as error:
@@ -216,10 +216,10 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
     try:
         with _open(path) as file:
-            for raw in iter(partial(file.readline, _LINE_BYTES + 1), b""):
-                if len(raw) > _LINE_BYTES:
+            for raw in iter(partial(file.readline, MOST_LINE_BYTES + 1), b""):
+                if len(raw) > MOST_LINE_BYTES:
                     raise Mistake(
-                        f"{path}: line longer than {_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
+                        f"{path}: line longer than {MOST_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
                     )
                 yield offset, raw
                 offset += len(raw)
