@@ -92,7 +92,11 @@ ARROWS = [
     Arrow(((400, 170), (264, 170)), ("events, metrics",), (340, 162)),
     Arrow(((264, 243), (400, 243)), ("stop request",), (340, 235), both=True),
     Arrow(((400, 343), (264, 343)), ("leases, result",), (340, 335)),
-    Arrow(((150, 92), (150, 34), (1022, 34), (1022, 92)), ("the fleet starts packtrain node RUN on every machine",), (586, 26)),
+    Arrow(
+        ((150, 92), (150, 34), (1022, 34), (1022, 92)),
+        ("the fleet starts packtrain node RUN on every machine",),
+        (586, 26),
+    ),
     *(
         arrow
         for y in (60, 354)
