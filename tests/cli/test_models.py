@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = packed_run(folder, make(own))
         commit_model(run, own, 10)
     write(folder / "cat.jpg", picture(7))
-    write(folder / "notes.jpg", "not a picture at all")
+    write(folder / "notes.jpg", "not an image at all")
     return folder
 
 

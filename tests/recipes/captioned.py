@@ -1,4 +1,4 @@
-"""Small sets of pictures with captions, and recipes that learn from them."""
+"""Small sets of captioned images, and recipes that learn from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packtrain.recipes.caption.model import Captioner
 
 MakeRecipe = Callable[..., Recipe]
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 70, 210), "yellow": (240, 210, 40)}
+COLORS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 70, 210), "yellow": (240, 210, 40)}
 SHAPES = ("square", "circle")
 
 TRAIN: dict[str, Any] = {
@@ -29,31 +29,31 @@ TRAIN: dict[str, Any] = {
 }
 
 
-def captions_of(colour: str, shape: str) -> list[str]:
-    return [f"a {colour} {shape}", f"a {shape} that is {colour}, on white paper"]
+def captions_of(color: str, shape: str) -> list[str]:
+    return [f"a {color} {shape}", f"a {shape} that is {color}, on white paper"]
 
 
 def write_set(folder: Path, things: Sequence[tuple[str, str]], name: str = "set") -> list[str]:
-    """Pictures of coloured shapes in COCO's layout; the paths as a job has them."""
+    """Write images of colored shapes in COCO's layout; return the paths for a job."""
     images, annotations = [], []
     (folder / name).mkdir(parents=True)
-    for number, (colour, shape) in enumerate(things):
-        picture = Image.new("RGB", (40, 36 + number % 3), "white")
-        draw = ImageDraw.Draw(picture)
-        (draw.rectangle if shape == "square" else draw.ellipse)((8, 8, 28, 28), COLOURS[colour])
-        picture.save(folder / name / f"{number}.png")
+    for number, (color, shape) in enumerate(things):
+        image = Image.new("RGB", (40, 36 + number % 3), "white")
+        draw = ImageDraw.Draw(image)
+        (draw.rectangle if shape == "square" else draw.ellipse)((8, 8, 28, 28), COLORS[color])
+        image.save(folder / name / f"{number}.png")
         images.append({"id": number, "file_name": f"{number}.png"})
-        for caption in captions_of(colour, shape)[: 1 + number % 2]:
+        for caption in captions_of(color, shape)[: 1 + number % 2]:
             annotations.append({"id": len(annotations), "image_id": number, "caption": caption})
     (folder / f"{name}.json").write_text(json.dumps({"images": images, "annotations": annotations}))
     return [str(folder / f"{name}.json"), str(folder / name)]
 
 
-THINGS = [(colour, shape) for shape in SHAPES for colour in COLOURS]
+THINGS = [(color, shape) for shape in SHAPES for color in COLORS]
 
 
 def make_caption(make_recipe: MakeRecipe, folder: Path, **changes: Any) -> Caption:
-    """The recipe on eight pictures, and a mix of three and two to validate."""
+    """Return the recipe on eight images, with a mix of three and two for validation."""
     data = {
         "train": [{"coco": write_set(folder, THINGS, "train")}],
         "valid": [
@@ -70,14 +70,14 @@ def make_caption(make_recipe: MakeRecipe, folder: Path, **changes: Any) -> Capti
 
 
 def model_of(recipe: Recipe, seed: int = 1) -> Captioner:
-    """An untrained model that looks about and has an opinion."""
+    """Return an untrained model whose attention and outputs are far from uniform."""
     torch.manual_seed(seed)
     model = recipe.build_model().eval()
     assert isinstance(model, Captioner)
-    return outspoken(model)
+    return with_larger_weights(model)
 
 
-def outspoken(model: Captioner) -> Captioner:
+def with_larger_weights(model: Captioner) -> Captioner:
     with torch.no_grad():
         for layer in (model.attention, model.query, model.key, model.first_state):
             layer.weight.mul_(4)
@@ -85,8 +85,8 @@ def outspoken(model: Captioner) -> Captioner:
     return model
 
 
-def pictures(count: int, height: int = 32, width: int = 32) -> Tensor:
-    """Patches of colour, different in every picture."""
+def random_images(count: int, height: int = 32, width: int = 32) -> Tensor:
+    """Return images of random color patches."""
     generator = torch.Generator().manual_seed(7)
     patches = torch.randint(0, 256, (count, 2, 2, 3), dtype=torch.uint8, generator=generator)
     return patches.repeat_interleave(height // 2, 1).repeat_interleave(width // 2, 2)

@@ -25,7 +25,7 @@ MakeModel = Callable[..., Transformer]
 
 @pytest.fixture(scope="session")
 def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
-    """Builds the recipe of a small job on its pack; arguments are those of `job_of`."""
+    """Return a function that builds the recipe of a small job on its pack; its arguments are those of `job_of`."""
 
     def make(**changes: Any) -> Recipe:
         folder: Path = tmp_path_factory.mktemp("recipe")
@@ -44,7 +44,7 @@ def recipe(make_recipe: MakeRecipe) -> Recipe:
 
 @pytest.fixture(scope="session", params=["translate", "chat"])
 def make_model(request: pytest.FixtureRequest) -> MakeModel:
-    """Builds a small untrained model whose layers speak louder than the last token, so that the context matters."""
+    """Return a function that builds a small untrained model with large attention weights, so that context matters."""
 
     def make(seed: int = 1, vocabulary: int = 24, dropout: float = 0.0) -> Transformer:
         torch.manual_seed(seed)

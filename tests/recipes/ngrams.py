@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 Rows = Sequence[Sequence[int]]
-"""Tokens as they are predicted: each row begins with a mark that is not."""
+"""Rows of tokens; the first of each, BOS, is not predicted."""
 
 
 def unigram_perplexity(seen: Rows, unseen: Rows, vocabulary: int) -> float:
-    """Every token as likely as it was frequent."""
+    """Return the perplexity if every token is as likely as it is frequent."""
     counts = Counter(token for row in seen for token in row[1:])
     return _perplexity([_smoothed(counts, vocabulary, token) for row in unseen for token in row[1:]])
 
 
 def bigram_perplexity(seen: Rows, unseen: Rows, vocabulary: int) -> float:
-    """Every token as likely as it was after the one before it, as far as that one was seen (Witten and Bell)."""
+    """Return the perplexity of Witten-Bell smoothed bigrams."""
     counts = Counter(token for row in seen for token in row[1:])
     pairs = Counter(pair for row in seen for pair in pairwise(row))
     before = Counter(token for row in seen for token in row[:-1])

@@ -134,15 +134,15 @@ def test_the_loss_counts_real_tokens_and_positions_without_attention(recipe: Cap
     tokens = batch["tokens"]
     expected = 0.0
     for row in range(len(tokens)):
-        seen = model.encode(batch["pixels"][row : row + 1])
-        state, places = model.start(seen), torch.zeros(1, seen.features.shape[1])
+        encoded = model.encode(batch["pixels"][row : row + 1])
+        state, attention = model.start(encoded), torch.zeros(1, encoded.features.shape[1])
         for before, after in zip(tokens[row], tokens[row, 1:], strict=False):
             if after == PAD:
                 break
-            state, looked = model.advance(model.embedding(before[None]), state, seen)
-            places += looked
+            state, attended = model.advance(model.embedding(before[None]), state, encoded)
+            attention += attended
             expected -= float(model.logits(state).log_softmax(-1)[0, after].detach()) / recipe.mean_tokens
-        expected += float((1 - places).square().mean().detach())
+        expected += float((1 - attention).square().mean().detach())
     assert recipe.loss(model, batch).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -290,7 +290,7 @@ def test_a_prediction_has_a_caption_and_an_attention_map_for_every_word(
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        ("words.jpg", b"not a picture", "not an image"),
+        ("words.jpg", b"not a image", "not an image"),
         ("empty.jpg", b"", "empty"),
         ("cut.png", b"\x89PNG\r\n\x1a\n\0\0", "damaged"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes.caption import CaptionerShape
 from packtrain.recipes.caption.model import Captioner, attention_maps, decode_captions, sort_captions
-from recipes.captioned import outspoken, pictures
+from recipes.captioned import random_images, with_larger_weights
 
 VOCABULARY = 21
 CELLS = pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -18,7 +18,7 @@ CELLS = pytest.mark.parametrize("cell", ["gru", "lstm"])
 def model_with(seed: int = 1, **options: object) -> Captioner:
     torch.manual_seed(seed)
     settings = {"encoder": "tiny", "width": 16, "attention": 12, "dropout": 0.0, **options}
-    return outspoken(Captioner(CaptionerShape(**settings), VOCABULARY).eval())  # type: ignore[arg-type]
+    return with_larger_weights(Captioner(CaptionerShape(**settings), VOCABULARY).eval())  # type: ignore[arg-type]
 
 
 TOKENS = torch.tensor([[BOS, 5, 6, EOS, PAD, PAD], [BOS, 7, 8, 9, 10, EOS], [BOS, EOS, PAD, PAD, PAD, PAD]])
@@ -26,28 +26,28 @@ TOKENS = torch.tensor([[BOS, 5, 6, EOS, PAD, PAD], [BOS, 7, 8, 9, 10, EOS], [BOS
 
 @CELLS
 def test_there_are_logits_for_every_token_but_the_first(cell: str) -> None:
-    told = model_with(cell=cell)(pictures(3), TOKENS)
-    assert told.logits.shape == (3 + 5 + 1, 24)  # the vocabulary is padded to a multiple of 8
-    assert sorted(told.labels.tolist()) == sorted([5, 6, EOS, 7, 8, 9, 10, EOS, EOS])
-    assert told.attention.shape == (3, 16)
+    forced = model_with(cell=cell)(random_images(3), TOKENS)
+    assert forced.logits.shape == (3 + 5 + 1, 24)  # the vocabulary is padded to a multiple of 8
+    assert sorted(forced.labels.tolist()) == sorted([5, 6, EOS, 7, 8, 9, 10, EOS, EOS])
+    assert forced.attention.shape == (3, 16)
 
 
 @CELLS
 def test_the_attention_of_every_token_sums_to_one(cell: str) -> None:
-    told = model_with(cell=cell)(pictures(3), TOKENS)
-    assert told.attention.sum(1).tolist() == pytest.approx([3.0, 5.0, 1.0])
-    assert float(told.attention.detach().std(1).min()) > 1e-3  # not everywhere alike
+    forced = model_with(cell=cell)(random_images(3), TOKENS)
+    assert forced.attention.sum(1).tolist() == pytest.approx([3.0, 5.0, 1.0])
+    assert float(forced.attention.detach().std(1).min()) > 1e-3  # not everywhere alike
 
 
 @CELLS
 def test_neither_padding_nor_the_rest_of_the_batch_changes_anything(cell: str) -> None:
     model = model_with(cell=cell)
-    seen = pictures(3)
-    together = model(seen, TOKENS)
-    surprise = torch.nn.functional.cross_entropy(together.logits, together.labels, reduction="sum")
-    alone = [model(seen[row : row + 1], TOKENS[row : row + 1, :length]) for row, length in enumerate((4, 6, 2))]
+    encoded = random_images(3)
+    together = model(encoded, TOKENS)
+    loss = torch.nn.functional.cross_entropy(together.logits, together.labels, reduction="sum")
+    alone = [model(encoded[row : row + 1], TOKENS[row : row + 1, :length]) for row, length in enumerate((4, 6, 2))]
     parts = [torch.nn.functional.cross_entropy(one.logits, one.labels, reduction="sum") for one in alone]
-    assert float(surprise.detach()) == pytest.approx(sum(float(one.detach()) for one in parts), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in parts), rel=1e-5)
     assert torch.allclose(together.attention, torch.cat([one.attention for one in alone]), atol=1e-6)
 
 
@@ -55,27 +55,27 @@ def test_neither_padding_nor_the_rest_of_the_batch_changes_anything(cell: str) -
 def test_steps_give_the_same_logits_as_teacher_forcing(cell: str) -> None:
     model = model_with(cell=cell)
     row = TOKENS[1:2]
-    told = model(pictures(1), row)
-    seen = model.encode(pictures(1))
-    state, places = model.start(seen), torch.zeros(1, 16)
+    forced = model(random_images(1), row)
+    encoded = model.encode(random_images(1))
+    state, attention = model.start(encoded), torch.zeros(1, 16)
     for position in range(5):
-        logits, state, looked = model.step(row[:, position], state, seen)
-        places += looked
-        expected = told.logits[position, :VOCABULARY].clone()
+        logits, state, attended = model.step(row[:, position], state, encoded)
+        attention += attended
+        expected = forced.logits[position, :VOCABULARY].clone()
         expected[[PAD, BOS]] = -torch.inf
         assert torch.allclose(logits[0], expected, atol=1e-5)
-    assert torch.allclose(places, told.attention, atol=1e-5)
+    assert torch.allclose(attention, forced.attention, atol=1e-5)
 
 
 def test_the_logits_depend_on_the_image() -> None:
     model = model_with()
-    one, other = pictures(2)
+    one, other = random_images(2)
     first, second = model(one[None], TOKENS[1:2]), model(other[None], TOKENS[1:2])
     assert not torch.allclose(first.logits, second.logits, atol=1e-2)
 
 
 def test_an_image_of_another_size_has_another_number_of_positions() -> None:
-    assert model_with()(pictures(1, 48, 64), TOKENS[:1]).attention.shape == (1, 6 * 8)
+    assert model_with()(random_images(1, 48, 64), TOKENS[:1]).attention.shape == (1, 6 * 8)
 
 
 def test_the_output_is_tied_to_the_embedding() -> None:
@@ -92,8 +92,8 @@ def test_the_output_is_tied_to_the_embedding() -> None:
 
 def gradients(model: Captioner) -> dict[str, Tensor | None]:
     model.zero_grad()
-    told = model.train()(pictures(3), TOKENS)
-    (told.logits.square().sum() + told.attention.square().sum()).backward()  # type: ignore[no-untyped-call]
+    forced = model.train()(random_images(3), TOKENS)
+    (forced.logits.square().sum() + forced.attention.square().sum()).backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -132,9 +132,9 @@ def test_adam_does_not_change_a_frozen_encoder() -> None:
 
 def test_freezing_the_encoder_does_not_change_the_outputs() -> None:
     model = model_with(weights="some").train()
-    free = model(pictures(3), TOKENS)
+    free = model(random_images(3), TOKENS)
     model.encoder_is_frozen = True
-    frozen = model(pictures(3), TOKENS)
+    frozen = model(random_images(3), TOKENS)
     assert torch.equal(free.logits, frozen.logits)
 
 
@@ -142,23 +142,23 @@ def test_batch_norms_of_a_pretrained_encoder_keep_their_statistics() -> None:
     for weights, kept in (("some", True), ("", False)):
         model = model_with(weights=weights)
         before = {name: value.clone() for name, value in model.named_buffers()}
-        model.train()(pictures(3), TOKENS)
+        model.train()(random_images(3), TOKENS)
         after = dict(model.named_buffers())
         assert all(torch.equal(value, after[name]) for name, value in before.items()) == kept
 
 
 def test_an_empty_batch_has_no_logits_and_zero_gradients() -> None:
     model = model_with().train()
-    told = model(pictures(0), TOKENS[:0, :1])
-    assert [len(one) for one in told] == [0, 0, 0]
-    (told.logits.sum() + told.attention.sum()).backward()
+    forced = model(random_images(0), TOKENS[:0, :1])
+    assert [len(one) for one in forced] == [0, 0, 0]
+    (forced.logits.sum() + forced.attention.sum()).backward()
     assert all(one.grad is not None and float(one.grad.abs().sum()) == 0.0 for one in model.parameters())
 
 
 def test_an_empty_batch_does_not_change_batch_norm_statistics() -> None:
     model = model_with().train()
     before = {name: value.clone() for name, value in model.named_buffers()}
-    model(pictures(0), TOKENS[:0, :1])
+    model(random_images(0), TOKENS[:0, :1])
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
@@ -172,15 +172,15 @@ LONGEST = 3
 
 def small_model(seed: int, cell: str = "gru") -> Captioner:
     torch.manual_seed(seed)
-    return outspoken(Captioner(CaptionerShape("tiny", 12, 8, cell), FEW_TOKENS).eval())
+    return with_larger_weights(Captioner(CaptionerShape("tiny", 12, 8, cell), FEW_TOKENS).eval())
 
 
-def per_token(model: Captioner, picture: torch.Tensor, said: tuple[int, ...]) -> float:
+def per_token(model: Captioner, image: torch.Tensor, said: tuple[int, ...]) -> float:
     """Return the log-probability per token of a caption with EOS, computed step by step."""
-    seen = model.encode(picture[None])
-    state, total = model.start(seen), 0.0
+    encoded = model.encode(image[None])
+    state, total = model.start(encoded), 0.0
     for before, after in zip((BOS, *said), (*said, EOS), strict=True):
-        logits, state, _ = model.step(torch.tensor([before]), state, seen)
+        logits, state, _ = model.step(torch.tensor([before]), state, encoded)
         total += float(logits.log_softmax(-1)[0, after])
     return total / (len(said) + 1)
 
@@ -191,8 +191,8 @@ def test_a_wide_beam_finds_the_best_of_all_captions(seed: int, cell: str) -> Non
     model = small_model(seed, cell)
     everything = [said for length in range(LONGEST) for said in product(WORDS, repeat=length)]
     with torch.inference_mode():
-        best = [max(everything, key=lambda said: per_token(model, picture, said)) for picture in pictures(3)]
-        found = decode_captions(model, model.encode(pictures(3)), 100, LONGEST)
+        best = [max(everything, key=lambda said: per_token(model, image, said)) for image in random_images(3)]
+        found = decode_captions(model, model.encode(random_images(3)), 100, LONGEST)
     assert [tuple(one) for one in found] == best
 
 
@@ -200,41 +200,41 @@ def test_a_wide_beam_finds_the_best_of_all_captions(seed: int, cell: str) -> Non
 def test_the_caption_of_an_image_does_not_depend_on_the_batch(beam: int) -> None:
     model = small_model(2)
     with torch.inference_mode():
-        together = decode_captions(model, model.encode(pictures(6)), beam, 8)
-        alone = [decode_captions(model, model.encode(picture[None]), beam, 8)[0] for picture in pictures(6)]
+        together = decode_captions(model, model.encode(random_images(6)), beam, 8)
+        alone = [decode_captions(model, model.encode(image[None]), beam, 8)[0] for image in random_images(6)]
     assert together == alone
     assert len({tuple(one) for one in together}) > 1
 
 
 def test_a_beam_of_one_takes_the_most_likely_token_each_time() -> None:
     model = small_model(4)
-    seen = model.encode(pictures(1))
-    state, said = model.start(seen), [BOS]
+    encoded = model.encode(random_images(1))
+    state, said = model.start(encoded), [BOS]
     while said[-1] != EOS and len(said) <= 8:
-        logits, state, _ = model.step(torch.tensor(said[-1:]), state, seen)
+        logits, state, _ = model.step(torch.tensor(said[-1:]), state, encoded)
         said.append(int(logits.argmax()))
-    assert decode_captions(model, seen, 1, 8)[0] == [token for token in said[1:] if token != EOS]
+    assert decode_captions(model, encoded, 1, 8)[0] == [token for token in said[1:] if token != EOS]
 
 
 def test_a_caption_that_never_ends_is_cut_off() -> None:
     model = small_model(1)
     with torch.no_grad():
         model.bias[EOS] = -1000.0
-    assert [len(one) for one in decode_captions(model, model.encode(pictures(2)), 3, 6)] == [6, 6]
+    assert [len(one) for one in decode_captions(model, model.encode(random_images(2)), 3, 6)] == [6, 6]
 
 
 def test_no_images_have_no_captions() -> None:
     model = small_model(1)
-    assert decode_captions(model, model.encode(pictures(1)).select(torch.arange(0)), 3) == []
+    assert decode_captions(model, model.encode(random_images(1)).select(torch.arange(0)), 3) == []
 
 
 def test_every_token_has_an_attention_map() -> None:
     model = small_model(1)
-    seen = model.encode(pictures(1))
+    encoded = model.encode(random_images(1))
     tokens = [4, 5, 6]
-    maps = attention_maps(model, seen, tokens)
+    maps = attention_maps(model, encoded, tokens)
     assert maps.shape == (3, 16)
     assert maps.sum(1).tolist() == pytest.approx([1.0] * 3)
-    told = model.teacher_force(seen, sort_captions(torch.tensor([[BOS, *tokens]])))
-    assert torch.allclose(told.attention[0], maps.sum(0), atol=1e-5)
-    assert attention_maps(model, seen, []).shape == (0, 16)
+    forced = model.teacher_force(encoded, sort_captions(torch.tensor([[BOS, *tokens]])))
+    assert torch.allclose(forced.attention[0], maps.sum(0), atol=1e-5)
+    assert attention_maps(model, encoded, []).shape == (0, 16)

@@ -46,8 +46,8 @@ def test_a_right_caption_has_a_bleu_of_100() -> None:
 def test_a_word_counts_no_more_often_than_in_any_one_reference() -> None:
     """The example of the paper: 2 of 7 words."""
     said = ["the the the the the the the"]
-    wanted = [["the cat is on the mat", "there is a cat on the mat"]]
-    assert bleu(said, wanted)[0] == pytest.approx(100 * 2 / 7)
+    references = [["the cat is on the mat", "there is a cat on the mat"]]
+    assert bleu(said, references)[0] == pytest.approx(100 * 2 / 7)
 
 
 def test_the_brevity_penalty_uses_the_reference_of_the_closest_length() -> None:
@@ -58,8 +58,8 @@ def test_the_brevity_penalty_uses_the_reference_of_the_closest_length() -> None:
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_outputs_may_have_different_numbers_of_references(order: int) -> None:
-    most = max(len(wanted) for wanted in REFERENCES)
-    streams = [[wanted[at] if at < len(wanted) else None for wanted in REFERENCES] for at in range(most)]
+    most = max(len(references) for references in REFERENCES)
+    streams = [[references[at] if at < len(references) else None for references in REFERENCES] for at in range(most)]
     peer = BLEU(max_ngram_order=order, smooth_method="none", tokenize="none", lowercase=True)
     assert bleu(OUTPUTS, REFERENCES)[order - 1] == pytest.approx(peer.corpus_score(OUTPUTS, streams).score)  # type: ignore[arg-type]
 
@@ -110,6 +110,6 @@ def test_ngrams_of_every_image_have_no_weight() -> None:
 
 def test_cider_is_the_mean_over_images() -> None:
     cider = Cider(REFERENCES)
-    each = [cider.score_of(output, wanted) for output, wanted in zip(OUTPUTS, REFERENCES, strict=True)]
+    each = [cider.score_of(output, references) for output, references in zip(OUTPUTS, REFERENCES, strict=True)]
     assert cider.score(OUTPUTS, REFERENCES) == pytest.approx(sum(each) / 3)
     assert each[0] > each[2] > 0.0

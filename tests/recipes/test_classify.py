@@ -284,7 +284,7 @@ def bad_images(folder: Path) -> dict[str, bytes]:
     good = saved(photo(64, 48), "JPEG")
     return {
         "empty": b"",
-        "not an image": b"no picture at all",
+        "not an image": b"not an image at all",
         "cut off": good[: len(good) // 2],
         "too many pixels": with_size(good, 60_000, 60_000),
     }
@@ -293,7 +293,7 @@ def bad_images(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("reason", bad_images(Path()))
 def test_a_file_that_is_not_an_image_is_refused_in_one_line(make: MakeClassify, tmp_path: Path, reason: str) -> None:
     recipe = make()
-    path = tmp_path / "picture.jpg"
+    path = tmp_path / "image.jpg"
     path.write_bytes(bad_images(tmp_path)[reason])
     with pytest.raises(Mistake) as refused:
         recipe.predict(model_of(recipe), [str(path)], Decoding())

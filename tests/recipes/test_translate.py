@@ -118,9 +118,9 @@ def test_label_smoothing_gives_every_token_part_of_the_weight(make_recipe: MakeR
     model = model_of(plain)
     batch = tensors(plain, EVERYTHING)
     target = batch["target"]
-    wanted = target[:, 1:] != PAD
-    surprise = -model(batch["source"], target[:, :-1], wanted.flatten().nonzero()[:, 0]).log_softmax(-1)
-    right = surprise.gather(1, target[:, 1:][wanted][:, None]).sum()
+    real = target[:, 1:] != PAD
+    surprise = -model(batch["source"], target[:, :-1], real.flatten().nonzero()[:, 0]).log_softmax(-1)
+    right = surprise.gather(1, target[:, 1:][real][:, None]).sum()
     assert plain.loss(model, batch).item() == pytest.approx(right.item(), rel=1e-5)
     expected = 0.8 * right + 0.2 * surprise.mean(1).sum()
     assert smoothed.loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)

@@ -1,9 +1,9 @@
-"""Makes train.tar and valid.tar from folders of pictures, one for each class: the first so many of each, made small.
+"""Make train.tar and valid.tar from folders of images, one per class: the first images of each, recompressed.
 
     python make.py SOURCE train 600     SOURCE/train/<class>/*.JPEG -> train.tar
     python make.py SOURCE val 100       SOURCE/val/<class>/*.JPEG   -> valid.tar
 
-SOURCE/synset_words.txt has the words for the classes. The same pictures give the same bytes.
+SOURCE/synset_words.txt has the names of the classes. The same images give the same bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from PIL import Image
 QUALITY = 80
 
 
-def small(picture: Path) -> bytes:
+def small(image: Path) -> bytes:
     out = io.BytesIO()
-    Image.open(picture).convert("RGB").save(out, "WEBP", quality=QUALITY, method=6)
+    Image.open(image).convert("RGB").save(out, "WEBP", quality=QUALITY, method=6)
     return out.getvalue()
 
 
-def class_tar(pictures: list[Path]) -> bytes:
+def class_tar(images: list[Path]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for number, picture in enumerate(pictures):
-            add(tar, f"{number:04d}.webp", small(picture))
+        for number, image in enumerate(images):
+            add(tar, f"{number:04d}.webp", small(image))
     return out.getvalue()
 
 
@@ -45,8 +45,8 @@ def main() -> None:
     target = Path(__file__).parent / f"{'valid' if split == 'val' else split}.tar"
     with tarfile.open(target, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, name in sorted(words.items(), key=lambda pair: pair[1]):
-            pictures = sorted((source / split / number).iterdir())[:count]
-            add(tar, f"{name}.tar", class_tar(pictures))
+            images = sorted((source / split / number).iterdir())[:count]
+            add(tar, f"{name}.tar", class_tar(images))
     print(f"{target.name}: {target.stat().st_size:,} bytes")
 
 
