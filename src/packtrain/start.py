@@ -11,8 +11,7 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import StartedNode, fleet_of
-from packtrain.job.job import DataSettings, Job, Option
-from packtrain.job.kinds import Source
+from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
 from packtrain.pack.build import PackProgress
@@ -49,7 +48,8 @@ def pack_data(
     if loaded.job.program is not None:
         return None
     try:
-        data = _with_local_copies(loaded.job.data, store, progress.say)
+        directory = cache_directory() / "sources"  # remote files are fetched once
+        data = loaded.job.data.map_paths(lambda path: str(local_copy(path, store, directory, progress.say)))
         return pack(loaded.job.name, data, store, workers, progress, allow_drops)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
@@ -122,18 +122,6 @@ def _code(loaded: LoadedJob, store: Store) -> bytes:
         raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
     # A store inside the directory is not part of the code.
     return snapshot(loaded.code, Path(store.url) if store.is_directory else None)
-
-
-def _with_local_copies(data: DataSettings, store: Store, tell: Tell) -> DataSettings:
-    """Return the data with every path on this machine; remote files are fetched once."""
-    directory = cache_directory() / "sources"
-
-    def local(source: Source) -> Source:
-        paths = tuple(str(local_copy(path, store, directory, tell)) for path in source.paths)
-        return source.model_copy(update={"paths": paths})
-
-    splits = {"train": data.train, "valid": data.valid, "test": data.test}
-    return data.model_copy(update={name: tuple(map(local, sources)) for name, sources in splits.items()})
 
 
 def _model_files(loaded: LoadedJob) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ from packtrain.job.kinds import (
     AnySchedule,
     AnySource,
     FleetKind,
+    Source,
     default_kind,
     expand_source,
     kind_class,
@@ -81,6 +82,15 @@ class DataSettings(Part):
             yield ("train",), "must have at least one source"
         if len(set(self.sizes)) != len(self.sizes):
             yield ("sizes",), "lists a size twice"
+
+    def map_paths(self, change: Callable[[str], str]) -> DataSettings:
+        """Return the same settings with every path of every source changed."""
+
+        def changed(source: Source) -> Source:
+            return source.model_copy(update={"paths": tuple(map(change, source.paths))})
+
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        return self.model_copy(update={name: tuple(map(changed, sources)) for name, sources in splits.items()})
 
 
 def _read_options(value: object) -> dict[str, Option]:

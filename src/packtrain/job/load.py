@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
-from packtrain.job.job import DataSettings, Job, expand
-from packtrain.job.kinds import Source
+from packtrain.job.job import Job, expand
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
 from packtrain.job.secrets import INLINE, names_secret
 from packtrain.units import counted
@@ -183,25 +182,6 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     except ValidationError as error:
         raise document.first_mistake(error) from None
     if job.program is None:
-        job = job.model_copy(update={"data": _with_absolute_paths(job.data, directory)})
+        data = job.data.map_paths(lambda path: path if is_address(path) else os.path.normpath(directory / path))
+        job = job.model_copy(update={"data": data})
     return LoadedJob(job, directory, document)
-
-
-def _resolved(path: str, directory: Path) -> str:
-    return path if is_address(path) else os.path.normpath(directory / path)
-
-
-def _with_absolute_paths(data: DataSettings, directory: Path) -> DataSettings:
-    def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-        return tuple(
-            source.model_copy(update={"paths": tuple(_resolved(path, directory) for path in source.paths)})
-            for source in sources
-        )
-
-    return data.model_copy(
-        update={
-            "train": absolute(data.train),
-            "valid": absolute(data.valid),
-            "test": absolute(data.test),
-        }
-    )
