@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """Soft colours with some grain, so that neither coding nor resampling is trivial."""
+    """Soft colors with some grain, so that neither coding nor resampling is trivial."""
     rng = np.random.default_rng(seed)
     soft = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
     grain = rng.integers(-12, 13, (height, width, 3))
@@ -19,7 +19,7 @@ def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Im
 
 
 def quarters(width: int = 64, height: int = 48) -> Image.Image:
-    """Red, green, blue and white quarters: shows which way is up, and whether colours are right."""
+    """Red, green, blue and white quarters: shows which way is up, and whether colors are right."""
     image = Image.new("RGB", (width, height), "white")
     image.paste((255, 0, 0), (0, 0, width // 2, height // 2))
     image.paste((0, 255, 0), (width // 2, 0, width, height // 2))
@@ -43,7 +43,7 @@ def ycck(image: Image.Image) -> bytes:
     """A JPEG in YCCK with inverted inks, as Photoshop writes it."""
     inks = Image.fromarray(255 - np.asarray(image.convert("RGB"))).convert("YCbCr")
     no_black = Image.new("L", image.size, 255)
-    # Pillow inverts what it is told are inks, and here the inversion is part of the colours already.
+    # Pillow inverts what it is told are inks, and here the inversion is part of the colors already.
     planes = [Image.fromarray(255 - np.asarray(plane)) for plane in (*inks.split(), no_black)]
     jpeg = bytearray(saved(Image.merge("CMYK", planes), "JPEG", quality=95))
     transform_at = jpeg.index(b"Adobe") + 11

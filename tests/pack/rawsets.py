@@ -41,7 +41,7 @@ def member(name: str, data: bytes = b"") -> bytes:
 END = bytes(1024)
 
 
-def mended(block: bytes) -> bytes:
+def with_checksum(block: bytes) -> bytes:
     """A tar header with the checksum that its bytes have."""
     blank = block[:148] + b" " * 8 + block[156:512]
     return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:] + block[512:]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pack.rawsets import END, header, member, mended, refusal, tar, write
+from pack.rawsets import END, header, member, refusal, tar, with_checksum, write
 from packtrain.errors import printable
 from packtrain.pack.archive import tar_members
 from packtrain.pack.raw import Locator
@@ -146,7 +146,7 @@ def test_checksums_of_signed_bytes_are_accepted(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_utf8_keep_their_bytes(tmp_path: Path) -> None:
-    block = mended(b"k\xe4se.jpg".ljust(100, b"\0") + header("x")[100:])
+    block = with_checksum(b"k\xe4se.jpg".ljust(100, b"\0") + header("x")[100:])
     [(name, _)] = contents(write(tmp_path / "a.tar", block + END))
     assert printable(name) == "k\\udce4se.jpg"
 
@@ -169,10 +169,10 @@ def test_names_that_are_not_utf8_keep_their_bytes(tmp_path: Path) -> None:
         pytest.param(header("a", size=10**9), "1,000,000,000 bytes, more than the file has left", id="beyond the end"),
         pytest.param(header("a", size=1 << 80), "more than the file has left", id="absurd size"),
         pytest.param(
-            mended(header("a")[:124] + b"\xff" * 12 + header("a")[136:]), "has an invalid size", id="negative"
+            with_checksum(header("a")[:124] + b"\xff" * 12 + header("a")[136:]), "has an invalid size", id="negative"
         ),
         pytest.param(
-            mended(header("a")[:124] + b"12345678901x" + header("a")[136:]),
+            with_checksum(header("a")[:124] + b"12345678901x" + header("a")[136:]),
             "bad first header (invalid header)",
             id="not a number",
         ),
@@ -186,11 +186,11 @@ def test_names_that_are_not_utf8_keep_their_bytes(tmp_path: Path) -> None:
         ),
         pytest.param(header("a", b"L", size=4) + b"/etc" + bytes(508) + member("b"), "absolute", id="long absolute"),
         pytest.param(header("y" * 5000), "a name of 5,000 bytes", id="absurd name"),
-        pytest.param(mended(bytes(100) + header("a")[100:]), "no usable name", id="no name"),
+        pytest.param(with_checksum(bytes(100) + header("a")[100:]), "no usable name", id="no name"),
         pytest.param(member("a") + END + member("b"), "more data follows the end mark", id="two tars"),
         pytest.param(member("a") + b"x" * 512, "bad header at byte 512 (invalid header)", id="damage"),
         pytest.param(
-            member("a") + mended(header("b"))[:-1] + b"!", "bad header at byte 512 (bad checksum)", id="checksum"
+            member("a") + with_checksum(header("b"))[:-1] + b"!", "bad header at byte 512 (bad checksum)", id="checksum"
         ),
     ],
 )

@@ -28,7 +28,7 @@ def refusal(*paths: Path) -> str:
     return str(refused.value)
 
 
-def test_line_n_of_one_file_goes_with_line_n_of_the_other(tmp_path: Path) -> None:
+def test_lines_of_two_files_are_paired_by_number(tmp_path: Path) -> None:
     paths = two_files(tmp_path, b"one\ntwo\n", b"eins\nzwei\n")
     assert texts(*paths) == [("one", "eins"), ("two", "zwei")]
 
@@ -37,7 +37,7 @@ def test_the_last_line_needs_no_line_feed(tmp_path: Path) -> None:
     assert texts(*two_files(tmp_path, b"one\ntwo", b"eins\nzwei\n")) == [("one", "eins"), ("two", "zwei")]
 
 
-def test_empty_lines_are_lines(tmp_path: Path) -> None:
+def test_empty_lines_are_kept(tmp_path: Path) -> None:
     assert texts(*two_files(tmp_path, b"one\n\nthree\n", b"eins\n\n\n")) == [("one", "eins"), ("", ""), ("three", "")]
 
 
@@ -45,19 +45,19 @@ def test_empty_files_have_no_pairs(tmp_path: Path) -> None:
     assert texts(*two_files(tmp_path, b"", b"")) == []
 
 
-def test_compressed_files_read_like_plain_ones_also_beside_each_other(tmp_path: Path) -> None:
+def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
     source, target = tmp_path / "a.en.gz", tmp_path / "a.de"
     source.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n"))
     target.write_bytes(b"eins\nzwei\n")
     assert texts(source, target) == [("one", "eins"), ("two", "zwei")]
 
 
-def test_one_file_holds_pairs_with_a_tab_between(tmp_path: Path) -> None:
+def test_one_file_may_have_tab_separated_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"one\teins\ntwo \t zwei\n")
     assert texts(tmp_path / "a.tsv") == [("one", "eins"), ("two ", " zwei")]
 
 
-def test_a_compressed_file_of_pairs(tmp_path: Path) -> None:
+def test_a_file_of_pairs_may_be_compressed(tmp_path: Path) -> None:
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(b"one\teins\n"))
     assert texts(tmp_path / "a.tsv.gz") == [("one", "eins")]
 
@@ -104,7 +104,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None
     assert texts(*paths) == [("one", "eins"), ("two", "zwei")]
 
 
-def test_carriage_returns_before_a_line_feed_are_not_text(tmp_path: Path) -> None:
+def test_carriage_returns_before_a_line_feed_are_removed(tmp_path: Path) -> None:
     assert texts(*two_files(tmp_path, b"one\r\n\r\n", b"eins\nzwei\n")) == [("one", "eins"), ("", "zwei")]
 
 
@@ -118,30 +118,30 @@ def test_carriage_returns_before_a_line_feed_are_not_text(tmp_path: Path) -> Non
         ("schön\n".encode("latin-1"), 1, 3),
     ],
 )
-def test_what_is_not_utf8_is_refused_with_its_byte(tmp_path: Path, content: bytes, line: int, offset: int) -> None:
+def test_invalid_utf8_is_refused_with_its_byte(tmp_path: Path, content: bytes, line: int, offset: int) -> None:
     paths = two_files(tmp_path, content, b"x\n" * content.count(b"\n"))
     assert refusal(*paths) == f"{paths[0]}:{line}: not UTF-8 at byte {offset} of the file; convert it first"
 
 
-def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b"one\teins\n" * 1000)
     (tmp_path / "a.tsv.gz").write_bytes(whole[: len(whole) // 2])
     assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
-def test_a_compressed_file_that_was_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path) -> None:
     damaged = bytearray(gzip.compress(b"one\teins\n" * 1000))
     damaged[10] = 0xFF  # the first block behind the header is of a type that does not exist
     (tmp_path / "a.tsv.gz").write_bytes(damaged)
     assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
-def test_plain_text_under_a_compressed_name_is_refused(tmp_path: Path) -> None:
+def test_plain_text_named_gz_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tsv.gz").write_bytes(b"one\teins\n")
     assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.en").write_bytes(b"one\n")
     assert refusal(tmp_path / "a.en", tmp_path / "a.de") == f"{tmp_path / 'a.de'}: No such file or directory"
     assert refusal(tmp_path / "a.tsv.gz") == f"{tmp_path / 'a.tsv.gz'}: No such file or directory"

@@ -38,7 +38,7 @@ class Reading:
         return said.removeprefix(self.annotations)
 
 
-def test_images_come_in_the_order_of_the_file_with_all_their_captions(tmp_path: Path) -> None:
+def test_images_keep_the_order_of_the_file_and_all_captions(tmp_path: Path) -> None:
     reading = Reading(tmp_path, PETS)
     assert list(reading.captions().items()) == [("b.jpg", ("a dog",)), ("a.jpg", ("a cat", "a tabby"))]
     assert reading.samples()[1].where.read() == picture(0)
@@ -46,12 +46,12 @@ def test_images_come_in_the_order_of_the_file_with_all_their_captions(tmp_path: 
     assert not reading.filtered.counts
 
 
-def test_ids_may_be_texts(tmp_path: Path) -> None:
+def test_ids_may_be_strings(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([("x", "a.jpg"), (1, "b.jpg")], [("x", "a cat"), (1, "a dog")]))
     assert reading.captions() == {"a.jpg": ("a cat",), "b.jpg": ("a dog",)}
 
 
-def test_images_may_lie_in_folders_below(tmp_path: Path) -> None:
+def test_images_may_be_in_subfolders(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(1, "deep/a.jpg")], [(1, "a cat")]), ("deep/a.jpg",))
     assert reading.captions() == {"deep/a.jpg": ("a cat",)}
 
@@ -83,7 +83,7 @@ def test_empty_captions_are_left_out_and_an_image_with_no_other_is_dropped(tmp_p
     assert reading.dropped.names == {NO_CAPTION: ["b.jpg"]}
 
 
-def test_a_byte_order_mark_is_no_harm_and_no_character_is_lost(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored_and_all_characters_are_kept(tmp_path: Path) -> None:
     text = json.dumps(coco([(0, "a.jpg")], [(0, "a\u2028cat\r\n 🐈")]), ensure_ascii=False)
     assert Reading(tmp_path, b"\xef\xbb\xbf" + text.encode()).captions() == {"a.jpg": ("a\u2028cat\r\n 🐈",)}
 
@@ -120,7 +120,7 @@ def test_a_byte_order_mark_is_no_harm_and_no_character_is_lost(tmp_path: Path) -
         pytest.param('{"images": []}'.encode("utf-16"), "not UTF-8 at byte 0", id="UTF-16"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, document: Any, said: str) -> None:
+def test_an_invalid_document_is_refused_with_the_place(tmp_path: Path, document: Any, said: str) -> None:
     assert said in Reading(tmp_path, document).refusal()
 
 
@@ -138,19 +138,19 @@ def test_annotations_need_no_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1, "true", None])
-def test_marks_that_are_neither_true_nor_false_are_refused(tmp_path: Path, value: object) -> None:
+def test_flags_that_are_not_booleans_are_refused(tmp_path: Path, value: object) -> None:
     document = coco([(1, "a.jpg")], [(1, "x")])
     document["annotations"][0]["is_precanned"] = value
     assert "annotations[0].is_precanned: must be true or false" in Reading(tmp_path, document).refusal()
 
 
-def test_links_that_lead_out_of_the_images_are_refused(tmp_path: Path) -> None:
+def test_links_that_point_outside_of_the_images_are_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(1, "link.jpg")], [(1, "x")]))
     (tmp_path / "images/link.jpg").symlink_to("/etc/hostname")
     assert "points outside of" in reading.refusal()
 
 
-def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
     reading = Reading(tmp_path, PETS)
     (tmp_path / "captions.json").unlink()
     assert reading.refusal() == ": No such file or directory"
@@ -158,15 +158,12 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert refusal(reading.samples) == f"{reading.images}: not found; expected a folder, tar or zip of images"
 
 
-# Images in an archive.
-
-
 ARCHIVES = {"tar": tar, "zip": zipped}
 
 
 @pytest.mark.parametrize("form", ARCHIVES)
 @pytest.mark.parametrize("top", ["", "train2014/"])
-def test_images_may_lie_in_an_archive_with_or_without_their_folder(tmp_path: Path, form: str, top: str) -> None:
+def test_images_may_be_in_an_archive_with_or_without_their_folder(tmp_path: Path, form: str, top: str) -> None:
     reading = Reading(tmp_path, coco([(0, "a.jpg"), (1, "deep/b.jpg"), (2, "c.jpg")], [(0, "x"), (1, "y"), (2, "z")]))
     members = [(f"{top}a.jpg", picture(5)), (f"{top}deep/b.jpg", picture(6)), (f"{top}notes.txt", b"none")]
     reading.images = write(tmp_path / "archive", ARCHIVES[form](members))  # the content decides, not the name
@@ -176,24 +173,24 @@ def test_images_may_lie_in_an_archive_with_or_without_their_folder(tmp_path: Pat
     assert reading.dropped.names == {MISSING_FILE: ["c.jpg"]}
 
 
-def test_a_name_that_several_folders_of_an_archive_have_is_refused(tmp_path: Path) -> None:
+def test_an_ambiguous_name_in_an_archive_is_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(0, "a.jpg")], [(0, "x")]))
     reading.images = write(tmp_path / "images.zip", zipped([("one/a.jpg", picture()), ("two/a.jpg", picture(1))]))
     assert "'a.jpg' is in several folders of" in reading.refusal()
 
 
-def test_a_name_that_leads_out_is_refused_also_with_an_archive(tmp_path: Path) -> None:
+def test_a_name_that_points_outside_of_an_archive_is_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(0, "../a.jpg")], [(0, "x")]))
     reading.images = write(tmp_path / "images.tar", tar([("a.jpg", picture())]))
     assert "'../a.jpg' must be a path below" in reading.refusal()
 
 
-def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, PETS)
     reading.images = write(tmp_path / "images.tar", b"nothing of the kind" * 100)
     assert refusal(reading.samples).startswith(f"{reading.images}: not a tar")
 
 
-def test_json_beyond_memory_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_json_is_refused_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "MOST_JSON_BYTES", 100)
     assert "split the file" in Reading(tmp_path, PETS).refusal()

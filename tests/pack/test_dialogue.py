@@ -29,7 +29,7 @@ def test_consecutive_lines_of_a_conversation_are_pairs(tmp_path: Path) -> None:
     assert pairs(tmp_path) == [("They do not!", "They do to!"), ("They do to!", "There."), ("Where?", "There.")]
 
 
-def test_the_two_files_may_be_named_themselves_and_be_compressed(tmp_path: Path) -> None:
+def test_the_two_files_may_be_named_and_compressed(tmp_path: Path) -> None:
     lines, conversations = cornell_lines(TEXTS), cornell_conversations(["L4", "L3"])
     one = write(tmp_path / "elsewhere.txt", lines)
     other = write(tmp_path / "conversations.gz", gzip.compress(conversations.encode()))
@@ -71,7 +71,7 @@ def test_spaces_of_a_text_are_kept(tmp_path: Path) -> None:
     assert pairs(cornell(tmp_path, lines, cornell_conversations(["L1", "L2"]))) == [(" a ", "b  ")]
 
 
-def test_pairs_with_a_line_that_is_missing_are_dropped_and_nothing_closes_the_gap(tmp_path: Path) -> None:
+def test_pairs_with_a_missing_line_are_dropped_and_its_neighbors_are_not_paired(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), cornell_conversations(["L1", "L9", "L2", "L3"]))
     dropped = DropCounter()
     assert pairs(folder, drop=dropped) == [("They do to!", "There.")]
@@ -79,7 +79,7 @@ def test_pairs_with_a_line_that_is_missing_are_dropped_and_nothing_closes_the_ga
     assert dropped.names == {MISSING_LINE: [place, place]}
 
 
-def test_a_line_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_line_is_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS) + cornell_lines({"L2": "No."}), cornell_conversations())
     assert "movie_lines.txt:5: line 'L2' occurs twice" in refusal(lambda: pairs(folder))
 
@@ -88,12 +88,12 @@ SAID = {"L1": "Café… “naïve” €", "L2": "déjà vu"}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "windows-1252"])
-def test_the_encoding_is_found(tmp_path: Path, encoding: str) -> None:
+def test_the_encoding_is_detected(tmp_path: Path, encoding: str) -> None:
     folder = cornell(tmp_path, cornell_lines(SAID).encode(encoding), cornell_conversations(["L1", "L2"]))
     assert pairs(folder) == [(SAID["L1"], SAID["L2"])]
 
 
-def test_iso_8859_1_is_read_as_the_windows_1252_that_holds_it(tmp_path: Path) -> None:
+def test_iso_8859_1_is_read_as_windows_1252(tmp_path: Path) -> None:
     lines = cornell_lines({"L1": "Señor, déjà vu", "L2": "Ça va"})
     folder = cornell(tmp_path, lines.encode("latin-1"), cornell_conversations(["L1", "L2"]))
     assert pairs(folder) == [("Señor, déjà vu", "Ça va")]
@@ -105,13 +105,13 @@ def test_bytes_without_a_character_in_windows_1252_keep_their_control_characters
     assert pairs(folder) == [("é\x81\x8d\x8f\x90\x9d…", "c")]
 
 
-def test_utf8_with_a_bad_byte_is_refused_and_not_taken_for_another_encoding(tmp_path: Path) -> None:
+def test_utf8_with_a_damaged_byte_is_refused(tmp_path: Path) -> None:
     lines = cornell_lines({"L1": "déjà", "L2": "vu é", "L3": "?"}).encode().replace(b"?", b"\xff")
     folder = cornell(tmp_path, lines, cornell_conversations(["L1", "L2"]))
     assert "movie_lines.txt:3: not UTF-8 at byte" in refusal(lambda: pairs(folder))
 
 
-def test_a_byte_order_mark_says_utf8(tmp_path: Path) -> None:
+def test_a_byte_order_mark_means_utf8(tmp_path: Path) -> None:
     lines = b"\xef\xbb\xbf" + cornell_lines({"L1": "?"}).encode().replace(b"?", b"\xff")
     folder = cornell(tmp_path, lines, cornell_conversations())
     assert "movie_lines.txt:1: not UTF-8 at byte" in refusal(lambda: pairs(folder))
@@ -124,7 +124,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path, break_: str) -> None:
     assert pairs(cornell(tmp_path, lines, conversations)) == [(f"a{break_}b", "c")]
 
 
-def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     lines = cornell_lines(TEXTS).replace("\n", "\n\r\n")
     assert len(pairs(cornell(tmp_path, lines, "\n" + cornell_conversations(["L4", "L3"]) + "\n"))) == 1
 
@@ -133,7 +133,7 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
     ("names", "expected"),
     [("['L1','L2']", 1), ("[ 'L1' , 'L2' ] ", 1), ('["L1", "L2"]', 1), ("[]", 0), ("[ ]", 0)],
 )
-def test_lists_are_read_however_they_are_spaced(tmp_path: Path, names: str, expected: int) -> None:
+def test_lists_may_contain_any_spaces(tmp_path: Path, names: str, expected: int) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), f"u0{SEPARATOR}u1{SEPARATOR}m0{SEPARATOR}{names}\n")
     assert len(pairs(folder)) == expected
 
@@ -143,7 +143,7 @@ def test_lists_are_read_however_they_are_spaced(tmp_path: Path, names: str, expe
     ["L1, L2", "['L1', L2]", "['L1', 'L2'", "['L1' 'L2']", "['L1',, 'L2']", "['L1', 'L2',]", "['']", "__import__('os')",
      "[__import__('os').system('true')]", "['L1'] + ['L2']", "['L\\x31']", "", "[[" * 9999 + "]"],
 )  # fmt: skip
-def test_lists_are_not_run_as_python(tmp_path: Path, names: str) -> None:
+def test_lists_are_not_evaluated_as_python(tmp_path: Path, names: str) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), f"u0{SEPARATOR}u1{SEPARATOR}m0{SEPARATOR}{names}\n")
     said = refusal(lambda: pairs(folder))
     assert "movie_conversations.txt:1: " in said
@@ -155,7 +155,7 @@ def test_a_line_with_too_few_fields_is_refused(tmp_path: Path) -> None:
     assert "movie_lines.txt:5: expected 5 fields" in refusal(lambda: pairs(folder))
 
 
-def test_files_in_the_wrong_order_are_noticed(tmp_path: Path) -> None:
+def test_files_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path, cornell_lines(TEXTS), cornell_conversations(["L4", "L3"]))
     said = refusal(lambda: pairs(folder / "movie_conversations.txt", folder / "movie_lines.txt"))
     assert "name movie_lines.txt first" in said
@@ -166,14 +166,14 @@ def test_a_folder_without_the_files_is_refused(tmp_path: Path) -> None:
     assert "movie_conversations.txt not found" in refusal(lambda: pairs(tmp_path))
 
 
-def test_files_that_are_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_files_that_link_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
     folder = cornell(tmp_path / "set", cornell_lines(TEXTS), cornell_conversations())
     (folder / "movie_lines.txt").rename(tmp_path / "outside.txt")
     (folder / "movie_lines.txt").symlink_to("../outside.txt")
     assert "points outside of" in refusal(lambda: pairs(folder))
 
 
-def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_long_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "MOST_LINE_BYTES", 1000)
     path = write(tmp_path / "pairs.tsv.gz", gzip.compress(b"a\tb\n" + b"x" * 2000))
     assert "at byte 4; is this a text file?" in refusal(lambda: pairs(path))

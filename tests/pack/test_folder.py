@@ -41,7 +41,7 @@ def read(source: FolderSource) -> object:
             return [(pair.source, pair.target) for pair in source.pairs(DropCounter())]
 
 
-def test_the_first_line_says_what_the_samples_are(tmp_path: Path) -> None:
+def test_the_first_line_decides_the_kind_of_samples(tmp_path: Path) -> None:
     assert folder(tmp_path, *LABELLED).pack_kind() == "labels"
     assert folder(tmp_path, *CAPTIONED).pack_kind() == "captions"
     assert folder(tmp_path, *TEXTS).pack_kind() == "pairs"
@@ -66,7 +66,7 @@ def test_texts_are_pairs_and_keep_every_character(tmp_path: Path) -> None:
     assert read(folder(tmp_path, *TEXTS)) == [("one", "eins"), ("two\n", " zwei")]
 
 
-def test_a_label_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_label_is_refused(tmp_path: Path) -> None:
     source = folder(tmp_path, *LABELLED)
     said = refusal(lambda: list(source.labeled(("cat", "horse"), DropCounter())))
     assert said == f"{source.path}:1: class 'dog' is not among the 2 classes of the training data"
@@ -92,7 +92,7 @@ def test_empty_captions_are_left_out_and_an_image_with_no_other_is_dropped(tmp_p
     assert dropped.names == {NO_CAPTION: ["deep/a.jpg", "c.jpg"]}
 
 
-def test_a_byte_order_mark_blank_lines_and_carriage_returns_are_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_blank_lines_and_carriage_returns_are_ignored(tmp_path: Path) -> None:
     lines = json_lines(*TEXTS).replace("\n", "\r\n\n")
     assert read(folder(tmp_path, "\ufeff" + lines)) == [("one", "eins"), ("two\n", " zwei")]
 
@@ -136,7 +136,7 @@ def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, line: Any, said: s
 
 
 @pytest.mark.parametrize("caption", [3, None, {"a": "b"}, ["a cat", 3], [["a cat"]], "\ud800"])
-def test_captions_that_are_no_texts_are_refused(tmp_path: Path, caption: object) -> None:
+def test_captions_that_are_not_strings_are_refused(tmp_path: Path, caption: object) -> None:
     source = folder(tmp_path, CAPTIONED[0], {"image": "c.jpg", "caption": caption})
     assert refusal(lambda: read(source)) == f'{source.path}:2: "caption" must be a string or a list of strings'
 
@@ -150,5 +150,5 @@ def test_an_empty_list_is_refused(tmp_path: Path) -> None:
     assert "samples.jsonl: empty" in refusal(folder(tmp_path, "", " ").pack_kind)
 
 
-def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_list_is_named(tmp_path: Path) -> None:
     assert refusal(of(str(tmp_path / "x.jsonl")).pack_kind) == f"{tmp_path}/x.jsonl: No such file or directory"

@@ -20,10 +20,10 @@ from pack.rawsets import (
     cornell_conversations,
     cornell_lines,
     json_lines,
-    mended,
     numbered,
     picture,
     tar,
+    with_checksum,
     write,
     write_classes,
     zipped,
@@ -141,7 +141,9 @@ def mutations(draw: st.DrawFn, data: bytes) -> bytes:
 def with_checksums(data: bytes) -> bytes:
     """A tar whose headers, however they were mutated, are taken for headers."""
     blocks = [data[start : start + 512] for start in range(0, len(data), 512)]
-    return b"".join(mended(block) if block[257:262] == b"ustar" and len(block) == 512 else block for block in blocks)
+    return b"".join(
+        with_checksum(block) if block[257:262] == b"ustar" and len(block) == 512 else block for block in blocks
+    )
 
 
 @contextmanager
@@ -192,7 +194,7 @@ def check(samples: Iterable[Sample], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_files_as_they_are_give_samples(name: str) -> None:
+def test_valid_files_give_samples(name: str) -> None:
     files, read = FORMATS[name]
     dropped = DropCounter()
     with data_set(files) as folder:
@@ -206,7 +208,7 @@ def test_the_files_as_they_are_give_samples(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
-def test_a_mutated_file_is_refused_with_one_line_or_read_rightly(name: str, data: st.DataObject) -> None:
+def test_a_mutated_file_is_refused_in_one_line_or_read_correctly(name: str, data: st.DataObject) -> None:
     files, read = FORMATS[name]
     chosen = data.draw(st.sampled_from(sorted(files)))
     mutated = data.draw(mutations(files[chosen]))
@@ -223,7 +225,7 @@ def test_a_mutated_file_is_refused_with_one_line_or_read_rightly(name: str, data
 
 @settings(max_examples=60)
 @given(content=st.binary(max_size=700))
-def test_any_bytes_at_all_are_refused_or_read(content: bytes) -> None:
+def test_arbitrary_bytes_are_refused_or_read(content: bytes) -> None:
     for files, read in FORMATS.values():
         with data_set(dict.fromkeys(files, content)) as folder, suppress(Mistake):
             check(read(folder, DropCounter()), folder)

@@ -44,15 +44,15 @@ class TestFoldersOfClasses:
             ("n03/f.JPEG", 2),
         ]
 
-    def test_samples_are_where_their_bytes_are(self, tmp_path: Path) -> None:
+    def test_samples_locate_their_bytes(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", ANIMALS)
         assert samples(train)[0].where.read() == picture(1)
 
-    def test_validation_goes_by_the_numbers_of_training(self, tmp_path: Path) -> None:
+    def test_validation_uses_the_class_numbers_of_training(self, tmp_path: Path) -> None:
         val = write_classes(tmp_path / "val", {"n03": ["x"], "n01": ["y"]})
         assert labels(val, classes=("n01", "n02", "n03")) == {"n01/y": 0, "n03/x": 2}
 
-    def test_a_class_that_training_does_not_have_is_refused_before_the_first_picture(self, tmp_path: Path) -> None:
+    def test_an_unknown_class_is_refused_before_the_first_image(self, tmp_path: Path) -> None:
         val = write_classes(tmp_path / "val", {"n01": ["x"], "n09": ["y"]})
         found = ImageNetSource(paths=(val,)).labeled(("n01", "n02"), DropCounter())
         assert refusal(lambda: next(found)) == f"{val}: class 'n09' is not among the 2 classes of the training data"
@@ -61,13 +61,13 @@ class TestFoldersOfClasses:
         train = write_classes(tmp_path / "train", {"n01": ["x"]})
         assert "only the class 'n01'" in refusal(ImageNetSource(paths=(train,)).classes)
 
-    def test_a_class_without_pictures_is_reported_and_keeps_its_number(self, tmp_path: Path) -> None:
+    def test_a_class_without_images_is_reported_and_keeps_its_number(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": [], "n03": ["y"]})
         dropped = DropCounter()
         assert [sample.label for sample in samples(train, drop=dropped)] == [0, 2]
         assert dropped.names == {EMPTY_CLASS: ["n02"]}
 
-    def test_a_set_without_any_picture_is_refused(self, tmp_path: Path) -> None:
+    def test_a_source_without_images_is_refused(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": [], "n02": []})
         assert refusal(lambda: samples(train)) == f"{train}: contains no images"
 
@@ -78,7 +78,7 @@ class TestFoldersOfClasses:
         os.mkfifo(tmp_path / "train/n01/pipe")
         assert labels(train) == {"n01/x": 0, "n02/y": 1}
 
-    def test_pictures_whose_names_are_not_utf8_are_samples_too(self, tmp_path: Path) -> None:
+    def test_images_with_names_that_are_not_utf8_are_samples(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": [os.fsdecode(b"k\xe4se")], "n02": ["y"]})
         first = samples(train)[0]
         assert first.name == "n01/k\\udce4se"
@@ -88,19 +88,19 @@ class TestFoldersOfClasses:
         train = write_classes(tmp_path / "train", {os.fsdecode(b"k\xe4se"): ["x"], "n02": ["y"]})
         assert "'k\\udce4se' is not UTF-8; rename it" in refusal(ImageNetSource(paths=(train,)).classes)
 
-    def test_links_may_lead_to_other_places_of_the_set(self, tmp_path: Path) -> None:
+    def test_links_inside_the_source_are_followed(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train/n02/z").symlink_to("../n01/x")
         (tmp_path / "train/n03").symlink_to("n01")
         assert labels(train) == {"n01/x": 0, "n02/y": 1, "n02/z": 1, "n03/x": 2}
 
     @pytest.mark.parametrize(("link", "target"), [("n01/z", "/etc/hostname"), ("n03", "/etc"), ("n01/z", "/nowhere")])
-    def test_links_that_lead_out_of_the_set_are_refused(self, tmp_path: Path, link: str, target: str) -> None:
+    def test_links_that_point_outside_of_the_source_are_refused(self, tmp_path: Path, link: str, target: str) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train" / link).symlink_to(target)
         assert "points outside of" in refusal(lambda: samples(train))
 
-    def test_links_to_nothing_are_dropped(self, tmp_path: Path) -> None:
+    def test_broken_links_are_dropped(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train/n01/gone").symlink_to("nothing")
         (tmp_path / "train/n01/loop").symlink_to("loop")
@@ -109,11 +109,11 @@ class TestFoldersOfClasses:
         assert len(samples(train, drop=dropped)) == 2
         assert dropped.counts == {MISSING_FILE: 2}
 
-    def test_pictures_without_folders_need_a_ground_truth(self, tmp_path: Path) -> None:
+    def test_images_without_class_folders_need_a_ground_truth(self, tmp_path: Path) -> None:
         write(tmp_path / "val/1.JPEG", picture())
         assert "name the ground truth too" in refusal(lambda: samples(str(tmp_path / "val")))
 
-    def test_what_is_not_there_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_path_is_named(self, tmp_path: Path) -> None:
         missing = str(tmp_path / "train")
         assert refusal(lambda: samples(missing)) == f"{missing}: No such file or directory"
 
@@ -123,7 +123,7 @@ class TestFoldersOfClasses:
 
 
 class TestTarOfTars:
-    def test_it_reads_like_folders_without_being_unpacked(self, tmp_path: Path) -> None:
+    def test_a_tar_of_tars_reads_like_folders(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", class_tars(ANIMALS))
         folders = write_classes(tmp_path / "train", ANIMALS)
         assert ImageNetSource(paths=(train,)).classes() == ImageNetSource(paths=(folders,)).classes()
@@ -132,11 +132,11 @@ class TestTarOfTars:
         }
         assert {sample.where.path for sample in samples(train)} == {train}
 
-    def test_pictures_come_in_the_order_of_the_tar(self, tmp_path: Path) -> None:
+    def test_images_keep_the_order_of_the_tar(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", class_tars(ANIMALS))
         assert list(labels(train))[:3] == ["n02/b.JPEG", "n02/a.JPEG", "n01/c.JPEG"]
 
-    def test_a_class_tar_without_pictures_is_reported(self, tmp_path: Path) -> None:
+    def test_a_class_tar_without_images_is_reported(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", class_tars({"n01": ["x"], "n02": []}))
         dropped = DropCounter()
         assert len(samples(train, drop=dropped)) == 1
@@ -147,11 +147,11 @@ class TestTarOfTars:
         train = write(tmp_path / "train.tar", tar([("._n01.tar", b"?"), ("n01.tar", inner), ("n02.tar", inner)]))
         assert labels(train) == {"n01/x": 0, "n02/x": 1}
 
-    def test_pictures_beside_the_class_tars_are_refused(self, tmp_path: Path) -> None:
+    def test_images_beside_the_class_tars_are_refused(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", tar([("n01.tar", tar([])), ("x.JPEG", picture())]))
         assert "x.JPEG is not the tar of a class" in refusal(ImageNetSource(paths=(train,)).classes)
 
-    def test_the_validation_tar_alone_is_refused_with_what_it_needs(self, tmp_path: Path) -> None:
+    def test_the_validation_tar_without_ground_truth_is_refused_with_advice(self, tmp_path: Path) -> None:
         val = write(tmp_path / "val.tar", tar([(numbered(1)[0], picture())]))
         assert "[images, ground truth, synset list]" in refusal(ImageNetSource(paths=(val,)).classes)
 
@@ -167,35 +167,35 @@ class TestTarOfTars:
 
 
 class TestFlatValidation:
-    def test_numbers_count_from_one_in_the_list_of_synsets(self, tmp_path: Path) -> None:
+    def test_ground_truth_numbers_index_the_synset_list_from_1(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "3\n1\n3\n", "n03 a cat\nn01 dog, hound\nn02\n")
         one, two, three = numbered(3)
         assert labels(*paths, classes=("n01", "n02", "n03")) == {one: 1, two: 2, three: 1}
         assert ImageNetSource(paths=paths).classes() == ("n02", "n03")
 
-    def test_a_ground_truth_of_names_needs_no_list(self, tmp_path: Path) -> None:
+    def test_a_ground_truth_of_names_needs_no_synset_list(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "n02\nn01\nn02\n", synsets=None)
         assert list(labels(*paths).values()) == [1, 0, 1]
 
-    def test_a_folder_is_as_good_as_the_tar(self, tmp_path: Path) -> None:
+    def test_a_flat_folder_reads_like_the_tar(self, tmp_path: Path) -> None:
         _, truth, synsets = paths = flat(tmp_path, "3\n1\n3\n")
         for name in numbered(3):
             write(tmp_path / "val" / name, picture())
         write(tmp_path / "val/.DS_Store", "?")
         assert labels(str(tmp_path / "val"), truth, synsets) == labels(*paths)
 
-    def test_the_number_of_a_picture_decides_and_not_its_place(self, tmp_path: Path) -> None:
+    def test_the_number_in_a_name_selects_the_line(self, tmp_path: Path) -> None:
         _, truth, synsets = flat(tmp_path, "3\n1\n2\n")
         val = write(tmp_path / "val.tar", tar((name, picture()) for name in reversed(numbered(3))))
         assert list(labels(val, truth, synsets).values()) == [1, 0, 2]
 
-    def test_lines_without_a_picture_are_reported(self, tmp_path: Path) -> None:
+    def test_lines_without_an_image_are_reported(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "3\n1\n2\n1\n", pictures=3)
         dropped = DropCounter()
         assert len(samples(*paths, drop=dropped)) == 3
         assert dropped.names == {NO_IMAGE: [f"{paths[1]}:4"]}
 
-    def test_a_byte_order_mark_carriage_returns_and_blank_last_lines_are_no_harm(self, tmp_path: Path) -> None:
+    def test_a_byte_order_mark_carriage_returns_and_blank_last_lines_are_ignored(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "\ufeff3\r\n1\r\n2\r\n\r\n", "\ufeffn01\r\nn02\r\nn03\r\n\n")
         assert list(labels(*paths).values()) == [2, 0, 1]
 
@@ -216,7 +216,7 @@ class TestFlatValidation:
             ("n01\n1\nn02", None, "truth.txt:2: 1 is a number; also name the synset list"),
         ],
     )
-    def test_lists_that_do_not_fit_are_refused(
+    def test_lists_that_do_not_match_are_refused(
         self, tmp_path: Path, truth: str, synsets: str | None, said: str
     ) -> None:
         paths = flat(tmp_path, truth, synsets)
@@ -232,22 +232,20 @@ class TestFlatValidation:
             ([], "contains no images"),
         ],
     )
-    def test_pictures_without_a_line_of_their_own_are_refused(
-        self, tmp_path: Path, names: list[str], said: str
-    ) -> None:
+    def test_images_without_their_own_line_are_refused(self, tmp_path: Path, names: list[str], said: str) -> None:
         _, truth, synsets = flat(tmp_path, "3\n1\n2\n")
         val = write(tmp_path / "val.tar", tar((name, b"x") for name in names))
         assert said in refusal(lambda: samples(val, truth, synsets))
 
-    def test_a_class_that_training_does_not_have_is_refused(self, tmp_path: Path) -> None:
+    def test_an_unknown_class_is_refused(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "3\n1\n2\n")
         assert "class 'n03' is not among the 2 classes" in refusal(lambda: samples(*paths, classes=("n01", "n02")))
 
-    def test_synsets_that_no_picture_has_may_be_unknown_to_training(self, tmp_path: Path) -> None:
+    def test_unused_synsets_may_be_unknown_to_training(self, tmp_path: Path) -> None:
         paths = flat(tmp_path, "2\n1\n2\n")
         assert list(labels(*paths, classes=("n01", "n02")).values()) == [1, 0, 1]
 
-    def test_a_sorted_list_is_refused_where_the_devkit_counts_in_its_own_order(self, tmp_path: Path) -> None:
+    def test_a_sorted_synset_list_is_refused_with_the_devkits_ground_truth(self, tmp_path: Path) -> None:
         synsets = [f"n{number:08d}" for number in range(1000)]
         truth = "490\n361\n171\n822\n"
         paths = flat(tmp_path, truth, "\n".join(synsets))

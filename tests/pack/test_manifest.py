@@ -34,13 +34,13 @@ def stored(store: Store, data: bytes) -> None:
     store.put(pack_key("toy-0123", "manifest.json"), data)
 
 
-def test_a_manifest_comes_back_as_it_was_written(any_store: Store) -> None:
+def test_a_manifest_round_trips(any_store: Store) -> None:
     stored(any_store, MANIFEST.to_json())
     assert find_manifest(any_store, "toy-0123") == MANIFEST
     assert read_manifest(any_store, "toy-0123") == MANIFEST
 
 
-def test_a_pack_without_a_manifest_is_not_there(directory_store: Store) -> None:
+def test_a_pack_without_a_manifest_is_not_found(directory_store: Store) -> None:
     directory_store.put(pack_key("toy-0123", "train-00000.safetensors"), b"data")
     assert find_manifest(directory_store, "toy-0123") is None
     with pytest.raises(NotFound, match=r"pack toy-0123 not found in .*; make it with `packtrain pack JOB`") as refused:
@@ -76,7 +76,7 @@ def test_a_manifest_of_another_format_is_refused(directory_store: Store) -> None
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/b", ""])
-def test_a_file_s_name_cannot_lead_elsewhere(directory_store: Store, name: str) -> None:
+def test_a_file_name_cannot_point_outside(directory_store: Store, name: str) -> None:
     stored(directory_store, MANIFEST.to_json().replace(b'"vocabulary.json"', json.dumps(name).encode()))
     with pytest.raises(PacktrainError, match="is damaged"):
         find_manifest(directory_store, "toy-0123")

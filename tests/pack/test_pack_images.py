@@ -97,7 +97,7 @@ def test_images_keep_their_classes_and_their_pixels(any_store: Store, tmp_path: 
     assert np.abs(whole.astype(int) - original.astype(int)).mean() < 2
 
 
-def test_validation_is_numbered_as_training_is(directory_store: Store, tmp_path: Path) -> None:
+def test_validation_has_the_class_numbers_of_training(directory_store: Store, tmp_path: Path) -> None:
     train, valid = classes_in(tmp_path / "train", "abc"), classes_in(tmp_path / "valid", "bc", first=50)
     manifest = packed(directory_store, train=[{"imagenet": train}], valid=[{"imagenet": valid}])
     [shard] = columns(directory_store, manifest, "valid", tmp_path)
@@ -148,7 +148,7 @@ def test_captions_of_an_image_stay_together(directory_store: Store, tmp_path: Pa
     assert vocabulary.decode([first, second]) == ["picture 3 seen 0", "picture 3 seen 1"]
 
 
-def test_sources_of_captions_mix_and_what_is_marked_is_filtered(directory_store: Store, tmp_path: Path) -> None:
+def test_caption_sources_are_mixed_and_marked_captions_filtered(directory_store: Store, tmp_path: Path) -> None:
     coco, vizwiz = captions_in(tmp_path / "coco", 5), captions_in(tmp_path / "good", 3)
     marked = captions_in(tmp_path / "marked", 2, {"is_precanned": True})
     train = [{"coco": coco, "weight": 2.0}, {"vizwiz": vizwiz}, {"vizwiz": marked}]
@@ -184,7 +184,7 @@ def test_an_image_in_train_and_valid_causes_a_warning(directory_store: Store, tm
     assert said[-1].startswith("warning: 12 samples of valid are also in train")
 
 
-def test_kinds_of_data_do_not_mix(directory_store: Store, tmp_path: Path) -> None:
+def test_sources_of_different_kinds_are_refused(directory_store: Store, tmp_path: Path) -> None:
     train = [{"imagenet": classes_in(tmp_path / "train")}, {"coco": captions_in(tmp_path / "coco", 2)}]
     with pytest.raises(FieldMistake, match=r"data\.train\.1: has captions, but the first training source has labels"):
         packed(directory_store, train=train)

@@ -25,11 +25,11 @@ DATA = data_of(["a.tsv"], max_words=6, max_ratio=3.0)
         ("a b c d e f", "u v", None),
     ],
 )
-def test_a_pair_is_left_out_for_one_reason(source: str, target: str, reason: str | None) -> None:
+def test_a_pair_is_filtered_for_one_reason(source: str, target: str, reason: str | None) -> None:
     assert filter_reason(TextPair(source, target), DATA) == reason
 
 
-def test_a_fingerprint_tells_sides_apart() -> None:
+def test_a_fingerprint_distinguishes_the_sides() -> None:
     assert fingerprint(TextPair("a b", "c")) != fingerprint(TextPair("a", "b c"))
     assert fingerprint(TextPair("a", "b")) == fingerprint(TextPair("a", "b"))
 

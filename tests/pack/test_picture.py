@@ -36,8 +36,8 @@ def picture_of(data: bytes, short_side: int | None = None) -> Image.Image:
     return image
 
 
-def colours(image: Image.Image) -> list[str]:
-    """The colours of the four quarters, from left to right and top to bottom."""
+def colors(image: Image.Image) -> list[str]:
+    """The colors of the four quarters, from left to right and top to bottom."""
     names = {
         (255, 0, 0): "red",
         (0, 255, 0): "green",
@@ -53,7 +53,7 @@ def colours(image: Image.Image) -> list[str]:
         value = pixels[width * x // 4, height * y // 4]
         assert isinstance(value, tuple)
         seen.append(min(names, key=lambda name: sum(abs(a - b) for a, b in zip(name, value, strict=True))))
-    return [names[colour] for colour in seen]
+    return [names[color] for color in seen]
 
 
 UPRIGHT = ["red", "green", "blue", "white"]
@@ -71,7 +71,7 @@ def test_a_jpeg_keeps_its_subsampling_its_tables_and_nearly_all_its_pixels(subsa
 
 
 @pytest.mark.parametrize("sampling", ["440", "411"])
-def test_a_rare_subsampling_becomes_full_colour(sampling: str) -> None:
+def test_a_rare_subsampling_becomes_4_4_4(sampling: str) -> None:
     import simplejpeg
 
     data = simplejpeg.encode_jpeg(np.asarray(PHOTO), quality=90, colorsubsampling=sampling)
@@ -81,7 +81,7 @@ def test_a_rare_subsampling_becomes_full_colour(sampling: str) -> None:
     assert difference(kept, opened(data)) < 1.5
 
 
-def test_a_grey_jpeg_stays_grey() -> None:
+def test_a_gray_jpeg_stays_gray() -> None:
     data = saved(PHOTO.convert("L"), "JPEG", quality=90)
     kept = picture_of(data)
     assert kept.mode == "L"
@@ -97,28 +97,28 @@ def test_a_grey_jpeg_stays_grey() -> None:
     ],
     ids=["RGB", "CMYK", "YCCK"],
 )
-def test_a_jpeg_in_other_colours_becomes_rgb(data: bytes) -> None:
+def test_a_jpeg_in_another_color_space_becomes_rgb(data: bytes) -> None:
     shown = picture_of(data)
-    assert (shown.mode, colours(shown)) == ("RGB", UPRIGHT)
+    assert (shown.mode, colors(shown)) == ("RGB", UPRIGHT)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_turned_picture_is_turned_upright(orientation: int, kind: str) -> None:
+def test_an_image_rotated_by_exif_is_turned_upright(orientation: int, kind: str) -> None:
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # orientation to the transposition that leads away from upright
     turned = quarters() if orientation == 1 else quarters().transpose(Image.Transpose(undo[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation
     shown = picture_of(saved(turned, kind, exif=exif))
-    assert (shown.size, colours(shown)) == ((64, 48), UPRIGHT)
+    assert (shown.size, colors(shown)) == ((64, 48), UPRIGHT)
 
 
-def test_exif_that_cannot_be_read_leaves_the_picture_as_it_is() -> None:
+def test_unreadable_exif_is_ignored() -> None:
     data = saved(quarters(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
-    assert colours(picture_of(data)) == UPRIGHT
+    assert colors(picture_of(data)) == UPRIGHT
 
 
-def test_nothing_but_pixels_is_kept() -> None:
+def test_metadata_is_removed() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     exif = Image.Exif()
     exif[0x010E] = "who took this"
@@ -129,13 +129,13 @@ def test_nothing_but_pixels_is_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF"])
-def test_formats_without_loss_become_jpeg(kind: str) -> None:
+def test_lossless_formats_become_jpeg(kind: str) -> None:
     assert difference(picture_of(saved(PHOTO, kind)), PHOTO) < 8
 
 
 @pytest.mark.parametrize("mode", ["1", "L"])
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF"])
-def test_black_and_white_becomes_grey(mode: str, kind: str) -> None:
+def test_black_and_white_becomes_gray(mode: str, kind: str) -> None:
     shown = picture_of(saved(quarters().convert(mode), kind))
     assert shown.mode == "L"
     assert difference(shown, quarters().convert(mode).convert("L")) < 20
@@ -144,7 +144,7 @@ def test_black_and_white_becomes_grey(mode: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
 def test_a_palette_becomes_rgb(kind: str) -> None:
     shown = picture_of(saved(quarters().convert("P"), kind))
-    assert (shown.mode, colours(shown)) == ("RGB", UPRIGHT)
+    assert (shown.mode, colors(shown)) == ("RGB", UPRIGHT)
 
 
 def sixteen_bits() -> np.ndarray:
@@ -152,13 +152,13 @@ def sixteen_bits() -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_sixteen_bits_of_grey_become_eight(kind: str) -> None:
+def test_16_bit_gray_becomes_8_bit(kind: str) -> None:
     shown = picture_of(saved(Image.fromarray(sixteen_bits()), kind))
     assert shown.mode == "L"
     assert difference(shown, quarters().convert("L")) < 3
 
 
-def test_sixteen_bits_of_colour_become_eight() -> None:
+def test_16_bit_color_becomes_8_bit() -> None:
     import struct
     import zlib
 
@@ -172,11 +172,11 @@ def test_sixteen_bits_of_colour_become_eight() -> None:
         (b"IEND", b""),
     ]:
         png += struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-    assert colours(picture_of(png)) == UPRIGHT
+    assert colors(picture_of(png)) == UPRIGHT
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_numbers_whose_white_is_unknown_are_dropped(mode: str) -> None:
+def test_images_of_unknown_range_are_dropped(mode: str) -> None:
     assert reason_for(saved(quarters().convert(mode), "TIFF")) == "unknown depth"
 
 
@@ -197,26 +197,26 @@ def half_transparent(mode: str) -> Image.Image:
         saved(half_transparent("RGBA").quantize(), "PNG"),
         saved(quarters(), "PNG", transparency=(0, 0, 255)),
     ],
-    ids=["PNG", "WebP", "TIFF", "GIF", "palette", "one colour"],
+    ids=["PNG", "WebP", "TIFF", "GIF", "palette", "one color"],
 )
-def test_what_is_transparent_lies_on_white(data: bytes) -> None:
-    assert colours(picture_of(data)) == ["red", "green", "white", "white"]
+def test_transparent_pixels_become_white(data: bytes) -> None:
+    assert colors(picture_of(data)) == ["red", "green", "white", "white"]
 
 
-def test_half_transparent_grey_lies_on_white() -> None:
+def test_half_transparent_gray_is_blended_with_white() -> None:
     shown = picture_of(saved(Image.new("LA", (32, 32), (0, 128)), "PNG"))
     assert abs(float(np.asarray(shown).mean()) - 127) < 3
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_of_an_animation_or_several_pages_the_first_is_taken(kind: str) -> None:
+def test_the_first_frame_or_page_is_used(kind: str) -> None:
     frames = [Image.new("RGB", (64, 48), "black")] * 2
-    assert colours(picture_of(saved(quarters(), kind, save_all=True, append_images=frames))) == UPRIGHT
+    assert colors(picture_of(saved(quarters(), kind, save_all=True, append_images=frames))) == UPRIGHT
 
 
-def test_of_a_picture_with_others_appended_the_first_is_taken() -> None:
+def test_the_first_of_several_appended_images_is_used() -> None:
     data = saved(quarters(), "MPO", save_all=True, append_images=[Image.new("RGB", (64, 48), "black")])
-    assert colours(picture_of(data)) == UPRIGHT
+    assert colors(picture_of(data)) == UPRIGHT
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1), (3000, 1), (2, 4000), (60_000, 3)])
@@ -244,34 +244,34 @@ def test_any_shape_is_kept(size: tuple[int, int]) -> None:
         (saved(Image.new("1", (70_000, 2)), "PNG"), "too long"),
     ],
 )
-def test_what_cannot_be_used_is_dropped_with_its_reason(data: bytes, reason: str) -> None:
+def test_an_unusable_file_is_dropped_with_a_reason(data: bytes, reason: str) -> None:
     assert reason_for(data) == reason
 
 
 @pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 2, len(JPEG) - 1])
-def test_a_jpeg_that_ends_early_is_dropped(kept: int) -> None:
+def test_a_truncated_jpeg_is_dropped(kept: int) -> None:
     assert reason_for(JPEG[:kept]) in ("cut off", "damaged")
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_that_ends_early_but_tidily_is_dropped(progressive: bool) -> None:
+def test_a_truncated_jpeg_with_an_end_marker_is_dropped(progressive: bool) -> None:
     data = saved(photo(200, 150), "JPEG", progressive=progressive)
     assert reason_for(data[: len(data) // 2] + b"\xff\xd9") == "cut off"
 
 
-def test_bytes_too_many_do_no_harm() -> None:
+def test_extra_bytes_are_ignored() -> None:
     data = saved(quarters(), "JPEG", restart_marker_blocks=2)
     at = data.index(b"\xff\xd0")
-    assert colours(picture_of(data[:at] + b"more" + data[at:] + b"and more")) == UPRIGHT
+    assert colors(picture_of(data[:at] + b"more" + data[at:] + b"and more")) == UPRIGHT
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
-def test_half_a_file_is_dropped(kind: str) -> None:
+def test_truncated_files_of_all_formats_are_dropped(kind: str) -> None:
     data = saved(PHOTO, kind)
     assert reason_for(data[: len(data) // 2]) == ("damaged" if kind == "WEBP" else "cut off")
 
 
-def test_pixels_are_counted_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pixels_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(_: Image.Image) -> None:
         raise AssertionError("decoded")
 
@@ -285,7 +285,7 @@ def test_pixels_are_counted_before_any_is_decoded(monkeypatch: pytest.MonkeyPatc
             to_tiled(data)
 
 
-def test_a_progressive_jpeg_of_countless_scans_is_dropped() -> None:
+def test_a_progressive_jpeg_with_too_many_scans_is_dropped() -> None:
     data = saved(PHOTO, "JPEG", progressive=True)
     scan = data.index(b"\xff\xda")
     end = data.index(b"\xff", scan + 2)
@@ -309,12 +309,12 @@ def test_a_smaller_copy_keeps_its_shape_and_is_never_larger(
     assert picture_of(saved(photo(*size), "JPEG"), short_side).size == expected
 
 
-def test_a_smaller_copy_shows_the_same_picture_the_right_way_up() -> None:
+def test_a_smaller_copy_shows_the_same_image_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = saved(quarters(128, 96).transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif)
     shown = picture_of(data, 24)
-    assert (shown.size, colours(shown)) == ((32, 24), UPRIGHT)
+    assert (shown.size, colors(shown)) == ((32, 24), UPRIGHT)
 
 
 def test_the_same_file_always_gives_the_same_bytes() -> None:

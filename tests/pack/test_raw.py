@@ -30,7 +30,7 @@ def test_drops_are_counted_by_reason_and_the_first_ten_named() -> None:
     ("name", "shown"),
     [("käse 1.jpg", "käse 1.jpg"), ("a\nb", "a\\nb"), ("\x1b[2J", "\\x1b[2J"), ("a\u2028", "a\\u2028")],
 )
-def test_names_are_shown_on_one_line_whatever_is_in_them(name: str, shown: str) -> None:
+def test_control_characters_in_names_are_escaped(name: str, shown: str) -> None:
     assert printable(name) == shown
 
 
@@ -38,7 +38,7 @@ def test_a_name_that_is_not_utf8_can_be_shown_and_stored() -> None:
     assert printable(os.fsdecode(b"k\xe4se.jpg")) == "k\\udce4se.jpg"
 
 
-def test_classes_are_numbered_by_name_and_one_is_not_enough() -> None:
+def test_classes_are_numbered_by_name_and_one_class_is_refused() -> None:
     assert sorted_classes(["dog", "cat", "dog"], "train") == ("cat", "dog")
     assert (
         refusal(lambda: sorted_classes(["dog"], "train"))
@@ -47,7 +47,7 @@ def test_classes_are_numbered_by_name_and_one_is_not_enough() -> None:
     assert refusal(lambda: sorted_classes([], "train")) == "train: no classes; a classifier needs at least two"
 
 
-def test_a_class_that_training_does_not_have_is_named() -> None:
+def test_an_unknown_class_is_named() -> None:
     assert class_number("dog", {"cat": 0, "dog": 1}, "val") == 1
     assert "val: class 'horse' is not among the 2 classes" in refusal(
         lambda: class_number("horse", {"cat": 0, "dog": 1}, "val")
@@ -63,7 +63,7 @@ def test_files_are_found_below_their_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.jpg", "deep", "a.jpg/b", "x" * 300, "/".join("x" * 3000), "loop"])
-def test_what_is_no_file_is_not_found(tmp_path: Path, name: str) -> None:
+def test_missing_files_and_folders_are_not_found(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a.jpg", b"a")
     (tmp_path / "deep").mkdir()
     (tmp_path / "loop").symlink_to("loop")
@@ -71,11 +71,11 @@ def test_what_is_no_file_is_not_found(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../a.jpg", "a/../../b", "..", "a\0b"])
-def test_names_that_lead_out_are_refused_with_their_place(tmp_path: Path, name: str) -> None:
+def test_names_that_point_outside_are_refused_with_their_place(tmp_path: Path, name: str) -> None:
     assert refusal(lambda: file_inside(str(tmp_path), name, "list:7")).startswith("list:7: ")
 
 
-def test_links_may_lead_about_the_folder_but_not_out_of_it(tmp_path: Path) -> None:
+def test_links_may_point_inside_the_folder_but_not_outside(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     write(folder / "a.jpg", b"a")
     write(tmp_path / "secret/b.jpg", b"b")

@@ -31,7 +31,7 @@ def entry(dtype: str, start: object, end: object) -> dict[str, object]:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=6), max_size=8))
-def test_rows_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]]) -> None:
+def test_rows_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]]) -> None:
     path = written(tmp_path_factory.mktemp("shard") / "a", {"x": Ragged.from_rows(rows, U16)})
     column = open_shard(path).ragged["x"]
     assert [row.tolist() for row in column] == rows
@@ -77,13 +77,13 @@ def test_an_opened_shard_is_the_mapped_file_and_not_a_copy(tmp_path: Path) -> No
     assert column[0].tolist() == [99, 6, 7]
 
 
-def test_a_value_that_does_not_fit_its_type_is_not_cut_down() -> None:
+def test_a_value_too_large_for_its_type_is_an_error() -> None:
     with pytest.raises(OverflowError):
         Ragged.from_rows([[65_536]], U16)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 20, -1])
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
     path = written(tmp_path / "a", {"x": Ragged.from_rows(ROWS, U16)})
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ShardError, match="pack the data again") as refused:
@@ -111,7 +111,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
         pytest.param({"x.offsets": entry("I64", 0, 0)}, id="offsets without values"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused_in_one_line(tmp_path: Path, header: object) -> None:
+def test_an_invalid_header_is_refused_in_one_line(tmp_path: Path, header: object) -> None:
     with pytest.raises(ShardError, match="pack the data again") as refused:
         open_shard(file_of(tmp_path / "a", header, bytes(8)))
     assert "\n" not in str(refused.value)
@@ -136,17 +136,17 @@ def test_a_header_of_an_impossible_length_is_refused(tmp_path: Path, header_byte
         pytest.param(np.array([0, 4], np.uint8), id="are of another type"),
     ],
 )
-def test_offsets_that_do_not_cut_the_values_into_rows_are_refused(tmp_path: Path, offsets: np.ndarray) -> None:
+def test_offsets_that_do_not_divide_the_values_are_refused(tmp_path: Path, offsets: np.ndarray) -> None:
     column = Ragged(np.array([5, 6, 7, 8], U16), offsets)
     with pytest.raises(ShardError, match="column 'x' does not match its offsets"):
         open_shard(written(tmp_path / "a", {"x": column}))
 
 
-def test_notes_in_the_header_are_passed_over(tmp_path: Path) -> None:
+def test_metadata_in_the_header_is_ignored(tmp_path: Path) -> None:
     assert open_shard(file_of(tmp_path / "a", {"__metadata__": {"made": "by hand"}})) == Columns({})
 
 
-def test_a_column_of_one_number_a_row_comes_back(tmp_path: Path) -> None:
+def test_a_plain_column_round_trips(tmp_path: Path) -> None:
     columns = Columns({"x": Ragged.from_rows(ROWS, U16)}, {"label": np.array([3, 1, 2], np.int32)})
     (tmp_path / "a").write_bytes(encode_shard(columns))
     opened = open_shard(tmp_path / "a")

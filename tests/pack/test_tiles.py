@@ -76,7 +76,7 @@ def test_restart_markers_cost_little() -> None:
     assert len(plain) < len(encode(image, Coding()).jpeg) < 1.04 * len(plain)
 
 
-def test_comments_stay_behind() -> None:
+def test_comments_are_removed() -> None:
     image = opened(saved(photo(64, 64), "JPEG", comment=b"somebody's name"))
     assert b"somebody" not in encode(image, Coding()).jpeg
 
@@ -101,7 +101,7 @@ def test_comments_stay_behind() -> None:
         (SMALL[: len(SMALL) // 2], "damaged|do not divide"),
     ],
 )
-def test_what_is_not_made_of_tiles_is_refused(jpeg: bytes, reason: str) -> None:
+def test_a_jpeg_without_tiles_is_refused(jpeg: bytes, reason: str) -> None:
     with pytest.raises(BadTiles, match=reason):
         find_segments(jpeg)
 
@@ -118,7 +118,7 @@ def test_padding_before_a_marker_is_allowed() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, len(SMALL))
 )
-def test_hostile_bytes_give_offsets_within_the_file_or_a_refusal(changes: list[tuple[int, int]], end: int) -> None:
+def test_hostile_bytes_are_refused_or_give_offsets_within_the_file(changes: list[tuple[int, int]], end: int) -> None:
     jpeg = bytearray(SMALL)
     for at, value in changes:
         jpeg[at % len(jpeg)] = value
@@ -175,7 +175,7 @@ def test_gray_comes_back_as_three_equal_channels() -> None:
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_a_picture_that_was_packed_as_it_came_can_be_cropped_too(subsampling: int) -> None:
+def test_a_packed_image_can_be_cropped(subsampling: int) -> None:
     tiled = to_tiled(saved(photo(250, 130), "JPEG", quality=77, subsampling=subsampling, optimize=True))
     full = simplejpeg.decode_jpeg(tiled.jpeg)
     assert np.array_equal(crop(tiled, Box(101, 33, 97, 55)), full[33:88, 101:198])
@@ -196,7 +196,7 @@ def test_a_box_that_touches_every_tile_needs_no_copy() -> None:
     assert splice(view, tiled.segments, 200, 100, Box(3, 3, 190, 94))[0] is view
 
 
-def test_a_jpeg_is_read_where_it_lies_in_a_mapped_shard(tmp_path: Path) -> None:
+def test_a_jpeg_is_read_in_place_from_a_mapped_shard(tmp_path: Path) -> None:
     several = [tiles(100, 70), tiles(90, 110, "4:4:4")]
     columns = {
         "jpeg": Ragged.from_rows([tiled.jpeg for tiled in several], np.dtype("u1")),
@@ -211,7 +211,7 @@ def test_a_jpeg_is_read_where_it_lies_in_a_mapped_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 3 * 100 * 80 - 1, 3 * 100 * 80, 10**6])
-def test_pixels_are_decoded_into_the_memory_that_is_offered_if_there_is_enough(room: int) -> None:
+def test_pixels_are_decoded_into_scratch_memory_if_it_is_large_enough(room: int) -> None:
     tiled, box, scratch = tiles(100, 80), Box(10, 20, 40, 30), np.zeros(room, np.uint8)
     pixels = decode_crop(tiled.jpeg, tiled.segments, 100, 80, box, scratch)
     assert np.array_equal(pixels, crop(tiled, box))
@@ -226,7 +226,7 @@ def test_a_box_outside_the_image_is_refused(box: Box) -> None:
         crop(tiles(100, 80), box)
 
 
-def test_offsets_that_do_not_fit_the_image_are_refused() -> None:
+def test_offsets_that_do_not_match_the_image_are_refused() -> None:
     tiled, other = tiles(160, 80), tiles(80, 80)
     box = Box(0, 0, 20, 20)
     wrong = [

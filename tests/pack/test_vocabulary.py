@@ -36,21 +36,21 @@ print(hashlib.sha256(repr(vocabulary.encode(lines)).encode()).hexdigest())
 @example("two  spaces\tand\na line")
 @example("\ufeff")
 @example("<eos>")
-def test_any_text_comes_back_but_for_space_around_it(text: str) -> None:
+def test_any_text_round_trips_except_for_surrounding_spaces(text: str) -> None:
     [row] = VOCABULARY.encode([text])
     assert VOCABULARY.decode([row]) == [text.strip()]
     assert not SPECIAL & set(row)
 
 
 @pytest.mark.parametrize("written", ["<pad>", "<eos>", "<bos>", "<unk>"])
-def test_a_special_token_written_out_is_text_like_any_other(written: str) -> None:
+def test_a_special_token_in_a_text_is_encoded_as_text(written: str) -> None:
     text = f"mind the {written} in{written}side"
     [row] = VOCABULARY.encode([text])
     assert not SPECIAL & set(row)
     assert VOCABULARY.decode([row]) == [text]
 
 
-def test_a_vocabulary_read_back_spells_alike() -> None:
+def test_a_vocabulary_read_back_encodes_the_same() -> None:
     again = Vocabulary.from_json(VOCABULARY.to_json())
     texts = [*TEXTS, "<eos> 😀"]
     assert again.encode(texts) == VOCABULARY.encode(texts)
@@ -64,38 +64,38 @@ def test_special_tokens_have_the_numbers_of_the_recipes() -> None:
     assert special == [(PAD, "<pad>"), (EOS, "<eos>"), (BOS, "<bos>"), (UNKNOWN, "<unk>")]
 
 
-def test_marks_fillers_and_numbers_beyond_the_vocabulary_are_not_text() -> None:
+def test_special_and_unknown_tokens_decode_to_nothing() -> None:
     [row] = VOCABULARY.encode(["the cat"])
     assert VOCABULARY.decode([[BOS, *row, EOS, PAD, len(VOCABULARY), 100_000]]) == ["the cat"]
 
 
-def test_half_a_character_is_not_an_error() -> None:
+def test_an_incomplete_character_decodes_without_an_error() -> None:
     [row] = VOCABULARY.encode(["ж"])
     [text] = VOCABULARY.decode([row[:-1]])
     assert "ж" not in text
 
 
-def test_nothing_is_spelled_with_nothing() -> None:
+def test_an_empty_text_has_no_tokens() -> None:
     assert VOCABULARY.encode([]) == []
     assert VOCABULARY.encode([""]) == [[]]
     assert VOCABULARY.decode([[]]) == [""]
 
 
-def test_a_vocabulary_is_as_large_as_asked_or_as_the_texts_allow() -> None:
+def test_a_vocabulary_has_the_requested_size_or_what_the_texts_allow() -> None:
     assert len(VOCABULARY) <= 320
     assert len(Vocabulary.fit(TEXTS, 270)) == 270
     assert len(Vocabulary.fit(["x"], 5000)) < 300
 
 
-def test_frequent_words_are_one_piece() -> None:
+def test_frequent_words_are_one_token() -> None:
     assert [len(row) for row in VOCABULARY.encode(["the", "cat", "the cat"])] == [1, 1, 2]
 
 
-def test_both_languages_share_one_spelling() -> None:
+def test_both_languages_share_one_vocabulary() -> None:
     assert VOCABULARY.encode(["mat the"]) == [VOCABULARY.encode(["mat"])[0] + VOCABULARY.encode(["the"])[0]]
 
 
-def test_a_vocabulary_that_cannot_be_read_is_refused_in_one_line() -> None:
+def test_a_damaged_vocabulary_is_refused_in_one_line() -> None:
     with pytest.raises(PacktrainError, match="pack the data again") as refused:
         Vocabulary.from_json('{"model":')
     assert "\n" not in str(refused.value)
@@ -116,7 +116,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert digests[0] == digests[1] == digests[2]
 
 
-def test_a_text_is_strange_whose_characters_are_spelled_in_bytes() -> None:
+def test_a_text_encoded_mostly_in_bytes_is_strange() -> None:
     vocabulary = Vocabulary.fit(["schöne Grüße", "größer und schöner"] * 3, 320)
     for text in ("", "hello", "Größe", "plain words and 你", "a\x00b"):
         assert not vocabulary.is_strange(text)
