@@ -122,6 +122,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=20)
     arguments.add_argument("--quality-steps", type=int, default=300)
     arguments.add_argument("--only", nargs="*", choices=EXCHANGES, default=list(EXCHANGES))
+    arguments.add_argument("--links", nargs="*", choices=LINKS, default=list(LINKS))
     options = arguments.parse_args()
     sys.path.insert(0, str(HERE.parent / "tests"))
     from parts.hosts import hosts, missing
@@ -138,9 +139,9 @@ def main() -> None:
         with hosts(scratch, 2, shared=[shared, HERE.parent]) as network:
             for exchange in options.only:
                 row: dict[str, object] = {"exchange": exchange}
-                for link, rate in LINKS.items():
+                for link in options.links:
                     for host in network:
-                        host.rate(rate)
+                        host.rate(LINKS[link])
                     rounds = [
                         on_two_hosts(network, shared, exchange, options.steps + WARM_UP_STEPS, False)["tokens/s"]
                         for _ in range(options.rounds)

@@ -45,7 +45,7 @@ from step import Timer, TimingClock
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RECIPES = ("translate", "classify", "chat", "caption")
-DECODED, BEAM = 200, 1
+BEAM = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
     return recipe_class(name)(job, Pack(store, manifest.name, directory / "cache")), store
 
 
-def ours(recipe: Recipe, store: Store) -> Learned:
+def ours(recipe: Recipe, store: Store, decoded_samples: int) -> Learned:
     run = create_run(store, recipe.job, archive({}), recipe.pack.name)
     timer = Timer()
     timer.tick()
@@ -78,7 +78,7 @@ def ours(recipe: Recipe, store: Store) -> Learned:
         trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer))
         trainer.train()
     spent = [clock[-1] - clock[0] for clock in (timer.wall, timer.processor)]
-    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model()))
+    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model(), decoded_samples))
 
 
 def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
@@ -94,7 +94,7 @@ def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
         epoch += 1
 
 
-def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
+def bare(recipe: Recipe, most: Learned, clock: str, decoded_samples: int) -> Learned:
     settings = recipe.job.train
     torch.manual_seed(settings.seed)
     model = recipe.build_model()
@@ -120,12 +120,12 @@ def bare(recipe: Recipe, most: Learned, clock: str) -> Learned:
         if ema is not None:
             ema.update(step)
         step += 1
-    return Learned(step, *spent, score(recipe, (model if ema is None else ema.model).eval()))
+    return Learned(step, *spent, score(recipe, (model if ema is None else ema.model).eval(), decoded_samples))
 
 
-def score(recipe: Recipe, model: nn.Module) -> float:
+def score(recipe: Recipe, model: nn.Module, decoded_samples: int) -> float:
     count = recipe.count("valid")
-    decoded = spread(count, DECODED)
+    decoded = spread(count, decoded_samples)
     epoch = max(0, int(recipe.job.train.duration.value) - 1) if recipe.job.train.duration.unit == "epochs" else 0
     part = recipe.measure(model.eval(), EvaluationRequest("valid", np.arange(count), decoded, BEAM, epoch))
     return recipe.score("valid", decoded, [part]).values[recipe.best_metric]
@@ -136,6 +136,7 @@ def main() -> None:
     arguments.set_defaults(rounds=1)
     arguments.add_argument("recipes", nargs="*", default=list(RECIPES))
     arguments.add_argument("--share", type=float, default=1.0)
+    arguments.add_argument("--decoded", type=int, default=200, help="validation samples")
     arguments.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -143,8 +144,8 @@ def main() -> None:
     for name in options.recipes:
         with tempfile.TemporaryDirectory() as directory:
             recipe, store = prepared(name, options.share, Path(directory))
-            mine = ours(recipe, store)
-            theirs = bare(recipe, mine, options.clock)
+            mine = ours(recipe, store, options.decoded)
+            theirs = bare(recipe, mine, options.clock, options.decoded)
         for who, learned in (("packtrain", mine), ("bare PyTorch", theirs)):
             rows.append(
                 {
@@ -157,7 +158,7 @@ def main() -> None:
                     "by": recipe_class(name).best_metric,
                 }
             )
-    notes = [f"{options.share:.0%} of the example's steps; greedy search on {DECODED} validation samples"]
+    notes = [f"{options.share:.0%} of the example's steps; greedy search on {options.decoded} validation samples"]
     bench.show("Recipes", rows, notes, options.json)
 
 

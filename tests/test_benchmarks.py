@@ -25,9 +25,9 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["translate.py", "--seconds", "2", "--sentences", "20"],
         ["checkpoint.py", "--megabytes", "20", "--steps", "25"],
         ["recover.py", "--seconds", "2", "--every", "2", "--save-every", "3"],
-        ["exchange.py", "--steps", "2", "--quality-steps", "4", "--only", "ddp"],
+        ["exchange.py", "--steps", "2", "--quality-steps", "4", "--only", "ddp", "--links", "1 Gbit/s"],
         ["faults.py", "--only", "worker"],
-        ["recipes.py", "translate", "--share", "0.005"],
+        ["recipes.py", "translate", "--share", "0.005", "--decoded", "20"],
     ],
     ids=lambda arguments: arguments[0],
 )
