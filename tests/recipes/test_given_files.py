@@ -61,7 +61,7 @@ def recipe_on(run: Run, cache: Path) -> Recipe:
 def started(recipe: Recipe) -> nn.Module:
     """Return the model at the start of a run."""
     engine = Engine(recipe, recipe.job.train, World())
-    engine.begin()
+    engine.load_initial_weights()
     return engine.model
 
 
