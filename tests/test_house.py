@@ -174,3 +174,14 @@ def test_docstrings_start_with_a_verb_or_a_noun() -> None:
 def test_spelling_is_american() -> None:
     words = ((place, BRITISH.search(line)) for place, line in lines([*modules(), *pages()]))
     assert [f"{place}: {found[0]}" for place, found in words if found] == []
+
+
+def test_docs_wrap_at_100_columns() -> None:
+    """Tables, code and single long words such as URLs cannot wrap."""
+    too_long, is_code = [], False
+    for place, line in lines(pages()):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and len(line) > 100 and not line.startswith("|") and " " in line.strip(" -*>#"):
+            too_long.append(place)
+    assert too_long == []
