@@ -327,13 +327,13 @@ class Away:
 
 
 def test_an_unreachable_store_delays_the_batches_and_does_not_change_them(capsys: pytest.CaptureFixture[str]) -> None:
-    luck = random.getstate()
+    state = random.getstate()
     loader = Loader(rank_batches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3), pause_seconds=0.01)
     try:
         loaded = [loader.next() for _ in range(20)]
     finally:
         loader.close()
-    assert random.getstate() == luck, "what a model draws does not depend on the store"
+    assert random.getstate() == state, "the random numbers of a model must not depend on the store"
     wanted = list(islice(rank_batches(ORDER, collate, Position(), 0, 1, micro_batch_cost=3), 20))
     assert [[piece["ids"].tolist() for piece in one.micro_batches] for one in loaded] == [
         [piece["ids"].tolist() for piece in one.micro_batches] for one in wanted

@@ -26,7 +26,7 @@ def folder(path: Path, *records: Any) -> FolderSource:
     return of(write(path / "samples.jsonl", "".join(lines)))
 
 
-def labelled(source: FolderSource, drop: DropCounter | None = None) -> list[tuple[str, int | None]]:
+def labeled(source: FolderSource, drop: DropCounter | None = None) -> list[tuple[str, int | None]]:
     return [(sample.name, sample.label) for sample in source.labeled(source.classes(), drop or DropCounter())]
 
 
@@ -34,7 +34,7 @@ def read(source: FolderSource) -> object:
     """All samples, as the first line says what they are."""
     match source.pack_kind():
         case "labels":
-            return labelled(source)
+            return labeled(source)
         case "captions":
             return [(sample.name, sample.captions) for sample in source.captioned(DropCounter(), DropCounter())]
         case "pairs":
@@ -50,7 +50,7 @@ def test_the_first_line_decides_the_kind_of_samples(tmp_path: Path) -> None:
 def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
     source = folder(tmp_path, *LABELLED)
     assert source.classes() == ("cat", "dog")
-    assert labelled(source) == [("b.jpg", 1), ("deep/a.jpg", 0)]
+    assert labeled(source) == [("b.jpg", 1), ("deep/a.jpg", 0)]
 
 
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_single_label_is_refused(tmp_path: Path) -> None:
 def test_images_that_are_missing_are_dropped(tmp_path: Path) -> None:
     dropped = DropCounter()
     source = folder(tmp_path, *LABELLED, {"image": "gone.jpg", "label": "cat"}, {"image": "deep", "label": "cat"})
-    assert len(labelled(source, dropped)) == 2
+    assert len(labeled(source, dropped)) == 2
     assert dropped.names == {MISSING_FILE: ["gone.jpg", "deep"]}
 
 

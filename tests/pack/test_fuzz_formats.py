@@ -162,7 +162,7 @@ def data_set(files: dict[str, bytes]) -> Iterator[Path]:
 
 
 def _folders(folder: Path) -> str:
-    """The files of a list of names, as far as a file system can have them."""
+    """Write the files of a list of names, as far as the file system allows their names."""
     write_classes(folder / "set", {"n01": [], "n02": []})
     for name in (folder / "names.txt").read_bytes().split(b"\n"):
         if b".." not in name and b"\0" not in name and len(name) < 200:

@@ -28,7 +28,7 @@ def reason_for(data: bytes) -> str:
 
 
 def picture_of(data: bytes, short_side: int | None = None) -> Image.Image:
-    """What the tiles show, after a look at whether they fit together."""
+    """Check that the tiles fit together, and return their pixels."""
     tiled = to_tiled(data, short_side)
     image = opened(tiled.jpeg)
     assert image.size == (tiled.width, tiled.height)
