@@ -19,7 +19,7 @@ from rich.console import Console
 
 from pack.pictures import photo, saved, with_size
 from packtrain.data.pack import Pack
-from packtrain.job.job import Data
+from packtrain.job.job import DataSettings
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Drops
 from packtrain.pack.packing import pack
@@ -71,7 +71,7 @@ def packed(tmp_path: Path) -> Make:
                 (tmp_path / record["image"]).write_bytes(JPEG)
         (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
         train = [{"folder": str(tmp_path / "samples.jsonl")}]
-        data = Data.model_validate({"train": train, "vocabulary": 400, "max_words": 999, **settings})
+        data = DataSettings.model_validate({"train": train, "vocabulary": 400, "max_words": 999, **settings})
         store = open_store(str(tmp_path / "store"))
         manifest = pack("mine", data, store, InProcess(), PlainProgress(lambda _: None))
         return Packed(Pack(store, manifest.name, tmp_path / "cache"))
