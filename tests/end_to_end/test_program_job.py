@@ -12,24 +12,31 @@ import packtrain as pt
 from packtrain.errors import Mistake
 from packtrain.store import open_store
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "program"
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The directory in which `packtrain init` wrote its example."""
+    command = [sys.executable, "-m", "packtrain", "init", "program", "job.yaml", "--name", "line"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path
 
 
-def test_the_example_runs_under_torchrun_without_packtrain(tmp_path: Path) -> None:
-    script = (EXAMPLE / "train.py").read_text()
+def test_the_example_runs_under_torchrun_without_packtrain(example: Path) -> None:
+    script = (example / "train.py").read_text()
     assert "import packtrain" not in script
     assert "from packtrain" not in script
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(EXAMPLE / "train.py"), "--lr", "0.5", "--steps", "400"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = subprocess.run([*command, "train.py", "--lr", "0.5", "--steps", "400"],
+                          cwd=example, capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "y = 3.00 x + 2.00" in done.stdout
 
 
-def test_the_example_runs_under_packtrain_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    run = pt.run(EXAMPLE / "job.yaml")
+def test_the_example_runs_under_packtrain_from_python(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(example)
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(example / "cache"))
+    program = 'program=[train.py, --lr, "0.5", --steps, "400"]'
+    run = pt.run("job.yaml", [program])
     result = run.wait(120)
     assert result is not None
     assert result.status == "finished", result.reason
