@@ -6,8 +6,49 @@ object appears whole or not at all, and `put_if_absent` has exactly one winner.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packtrain.errors import Mistake
 from packtrain.store.base import Entry, Store, is_key
+from packtrain.store.directory import DirectoryStore
 from packtrain.store.errors import ObjectNotFound, StoreError
-from packtrain.store.location import open_store
 
 __all__ = ["Entry", "ObjectNotFound", "Store", "StoreError", "is_key", "open_store"]
+
+
+def open_store(location: str, *, outage_seconds: float = 60.0, answer_seconds: float = 15.0) -> Store:
+    """Return the store at `location` without creating it or asking anything of it.
+
+    A bucket whose server fails, or is silent for `answer_seconds`, is tried again for `outage_seconds`.
+    """
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return _open_directory(location)
+    # Refused without repeating it: it may contain a secret.
+    if "@" in rest.split("/")[0] or "?" in rest:
+        raise Mistake("a store URL must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+    if scheme == "file":
+        url = urlsplit(location)
+        if url.netloc not in ("", "localhost"):
+            raise Mistake(f"{location!r}: names a host; write file:///path with three slashes, or just the path")
+        return _open_directory(unquote(url.path))
+    if scheme == "s3":
+        # Imported late: the client starts without obstore.
+        from packtrain.store.bucket import open_bucket
+
+        return open_bucket(rest, os.environ, outage_seconds, answer_seconds)
+    raise Mistake(
+        f"{location!r}: {scheme}:// is not supported; use a directory or s3://bucket/prefix "
+        "(for any server that speaks S3, set AWS_ENDPOINT_URL)"
+    )
+
+
+def _open_directory(path: str) -> Store:
+    if not path.strip() or "\0" in path:
+        raise Mistake("the store's location is empty; use a directory or s3://bucket/prefix")
+    root = Path(path).expanduser()
+    if root.exists() and not root.is_dir():
+        raise Mistake(f"{root}: is a file, and a store is a directory; choose another name")
+    return DirectoryStore(root)
