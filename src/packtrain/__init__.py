@@ -1,9 +1,12 @@
 """Pack your data once, train it anywhere, bring the model home.
 
-import packtrain as pt
-run = pt.run("job.yaml")
-run.wait()
-run.metrics()
+From Python:
+
+    import packtrain as pt
+
+    run = pt.run("job.yaml")
+    run.wait()
+    run.metrics()
 """
 
 from __future__ import annotations

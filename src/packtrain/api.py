@@ -49,7 +49,7 @@ class RunHandle:
         return self._run.result()
 
     def wait(self, seconds: float | None = None) -> Result | None:
-        """Wait until the run ends, or for so many seconds; return the result, if there is one by then."""
+        """Wait until the run ends, or for that many seconds; return the result, or None if there is none by then."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (result := self._run.result()) is None and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.5)

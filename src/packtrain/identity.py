@@ -1,7 +1,7 @@
 """The version of Packtrain and a digest of its source, so that two machines can tell whether they run the same code.
 
-`python -m packtrain.identity` prints it. Imports the standard library alone and stands outside of every package: it
-must answer within an environment that is only half installed, and quickly, for ssh asks several Pythons in turn.
+`python -m packtrain.identity` prints it. The module imports only the standard library and is outside of every package:
+it must work in an environment that is only half installed, and must be fast, because ssh asks several Pythons in turn.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def source() -> dict[str, bytes]:
 def identity() -> str:
     digest = hashlib.sha256()
     for name, data in source().items():
+        # The name ends with a NUL, so that no two sets of files give the same bytes.
         digest.update(f"{name}\0".encode())
         digest.update(hashlib.sha256(data).digest())
     try:

@@ -48,7 +48,7 @@ def pack_data(
     if loaded.job.program is not None:
         return None
     try:
-        directory = cache_directory() / "sources"  # remote files are fetched once
+        directory = cache_directory() / "sources"  # remote files are downloaded once per machine
         data = loaded.job.data.map_paths(lambda path: str(local_copy(path, store, directory, progress.say)))
         return pack(loaded.job.name, data, store, workers, progress, allow_drops)
     except FieldMistake as mistake:
@@ -65,7 +65,7 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
             raise loaded.mistake(f"model.{name}", f"there is no file {path}")
     _require_torch(job)
     store = open_store(job.store)
-    # Before packing, which may take hours: a missing script shows now.
+    # Before packing, which may take hours: a missing script is reported now.
     code = _code(loaded, store)
     machines = job.fleet.kind.machines
     # Machines agree on a generation by put-if-absent; some S3 servers accept the condition and ignore it.
@@ -74,7 +74,7 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
             "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
         )
     fleet_of(job.fleet.kind).check(job, store, progress.say)
-    updates: dict[str, object] = {}
+    updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
     if job.recipe is not None:
         updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
     packed = pack_data(loaded, store, progress, Processes())
@@ -86,16 +86,16 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         if not any(map(draws, packed.splits["train"].sources, weights)):
             raise loaded.mistake("data.train", NO_SAMPLES)
         if ":" in job.recipe and job.checkpoint.best_by is None:
-            # A client that does not have the code of an own recipe still shows the score that counts.
+            # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
     return create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
 
 
 def start(run: Run, tied: bool, tell: Tell = print) -> list[StartedNode]:
-    """Start the run's nodes; tied ones end with this process. Machines that are left out are told to `tell`."""
+    """Start the run's nodes; tied ones end with this process. `tell` gets a line for each machine that is left out."""
     fleet = fleet_of(run.job.fleet.kind)
     try:
-        # The run exists by now, so a machine that cannot start is no reason to create another run.
+        # The run exists by now, so the advice is to resume it, not to create another one.
         return fleet.start(run, fleet.plan(run), tied, tell)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None

@@ -20,7 +20,7 @@ def sha256_of(path: Path) -> str:
 
 
 class FileLock:
-    """A lock on a file, held until it is closed or the process ends, however that ends.
+    """A lock on a file, held until it is closed or the process ends, for whatever reason.
 
     An exclusive lock creates the file if needed; a shared one needs a file that exists and can be read.
     """
@@ -64,13 +64,13 @@ class FileLock:
 
 
 def say(text: str) -> None:
-    """Print a line to the log of this process; a log that cannot be written, on a full disk, is no reason to exit."""
+    """Print a line to the log of this process. A log that cannot be written, as on a full disk, does not end it."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Have this process get the signal when its parent ends, however that ends. Does nothing outside of Linux."""
+    """Have the kernel signal this process when its parent ends, even by SIGKILL. Does nothing outside of Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 

@@ -1,6 +1,6 @@
-"""The command line. Each group of verbs is one file; a verb parses, calls and prints.
+"""The command line. Each group of commands is one file; a command parses its options, calls and prints.
 
-Verbs import heavy modules inside their functions, so that `packtrain --help` is fast.
+Commands import heavy modules inside their functions, so that `packtrain --help` is fast.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ for group in (jobs, runs, machines, models):
 
 
 def main() -> None:
-    """Run a verb. An error that a person can act on is one line on standard error and an exit code."""
+    """Run a command. An error that a person can act on is one line on standard error and an exit code."""
     try:
         app()
     except PacktrainError as error:
         print(f"packtrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited; closing keeps Python from complaining
         sys.stderr.close()
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Options, stores, hints and output that verbs share."""
+"""Options, stores, hints and output that commands share."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def find_run(location: str | None, name: str | None) -> Run:
 
 def hints(run: Run, *words: str) -> str:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
+    # A hint has --store only if the command would otherwise look elsewhere.
     known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
     where = "" if run.store.url in known else f" --store {run.store.url}"
     return "\n".join(f"  {word + ':':<8} packtrain {_HINTS[word]} {run.name}{where}" for word in words)

@@ -1,4 +1,4 @@
-"""Following a run in a terminal: one live line, evaluations and events above it, a summary at the end."""
+"""Follow a run in a terminal: one live line, evaluations and events above it, a summary at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal to update one in
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
-_SURE = 2  # answers in a row that no machine is left: a job that is requeued may be in no list for a moment
+_NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 16
 
 
@@ -61,7 +61,7 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
             f"{error}; the run may keep running: check with `packtrain show {run.name}` when the store is back"
         ) from None
     state = state_of(run)
-    if not run.store.exists(run.key("report.html")):  # its machines died before they could write it
+    if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)
     print_summary(screen, run, summarize(run, state))
     if state != "finished":
@@ -71,7 +71,7 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why a run does not make progress: too few machines. `none_left`: nothing will happen unless somebody acts."""
+    """Too few machines for the run to make progress. `none_left`: the run is stuck until a person resumes it."""
 
     text: str
     none_left: bool = False
@@ -105,8 +105,8 @@ class MachineWatch:
 
     @property
     def is_hopeless(self) -> bool:
-        """True if no machine will come unless somebody acts."""
-        return self._none_left_times >= _SURE
+        """True if no machine will join until a person resumes the run."""
+        return self._none_left_times >= _NONE_LEFT_ANSWERS
 
     def look(self) -> Shortage | None:
         now = self._clock()
@@ -160,7 +160,7 @@ class Follower:
         with Live(Text(), console=self._screen, refresh_per_second=4, transient=True) as live:
             ended_at: float | None = None
             while True:
-                result = self._run.result()  # before reading, so that everything until the result is shown
+                result = self._run.result()  # before `read`, so that everything up to the result is shown
                 self.read()
                 if result is None:
                     self._check_machines()
@@ -175,7 +175,7 @@ class Follower:
                     if self._all_gone() or time.monotonic() - ended_at > LEASE_LOST_SECONDS:
                         return
                 elif self._nodes and self._all_gone() and self._run.result() is None:
-                    # A node that ends writes a result first, so this one was killed or broke.
+                    # A node writes a result before it exits, so this one was killed or crashed.
                     raise RunFailed(
                         f"the node {_how_it_ended(self._nodes[0])} without a result;"
                         f" try again with `packtrain resume {self._run.name}`"
@@ -189,7 +189,7 @@ class Follower:
 
     def _check_machines(self) -> None:
         found = self._machines.look()
-        # The result may have come since: machines leave right after it.
+        # Look again: a result may have been written since, and machines leave right after it.
         if self._machines.is_hopeless and found is not None and self._run.result() is None:
             raise NotFinished(f"{self._run.name}: {found.text}")
         if found != self._shortage:
@@ -216,7 +216,7 @@ class Follower:
                 scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
                 shown = "  ".join(f"{name} [bold]{value:.3f}[/bold]" for name, value in scores.items())
                 line = f"step {point.step:,}  {shown}"
-                # Where the full validation split is no larger than a periodic evaluation, the last two are the same.
+                # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
                 if f"{point.kind} {line}" != self._evaluation:
                     self._evaluation = f"{point.kind} {line}"
                     self._print(point.kind, line, "dim")
@@ -225,7 +225,7 @@ class Follower:
         self._screen.print(f"[{style}]{kind:>10}[/{style}]  {text}")
 
     def line(self) -> str:
-        """Return the live line: what is missing, how far training is, or that it has yet to begin."""
+        """Return the live line: a shortage of machines, the progress of training, or `starting`."""
         if self._shortage is not None:
             return f"  {self._shortage.text}"
         if self._steps:

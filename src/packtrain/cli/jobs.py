@@ -1,4 +1,4 @@
-"""Verbs that start from a job: init, pack, run, resume."""
+"""Commands that start from a job: init, pack, run, resume."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def register(app: typer.Typer) -> None:
 
 def init(
     kind: Annotated[
-        str | None, typer.Argument(metavar="KIND", help="Recipe to use, own, or program. Default: list the kinds.")
+        str | None, typer.Argument(metavar="KIND", help="A recipe, own, or program. Default: list the kinds.")
     ] = None,
     path: Annotated[str | None, typer.Argument(metavar="JOB", help="File to write. Default: KIND.yaml.")] = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of the job. Default: that of the file.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the job. Default: the file's name.")
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ def pack(
         bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")
     ] = False,
 ) -> None:
-    """Pack the raw data of a job into its store, unless it is packed."""
+    """Pack the raw data of a job into its store, unless the pack exists."""
     from packtrain.cli.packs import ProgressBars, show_stats
     from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data
@@ -103,7 +103,8 @@ def run(
 
     _check_modes(foreground, detach)
     loaded = load(job, overrides or ())
-    _check_modes(foreground, detach, loaded.job.fleet.kind)  # before packing, which may take hours
+    # Again with the fleet, and before packing, which may take hours.
+    _check_modes(foreground, detach, loaded.job.fleet.kind)
     _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
 
 
@@ -125,7 +126,7 @@ def resume(
         console().print(f"{found.name} is already complete")
         return
     if state == "running":
-        # Another set of nodes would fight with the first; --foreground cannot tie nodes that run already.
+        # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
         console().print(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
     _check_modes(foreground, detach, found.job.fleet.kind)

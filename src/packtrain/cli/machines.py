@@ -1,4 +1,4 @@
-"""Verbs for machines: doctor, attach, and node, which fleets start on them."""
+"""Commands for machines: doctor, attach, and node, which fleets start on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from packtrain.node.node import Node
     from packtrain.run.run import Run
 
-_KNOWN_ADDRESSES = 3  # machines of a run whose addresses a new one asks for; all of them could be many requests
+_KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
 
 
 def register(app: typer.Typer) -> None:
@@ -116,7 +116,7 @@ def node(
         typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job."),
     ] = False,
 ) -> None:
-    """Take part in a run on this machine until it ends. Fleets start this; you can, too."""
+    """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
     from packtrain.errors import Mistake, NotFound
     from packtrain.node.preemption import record_crash, switch_off
     from packtrain.report import write_report
@@ -124,7 +124,7 @@ def node(
     from packtrain.run.run import Run
 
     run, joined = Run(find_store(store), name), None
-    over = True  # for this machine, also if the node crashes: nobody would start another here
+    over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
         power_off = power_off or run.job.fleet.kind.power_off
         joined = _node(run, address, interface, workers)
@@ -138,9 +138,10 @@ def node(
         over = False
         raise
     except Mistake:
-        over = joined is not None  # before that a person has to fix it, who may be logged in on this machine
+        # Before the node joined, a person has to fix the mistake, and may be logged in on this machine to do so.
+        over = joined is not None
         raise
-    except NotFound:  # no such run: maybe deleted, and then this machine is not needed any more
+    except NotFound:  # no such run: it may have been deleted, and then this machine is no longer needed
         raise
     except Exception as error:
         if over:

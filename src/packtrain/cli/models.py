@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from packtrain.export.predict import DecodeOptions, Predictor
     from packtrain.recipes import Prediction
 
-_MAX_TURNS = 100  # of a conversation that are kept; no recipe reads as many
+_MAX_TURNS = 100  # of a conversation that are kept; no recipe reads that many
 
 
 def register(app: typer.Typer) -> None:
@@ -91,7 +91,10 @@ def _lines() -> Iterator[str]:
 
 
 def _chat(predictor: Predictor, options: DecodeOptions) -> None:
-    """Print a reply for each line; a line that cannot be answered is reported and left out of the conversation."""
+    """Print a reply for each line; a line that cannot be answered is reported and left out of the conversation.
+
+    Every line of input gives exactly one line of output, so that a script can match them.
+    """
     predictor.check_conversation(options)
     turns: list[str] = []
     for line in _prompted_lines() if sys.stdin.isatty() else _lines():

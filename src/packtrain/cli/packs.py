@@ -62,6 +62,7 @@ class ProgressBars:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn(),
             TimeRemainingColumn(),
         )  # fmt: skip
+        # `transient`: the bar disappears when it is done, and the line that `say` prints remains.
         with RichProgress(*columns, console=self._screen, transient=True, disable=not self._screen.is_terminal) as bars:
             task = bars.add_task(what, total=total)
             yield lambda count: bars.advance(task, count)

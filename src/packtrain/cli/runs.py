@@ -1,4 +1,4 @@
-"""Verbs that read a run or stop it: ls, show, logs, stop, report."""
+"""Commands that read a run or stop it: ls, show, logs, stop, report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from packtrain.run.run import Run
 
 _STOP_POLL_SECONDS = 1.0
-_READERS = 16  # a store takes long to answer a request, but answers many at the same time
+_READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 _STATE_STYLES = {
     "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
     "failed": "red",
@@ -179,7 +179,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.print(f"Could not cancel queued jobs; they exit when they start: {error}", markup=False)
     with screen.status(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)"):
         while (result := run.result()) is None:
-            if states_now([run])[0] in ("interrupted", "waiting"):  # nobody is there to write the result
+            if states_now([run])[0] in ("interrupted", "waiting"):  # no node is left to write the result
                 _finish_unattended(run)
             else:
                 time.sleep(_STOP_POLL_SECONDS)

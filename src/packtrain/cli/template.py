@@ -114,7 +114,8 @@ def write_job(request: InitRequest) -> InitResult:
     if request.path.exists():
         raise Mistake(f"{request.path} exists; use another name, e.g. packtrain init {request.kind} my.yaml")
     modules = [folder / module for module in template.modules]
-    beside = {module: _resource(module.name) for module in modules if not module.exists()}  # never replace the user's
+    # A module that exists is the user's own, perhaps from an earlier `init`: keep it.
+    beside = {module: _resource(module.name) for module in modules if not module.exists()}
     result = InitResult([str(request.path), *map(str, beside)])
     if request.train:
         if not template.format:

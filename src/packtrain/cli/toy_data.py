@@ -20,7 +20,7 @@ Point = tuple[float, float]
 Row = TypeVar("Row")
 
 _MAX_NUMBER = 1000
-_VALID_EVERY = 10  # every so many-th sample is for validation
+_VALID_EVERY = 10  # every tenth sample is for validation
 
 
 def _words(text: str) -> list[str]:

@@ -53,12 +53,13 @@ class FileCache:
 
     def path_of(self, store: Store, key: str, wanted: PackFile) -> Path:
         """Return a local file with the wanted hash, downloading it if needed."""
+        # The hash becomes a file name, and it comes from the store.
         if not _SHA256.fullmatch(wanted.sha256):
             raise PacktrainError(f"{key} in {store.url}: {wanted.sha256!r} is not a SHA-256; pack the data again")
         with explained(self._directory):
             self._make_folders()
             with FileLock(self._lock_of(wanted.sha256)) as lock:
-                os.utime(lock.fileno())
+                os.utime(lock.fileno())  # the time of last use, which decides what is removed first
                 if store.is_directory:
                     return _checked_in_place(store, key, wanted, lock)
                 entry = self._directory / wanted.sha256
@@ -110,7 +111,7 @@ class FileCache:
             surplus = sum(entries.values()) + needed_bytes - self._limit(sum(entries.values()))
             if surplus <= 0:
                 return
-            kept = self._held()
+            kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
             for sha256 in sorted(entries.keys() - kept, key=self._last_use):
                 if surplus > 0 and self._remove(sha256):
                     surplus -= entries[sha256]
@@ -126,7 +127,7 @@ class FileCache:
         held: set[str] = set()
         for path in self._uses.iterdir():
             try:
-                with FileLock(path, wait=False):
+                with FileLock(path, wait=False):  # free, so its process has ended
                     path.unlink()
             except BlockingIOError:
                 held.update(path.read_text().split())

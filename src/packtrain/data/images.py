@@ -23,12 +23,11 @@ from packtrain.data.pack import SplitReader
 from packtrain.errors import PacktrainError
 from packtrain.pack.tiles import Box, Pixels, decode_crop
 
-_SCRATCH_BYTES = (
-    6 << 20
-)  # per thread, twice: enough for two megapixels; memory for larger images is allocated each time
+# Per thread, twice: enough for two megapixels. Memory for larger images is allocated each time.
+_SCRATCH_BYTES = 6 << 20
 _TRIES = 10
-_WORDS_PER_TRY = 4
-_WORDS = 1 + _TRIES * _WORDS_PER_TRY
+_WORDS_PER_TRY = 4  # random words: area, aspect ratio, left, top
+_WORDS = 1 + _TRIES * _WORDS_PER_TRY  # the first one decides on the flip
 _NARROWEST, _WIDEST = 3 / 4, 4 / 3
 _ZOOM = 1.14  # validation crops the center, as if the image were resized to 1.14 x the size before
 _ROUND = 8  # pixels: sides of rectangular batches are multiples of it
@@ -158,9 +157,8 @@ class ImageBatches:
 
     def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
-        left = iter(
-            enumerate(ids.tolist())
-        )  # shared by all threads: each takes the next image, so that none waits for a slow one
+        # Shared by all threads: each takes the next image, so that none waits for a slow one.
+        left = iter(enumerate(ids.tolist()))
         for done in [self._pool.submit(self._fill, out, left, crop_of) for _ in range(self._threads)]:
             done.result()
         return out

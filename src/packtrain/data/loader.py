@@ -86,7 +86,7 @@ class Order:
 
     def turns(self, batches: list[Ids]) -> list[Ids]:
         """Return for each sample of the batches how many times it came before in the epoch."""
-        # No source is passed over more than once, as usual: sorting all samples is not needed.
+        # Usually no source is passed over more than once: then there is no need to sort all samples.
         if all(draws(count, weight) <= count for count, weight in zip(self.sources, self.weights, strict=True)):
             return [np.zeros(len(batch), np.int64) for batch in batches]
         ends = np.cumsum([len(batch) for batch in batches])

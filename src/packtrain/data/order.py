@@ -19,7 +19,7 @@ Ids = NDArray[np.int64]
 
 NO_SAMPLES = "an epoch has no samples; raise the weights of the sources, or add data"
 
-_POOL_BATCHES = 100  # batches whose samples are sorted together: more would mean less padding, but less random batches
+_POOL_BATCHES = 100  # batches whose samples are sorted together: more means less padding, but less random batches
 _SHELL = 1 << 32  # larger than any difference of two lengths
 _PADDED = 4  # times the budget: the most positions of a batch, with padding
 
@@ -65,7 +65,7 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
     """
     if len(source_counts) != len(weights):
         raise ValueError(f"{len(source_counts)} sources have {len(weights)} weights")
-    drawn = [np.zeros(0, np.int64)]
+    drawn = [np.zeros(0, np.int64)]  # so that no sources at all still concatenate
     first = 0
     for source, (count, weight) in enumerate(zip(source_counts, weights, strict=True)):
         passes, rest = divmod(draws(count, weight), max(1, count))

@@ -25,7 +25,7 @@ from packtrain.store import Store
 from packtrain.system import FileLock
 
 _LEAST_OPEN = 16
-GIVEN = "files/"  # other files that jobs name, by hash: pretrained weights, for example
+GIVEN = "files/"  # the folder of files that model options name, such as pretrained weights, by hash
 
 
 class Pack:
@@ -71,7 +71,7 @@ class Pack:
         return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(GIVEN)))
 
     def _path_of(self, file: PackFile) -> Path:
-        if self._hold is None and not self._store.is_directory:
+        if self._hold is None and not self._store.is_directory:  # a directory's files are not copied into the cache
             self._hold = self._cache.hold(self._hashes())
         return self._cache.path_of(self._store, pack_key(self.name, file.name), file)
 
@@ -130,6 +130,7 @@ class SplitReader:
                 return columns
             prefetches = list(self._prefetches)
         # Outside of the lock, so that other threads can read while this shard is downloaded.
+        # Two threads may open the same shard; `setdefault` below keeps the first.
         columns = self._opened(self._shards[number])
         for prefetch in prefetches:
             prefetch.used(number)

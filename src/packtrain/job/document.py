@@ -59,6 +59,7 @@ class Document:
         for step in location:
             if (*known, step) in self.places:
                 known = (*known, step)
+        # A prefix of the location itself, if it is at least as long, is more precise than one with skipped steps.
         for length in range(len(location), len(known) - 1, -1):
             if location[:length] in self.places:
                 known = location[:length]
@@ -169,7 +170,7 @@ class _Reader:
         self._add(node.size, line, path)
         if depth - 1 + node.height > MAX_DEPTH:
             raise self.refuse(line, path, f"nested deeper than {MAX_DEPTH} levels")
-        self._check_text(node.value, line, path)
+        self._check_text(node.value, line, path)  # again: beside AWS words a value may be a secret only here
         return replace(node, line=line)
 
     def _scalar(self, event: Any, line: int, path: Location) -> object:
@@ -209,7 +210,7 @@ class _Reader:
             if names_secret(key):
                 raise self.refuse(key_line, (*path, key), INLINE)
             value = self._node(next(self.events), (*path, key), depth + 1)
-            entries[key] = replace(value, line=key_line)
+            entries[key] = replace(value, line=key_line)  # a value may start on the line after its key
         nodes = list(entries.values())
         return YamlNode(line, entries, 1 + sum(1 + n.size for n in nodes), 1 + _tallest(nodes))
 
@@ -239,6 +240,7 @@ def scalar(text: str) -> str | int | float | bool | None:
     if _FALSE.fullmatch(text):
         return False
     if _INTEGER.fullmatch(text) or _BASED.fullmatch(text):
+        # Python refuses to convert thousands of digits, with an error of its own.
         number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 40 else MAX_INTEGER + 1
         if abs(number) > MAX_INTEGER:
             raise ValueError("the integer is too large")

@@ -59,7 +59,7 @@ from packtrain.job.part import (
 )
 from packtrain.units import Amount, Duration
 
-SMALLEST_VOCABULARY = 300  # every byte, the special pieces, and a few merges
+SMALLEST_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
 
@@ -117,7 +117,7 @@ class ModelSettings(Part):
 
     @classmethod
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
-        if "options" in given:
+        if "options" in given:  # from code; a job file has the options beside `size`
             return given
         options = {key: value for key, value in given.items() if key != "size"}
         try:
@@ -181,7 +181,7 @@ class EvaluateSettings(Part):
 
 
 class CheckpointSettings(Part):
-    """When to save and what to keep. `every: auto` goes by the time of a save and by the failures of machines.
+    """When to save and what to keep. `every: auto` depends on how long a save takes and how often machines fail.
 
     `best_by` is `loss`, or one of the recipe's scores.
     """
@@ -195,7 +195,8 @@ class CheckpointSettings(Part):
 class FleetSettings(Part):
     """The machines of a run. `workers` is per machine; None is one per GPU, or one on a machine without.
 
-    `price` is in dollars per machine and hour. `public_address` lets collectives, which nobody authenticates, use one.
+    `price` is in dollars per machine and hour. `public_address` allows collectives over public addresses, although they
+    are neither encrypted nor authenticated.
     """
 
     kind: FleetKind = default_kind(FLEETS, "local")
@@ -217,7 +218,7 @@ class FleetSettings(Part):
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
         if isinstance(given.get("kind"), FleetKind):
             return given
-        if "kind" in given:
+        if "kind" in given:  # a field of this class, but not a key of the job file
             del given["kind"]
             wrongs += unknown_keys(["kind"], cls.known())
         words = [word for word in given if word in FLEETS]
@@ -243,21 +244,21 @@ class BudgetSettings(Part):
     hours: Positive | None = None
 
 
-class _OnlyOfRecipes:
+class _NullForPrograms:
     """Lets a section be None in the job of a program, although its type says that every job has it.
 
-    Only code that runs a recipe reads `job.train`; the job of a program never gets there.
+    Only code that runs a recipe reads `job.train`, so it need not check for None.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.nullable_schema(handler(source))
 
 
-def _absent() -> Any:
+def _absent() -> Any:  # a factory: the type of a section does not allow None as a plain default
     return None
 
 
-_ONLY_OF_RECIPES = _OnlyOfRecipes()
+_NULL_FOR_PROGRAMS = _NullForPrograms()
 _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget")
 
@@ -274,16 +275,17 @@ class Job(Part):
     store: StorePath = "./store"
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
-    data: Annotated[DataSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    model: Annotated[ModelSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    train: Annotated[TrainSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
-    evaluate: Annotated[EvaluateSettings, _ONLY_OF_RECIPES] = Field(default_factory=_absent)
+    data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
+    model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
+    train: Annotated[TrainSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
+    evaluate: Annotated[EvaluateSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     checkpoint: CheckpointSettings = CheckpointSettings()
     fleet: FleetSettings = Field(default_factory=FleetSettings)
     budget: BudgetSettings = BudgetSettings()
 
     @classmethod
     def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
+        # `train:` with nothing below it is null in YAML, and means the defaults.
         given = {key: value for key, value in expand(given).items() if value is not None or key not in _SECTIONS}
         recipe, program = given.get("recipe") is not None, given.get("program") is not None
         if recipe and program:
@@ -295,7 +297,7 @@ class Job(Part):
             for section in [section for section in _RECIPE_SECTIONS if section in given]:
                 del given[section]
                 wrongs.append(wrong(_RECIPES_ONLY, section))
-            checkpoint = given.setdefault("checkpoint", {})
+            checkpoint = given.setdefault("checkpoint", {})  # a program has no scores to choose the best by
             if isinstance(checkpoint, Mapping):
                 given["checkpoint"] = {"keep_best": 0, **checkpoint}
         elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):

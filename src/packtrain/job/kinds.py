@@ -1,8 +1,8 @@
 """Things that come in kinds: fleets, raw formats, schedules, optimizers and exchanges.
 
-Each family is one dict from the word in a job file to the kind's settings class, which stands in the kind's own file
-beside its behavior. The references are imported on use, so reading a job needs neither torch nor the kinds that it
-does not name. Adding a kind is one file and one line here.
+Each family is one dict from the word in a job file to the kind's settings class, which is in the kind's own file beside
+its behavior. A class is imported when it is first used, so reading a job needs neither torch nor the kinds that it does
+not name. Adding a kind is one file and one line here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def kind_class(kinds: Mapping[str, str], word: str) -> Any:
 
 
 def word_of(kinds: Mapping[str, str], settings: Part) -> str:
-    """Return the word of a kind's settings, without importing its siblings."""
+    """Return the word of a kind's settings, without importing the other kinds."""
     reference = f"{type(settings).__module__}:{type(settings).__qualname__}"
     return next(word for word, known in kinds.items() if known == reference)
 
@@ -214,7 +214,7 @@ def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
         if word not in kinds:
             raise refusal(unknown_keys([str(word)], kinds))
         kind: type[Part] = kind_class(kinds, word)
-        # A kind that is a list of what its word says is written as that list: `phases: [...]`.
+        # Settings may be a list, if the kind has a field named after its word: `phases: [...]` sets `phases`.
         listed = isinstance(settings, list) and word in kind.model_fields
         try:
             return kind.model_validate({word: settings} if listed else settings or {})
@@ -242,6 +242,7 @@ def _read_source(value: object) -> Source:
     known = (*FORMATS, "weight")
     if not isinstance(value, Mapping):
         raise ValueError(must_be("a mapping such as {bitext: [train.en, train.de]}", value))
+    # Unknown keys are reported together with the errors of the known ones, or first if the kind itself is misspelled.
     unknown = unknown_keys([key for key in value if key not in known], known)
     words = [word for word in value if word in FORMATS]
     if not unknown and len(words) != 1:

@@ -35,6 +35,7 @@ def read_document(path: str | Path) -> Document:
 def _read_bytes(path: str | Path) -> bytes:
     name = printable(str(path))
     try:
+        # Asked before opening: opening a pipe or a device could block.
         if stat.S_ISDIR(Path(path).stat().st_mode):
             raise Mistake(f"{name}: is a directory, not a job file")
         if not stat.S_ISREG(Path(path).stat().st_mode):
@@ -56,6 +57,7 @@ def _decode(content: bytes, name: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        # The codec does not count the byte order mark that it has skipped.
         start = error.start + (3 if content.startswith(b"\xef\xbb\xbf") else 0)
         located = Document(name, "", {}, {(): content.count(b"\n", 0, start) + 1})
         raise located.mistake((), f"not UTF-8 at byte {start}; save the file as UTF-8") from None
@@ -80,7 +82,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-_SET = Document("", "", {}, {(): None})
+_SET = Document("", "", {}, {(): None})  # no line: its mistakes name `--set` instead of a file
 
 
 def _read_override(override: str) -> tuple[Location, YamlNode]:
@@ -115,6 +117,7 @@ def _set(data: Any, places: dict[Location, int | None], location: Location, node
             raise _SET.mistake((*path, step), f"{'.'.join(map(str, path))} is a value and has no fields")
         path = (*path, step)
         if index == len(location) - 1:
+            # What the file said below this field is replaced, so errors must no longer name its lines.
             for under in [known for known in places if known[: len(path)] == path]:
                 del places[under]
             data[step] = plain(node, path, places, in_file=False)
@@ -168,6 +171,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     """Return the validated job of a file, or raise one Mistake. `defaults_of` raises it for an unknown recipe."""
     document = read_document(path)
     directory = Path(os.path.normpath(Path(path).absolute())).parent
+    # Twice: the recipe may come from `--set`, its defaults go below the file, and `--set` goes on top of both.
     given = apply_overrides(document, overrides).data
     recipe, code = given.get("recipe"), given.get("code", ".")
     if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_path_fault(code):

@@ -1,6 +1,6 @@
 """The building blocks of a job: frozen parts, the types of their fields, and errors in plain words.
 
-`Part` rewrites the errors of pydantic, so that whatever reads a job only has to add the place.
+`Part` rewrites the errors of pydantic, so that the reader of a job file only has to add the place.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _in_words(error: ErrorDetails) -> str:
     if kind == "finite_number":
         return "must be a finite number"
     if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
+        choices = re.findall(r"'([^']*)'", context["expected"])  # pydantic gives them as one string
         if not isinstance(value, str):
             return must_be(f"one of {', '.join(choices)}", value)
         return f"{quoted(value, _SHOWN)} is not one of {', '.join(choices)}; {nearest(value, choices)}"
@@ -183,6 +183,7 @@ class Part(BaseModel):
             return value
         if not isinstance(value, Mapping):
             raise refusal([wrong(must_be("a mapping", value))])
+        # All errors are collected before raising, so that a message can say how many more there are.
         wrongs: list[InitErrorDetails] = []
         given = cls.arrange(dict(value), wrongs)
         wrongs += unknown_keys([key for key in given if key not in cls.model_fields], cls.known())
@@ -192,7 +193,7 @@ class Part(BaseModel):
             made = handler(given)
         except ValidationError as error:
             wrongs += wrongs_of(error)
-        if made is not None and not wrongs:
+        if made is not None and not wrongs:  # rules between fields assume that every field is valid
             wrongs += [wrong(text, *location) for location, text in made.faults()]
         if made is None or wrongs:
             raise refusal(wrongs)
@@ -206,6 +207,7 @@ Quantity = TypeVar("Quantity", Duration, Amount)
 
 def _quantity(unit: type[Quantity], example: str, only: str | None = None) -> Callable[[object], Quantity]:
     def read(value: object) -> Quantity:
+        # A bool is an int in Python, but `true` is not a number in a job file.
         if isinstance(value, bool) or not isinstance(value, (str, int, float, unit)):
             raise ValueError(must_be(f"a number with a unit, such as {example!r}", value))
         if isinstance(value, (int, float)):

@@ -15,6 +15,7 @@ _SECRET_ARGUMENT = re.compile(
     r"(^|_)(secret|passw(or)?d|passphrase|credentials?|api_?key|access_?key|private_?key)(_key)?$"
     r"|^token$|(^|_)(auth|access|api|bearer|bot|git|github|gitlab|hf|hub|login|session|wandb)_?token$"
 )
+# Prefixes of well-known keys and tokens, private keys, passwords and signatures in URLs.
 _SECRET_VALUE = re.compile(
     r"(?<![A-Z0-9])(AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
     r"|-----BEGIN [A-Z0-9 ]+-----"
@@ -26,6 +27,7 @@ _SECRET_VALUE = re.compile(
     r"|://[^\s/?#@:]{0,256}:[^\s/?#@]{1,256}@"
     r"|[?&](?i:(access_)?token|api_?key|password|secret|sig|signature|x-amz-(signature|security-token))=[^&\s]"
 )
+# An AWS secret key is 40 characters without a mark, like many harmless digests: it counts only near a word of AWS.
 _AWS_SECRET = re.compile(r"(?<![A-Za-z0-9/+])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])")
 _AWS_WORD = re.compile(r"aws|amazon|secret|access.?key", re.IGNORECASE)
 _OPTION_WITH_VALUE = re.compile(r"(?<![\w.-])--?([A-Za-z][\w.-]*)(?:=|\s+)[^\s$=-]")

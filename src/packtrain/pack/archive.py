@@ -1,8 +1,8 @@
 """The members of tars and zips, located by their headers: nothing is unpacked, and the data is never read.
 
 A member that is itself a tar is listed in place, so ImageNet's tar of tars needs no extra disk space. An archive comes
-from strangers: it may contain only files and directories, and anything that points outside or claims more bytes than
-the file has is refused.
+from an untrusted source: it may contain only files and directories, and anything that points outside or claims more
+bytes than the file has is refused.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "unzstd",
     b"PK\x03\x04": "unzip",
 }
-# What tarfile raises for headers that somebody made up.
+# What tarfile raises for forged headers.
 _BAD_HEADER = (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError)
 
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
-_ZIP_HEADER = struct.Struct("<4s22xHH")  # in front of a member's data: mark, lengths of name and extra field
+_ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
 _ZIP_ENCRYPTED = 0x1
 _INFLATED_BYTES = 1 << 30
 

@@ -1,6 +1,6 @@
 """A pack while it is being built: its inputs, its progress, its finished shards and what was left out.
 
-Every shard is stored with a note of its contents under `making/`, so that an interrupted build resumes with the shards
+Every shard is stored with a note of its contents under `making/`, so that an interrupted build resumes after the shards
 that exist. The manifest is written last and replaces the notes.
 """
 
@@ -99,7 +99,7 @@ class ShardTarget:
             return None
         try:
             return TypeAdapter(FinishedShard).validate_json(data)
-        except ValidationError:
+        except ValidationError:  # of another version: make the shard again
             return None
 
     def put(
@@ -108,6 +108,7 @@ class ShardTarget:
         file = put_file(store, self.pack, self.name, encode_shard(columns))
         shard = ShardFile(file.name, file.bytes, file.sha256, len(columns))
         finished = FinishedShard(self.split, self.number, self.source, shard, drops_of(dropped), tuple(fingerprints))
+        # After the shard: a note means that the whole shard is in the store.
         store.put(self._note(), json.dumps(asdict(finished)).encode())
         return finished
 
@@ -136,6 +137,7 @@ class SplitBuild:
     dropped: DropCounter = field(default_factory=DropCounter)
 
     def finish(self) -> Split:
+        # Workers finish in any order; the manifest must not depend on it.
         ordered = sorted(self.shards, key=lambda finished: finished.number)
         counts = [0] * self.sources
         for finished in ordered:
@@ -164,7 +166,7 @@ def _merged(parts: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:
 
 @dataclass
 class PackContents:
-    """All splits of a pack being built. `fingerprints` are hashes of raw samples, to find one that is in two splits."""
+    """All splits of a pack being built. `fingerprints` are hashes of raw samples, to find samples in two splits."""
 
     splits: dict[str, SplitBuild]
     classes: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ class CocoSource(Source):
 
 
 class VizWizSource(CocoSource):
-    """Captions in VizWiz' JSON, which has the same form, and its images in a folder, tar or zip."""
+    """Captions in VizWiz's JSON, which has the same form, and its images in a folder, tar or zip."""
 
     example = "[train.json, train]"
 
@@ -59,7 +59,7 @@ def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator
 
     `drop` reports images that should have been samples; `filtered` what the format marks as unsuitable.
     """
-    find = _finder(images, annotations)
+    find = _finder(images, annotations)  # first: a missing archive is reported before a large JSON is read
     document = read_json(Path(annotations))
     if not isinstance(document, dict):
         raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')

@@ -82,6 +82,7 @@ def _rows(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:
         if not line.strip():
             continue
         place = f"{path}:{number}"
+        # The added space completes the separator before an empty last field; it is removed below.
         fields = f"{line} ".split(_SEPARATOR, count - 1)
         if len(fields) != count:
             raise Mistake(
@@ -99,6 +100,7 @@ def _ids(text: str, place: str) -> list[str]:
         raise Mistake(f"{place}: the last field must be a list such as ['L194', 'L195'], not {quoted(text)}")
     inner = inner[1:-1].strip()
     names = []
+    # Not ast.literal_eval: the file is untrusted, and only lists of quoted names are valid.
     for item in inner.split(",") if inner else []:
         match = _QUOTED.fullmatch(item)
         if match is None:

@@ -4,8 +4,8 @@
     s3://bucket/path/train.tar        with the store's own environment
     store:raw/train.tar               an object of the job's store
 
-A copy is in a folder named after the URL, under a name with the version that the server reports (ETag or date, size): a
-file that changed is downloaded again, and for one that did not only the version is requested. The name ends like the
+A copy is in a folder named after the URL, under a name with the version that the server reports (ETag or date, size).
+If that version is already here, nothing is downloaded; a file that changed is downloaded again. The name ends like the
 original, because readers of raw formats look at the ending.
 
 docs/decisions.md says why this is not obstore's HTTP store.
@@ -164,7 +164,7 @@ def _target(directory: Path, address: str, version: str, name: str) -> Path:
 def _partial_path(target: Path) -> Path:
     """Return the path of an unfinished download, named after the boot of this machine.
 
-    After a power cut nobody knows which bytes reached the disk, so an earlier boot's file is not resumed.
+    After a power cut it is unknown which bytes reached the disk, so an earlier boot's file is not resumed.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -201,7 +201,7 @@ def _partial_file(target: Path, tell: Tell) -> Iterator[FileIO]:
     with lock:
         try:
             yield FileIO(lock.fileno(), "r+", closefd=False)
-        except Mistake:
+        except Mistake:  # a retry would not help, so there is nothing to keep
             path.unlink(missing_ok=True)
             raise
         finally:
@@ -237,7 +237,7 @@ class RemoteVersion:
     def differs(self, other: RemoteVersion) -> bool:
         if None not in (self.size, other.size) and self.size != other.size:
             return True
-        # Tags before dates, which differ between mirrors. Proxies turn strong tags into weak ones.
+        # Tags first: dates differ between mirrors. A proxy may turn a strong tag into a weak one.
         if self.etag and other.etag:
             return self.etag.removeprefix("W/") != other.etag.removeprefix("W/")
         return bool(self.modified and other.modified) and self.modified != other.modified
@@ -478,7 +478,7 @@ def _check_status(answer: HTTPResponse, url: str, allowed: tuple[int, ...]) -> N
 
 
 def _check_encoding(answer: HTTPResponse, url: str) -> None:
-    """Refuse a file that the server compresses although nobody asked; a .gz that is called gzip is as it should be."""
+    """Refuse a file that the server compresses although it was not asked to; a .gz file may be labeled as gzip."""
     coding = answer.headers.get("Content-Encoding", "").strip().lower()
     is_own = coding in ("gzip", "x-gzip") and urlsplit(url).path.endswith(("gz", "GZ"))
     if coding in ("gzip", "x-gzip", "deflate", "br", "zstd", "compress") and not is_own:

@@ -53,7 +53,7 @@ class FolderSource(Source):
         return self.paths[0]
 
     def pack_kind(self) -> Kind:
-        for place, record in self._records():
+        for place, record in self._records():  # the first line decides; `_rows` checks the others against it
             return _PACK_KINDS[_shape(record, place)]
         raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")
 

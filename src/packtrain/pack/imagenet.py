@@ -68,7 +68,7 @@ class ImageNetSource(Source):
 
 def _read_classes(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop) -> Iterator[RawImage]:
     [path] = paths
-    for name, _ in _class_places(path):  # check all names first: an unknown class may come hours later
+    for name, _ in _class_places(path):  # check all names first: otherwise an unknown class fails hours later
         class_number(name, numbers, path)
     for name, where in _class_places(path):
         label = class_number(name, numbers, path)
@@ -85,7 +85,7 @@ def _read_flat(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop) -
     truth = _truth(paths)
     for name in sorted(set(truth)):
         class_number(name, numbers, truth_path)
-    seen = bytearray(len(truth))
+    seen = bytearray(len(truth))  # one flag per line, to find duplicate and missing images
     for member in _flat_members(path, drop):
         shown = printable(member.name)
         line = _line_of(member.name, f"{path}: {shown}")

@@ -28,8 +28,8 @@ from packtrain.pack.tiles import Tiled
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 from packtrain.store import open_store
 
-SHARD_BYTES = 20_000_000
-_MOST_SAMPLES = 20_000
+SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use, large enough for few requests
+_MOST_SAMPLES = 20_000  # in a shard, for images of a few bytes
 
 Read = Callable[[], Iterator[RawImage]]
 
@@ -81,6 +81,7 @@ def _tasks(packing: Packing, split: str, reads: Sequence[Read], vocabulary: str 
     number = 0
     for index, read in enumerate(reads):
         for part in shards_of(read()):
+            # Copies in other sizes have the same images in the same shards, so they share the numbers.
             for size in (None, *packing.data.sizes):
                 target = ShardTarget(packing.name, _sized(split, size), number, index)
                 yield ImageTask(packing.store.url, target, part, size, vocabulary)
@@ -104,7 +105,7 @@ class ImageTask:
 
 def make_shard(task: ImageTask) -> FinishedShard:
     """Make the shard, unless an interrupted build has already stored it."""
-    store = open_store(task.store)
+    store = open_store(task.store)  # by each task: a client of a store cannot be sent to another process
     finished = task.target.find(store)
     if finished is not None:
         return finished

@@ -17,6 +17,7 @@ Kind = Literal["pairs", "labels", "captions"]
 
 
 def _plain(name: str) -> str:
+    # A manifest comes from the store: a name with a slash could lead out of the pack's folder.
     if not is_key(name) or "/" in name:
         raise ValueError(f"{name!r} is not a file name")
     return name
@@ -95,6 +96,7 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     if data is None:
         return None
     try:
+        # Before the rest: a manifest of another format is not damaged, it has other fields.
         version = TypeAdapter(FormatVersion).validate_json(data).format
         if version != FORMAT:
             raise PacktrainError(

@@ -28,17 +28,18 @@ PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
     "captions": pack_captions,
 }
 MOST_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
-_HASHED_BYTES = 4_000_000_000
+_HASHED_BYTES = 4_000_000_000  # larger files are identified by size and time: hashing them would take minutes
 _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
 
 def pack(
     name: str, data: DataSettings, store: Store, workers: Workers, progress: PackProgress, allow_drops: bool = False
 ) -> Manifest:
-    """Return the pack of a job's data, making it if the store does not have it. `name` is the name of the job."""
+    """Return the pack of a job's data, packing it if the store does not have it. `name` is the name of the job."""
     kind = common_kind(splits_of(data))
     settings = settings_of(data, kind)
     folder = f"{name}-{digest(settings)}"
+    # The folder's name is a digest of everything that the pack depends on, so an existing one is never stale.
     existing = find_manifest(store, folder)
     if existing is not None:
         progress.say(f"pack {folder} already exists")
@@ -52,6 +53,7 @@ def pack(
     manifest = Manifest(
         FORMAT, folder, kind, settings, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
     )
+    # Last: a pack without a manifest does not exist, so a reader never sees half of one.
     store.put(pack_key(folder, "manifest.json"), manifest.to_json())
     delete_notes(store, folder)
     return manifest
@@ -140,7 +142,7 @@ def _content_of(path: Path, field: str) -> str:
 def _listing_digest(folder: Path) -> str:
     hasher = hashlib.sha256()
     for root, folders, files in os.walk(folder):
-        folders.sort()
+        folders.sort()  # in place: os.walk then visits them in this order on every file system
         for name in sorted(files):
             path = Path(root, name)
             status = path.lstat()

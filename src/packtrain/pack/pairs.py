@@ -33,11 +33,12 @@ SHARD_PAIRS = 250_000
 _DUPLICATE = "duplicate pair"
 _ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
 BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
-_SORTED_PARTS = 16
+_SORTED_PARTS = 16  # parts of the fingerprints, each sorted by itself to save memory
 
 
 def pack_pairs(packing: Packing) -> PackContents:
     contents = empty_contents(packing.data)
+    # First pass: vocabularies and fingerprints. The second pass, below, encodes.
     with packing.progress.track("reading train", None) as advance:
         source, target = _fit(packing, contents, advance)
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
@@ -56,6 +57,7 @@ def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vo
     """Read the training data once: fit the vocabularies, and note the fingerprints that find duplicates."""
     seen = contents.fingerprints["train"]
 
+    # Fitting consumes an iterator of texts, so fingerprints are taken as the pairs pass by.
     def noted() -> Iterator[TextPair]:
         for _, _, pair in _kept(packing, DropCounter(), DropCounter()):
             seen.append(fingerprint(pair))
@@ -68,7 +70,7 @@ def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vo
         joint = Vocabulary.fit((side for pair in noted() for side in (pair.source, pair.target)), size)
         return joint, joint
     source = Vocabulary.fit((pair.source for pair in noted()), size)
-    kept = _kept(packing, DropCounter(), DropCounter())
+    kept = _kept(packing, DropCounter(), DropCounter())  # the second pass counts what is left out
     return source, Vocabulary.fit((pair.target for _, _, pair in kept), size)
 
 
@@ -160,7 +162,7 @@ def fingerprint(pair: TextPair) -> int:
 
 
 def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
-    """Return for each fingerprint whether an earlier one is equal."""
+    """Return, for each fingerprint, True if an earlier one is equal."""
     values = np.frombuffer(fingerprints, np.uint64)
     again = np.zeros(len(values), np.bool_)
     for part in range(_SORTED_PARTS):  # sorting all at once would need several times their memory

@@ -1,4 +1,4 @@
-"""Turn any image file into tiles, or say why not: the one place where image files of unknown origin are opened.
+"""Turn any image file into tiles, or say why not. Only this module opens image files of unknown origin.
 
 By kind of file:
 
@@ -63,6 +63,7 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
     """Convert the bytes of an image file; a longer short side is reduced to `short_side` pixels."""
     with _quiet():
         image = _open(data)
+        # Everything that decodes is inside, because Pillow decodes lazily and damage shows only then.
         try:
             coding = _coding(image)
             pixels = _decoded_jpeg(data, image) or _flat(image)

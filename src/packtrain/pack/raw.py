@@ -29,7 +29,7 @@ _FIRST_NAMES = 10
 Encoding = Literal["utf-8", "windows-1252"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Nobody wrote a longer line, and it would have to fit into memory.
+# A longer line is not text, and it would have to fit into memory.
 MOST_LINE_BYTES = 16 << 20
 MOST_JSON_BYTES = 1 << 30
 # Bytes 81, 8D, 8F, 90 and 9D have no character in windows-1252; they keep the control characters of ISO-8859-1.
@@ -124,7 +124,7 @@ def file_inside(folder: str, name: str, place: str) -> str | None:
             if Path(path).is_symlink():
                 check_link(folder, path, place)
         return path if Path(path).is_file() else None
-    except OSError:  # a name longer than the file system has
+    except OSError:  # a name longer than the file system allows
         return None
 
 
@@ -185,7 +185,7 @@ def read_json(path: Path) -> object:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise Mistake(f"{path}: not UTF-8 at byte {error.start:,}; convert it first") from None
-    del data
+    del data  # up to a gigabyte, and the text is as large
     return parse_json(text, str(path))
 
 

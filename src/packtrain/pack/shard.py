@@ -29,7 +29,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"),
     "F32": np.dtype("<f4"),
 }
-_LARGEST_HEADER = 1 << 20
+_LARGEST_HEADER = 1 << 20  # our own headers have about a kilobyte; a damaged length must not be trusted
 
 
 class ShardError(PacktrainError):
@@ -104,6 +104,7 @@ def open_shard(path: Path) -> Columns:
     ragged = {}
     for name in [name.removesuffix(".offsets") for name in arrays if name.endswith(".offsets")]:
         values, offsets = arrays.pop(f"{name}.values", None), arrays.pop(f"{name}.offsets")
+        # A bad offset would otherwise read beyond its row, and show up as wrong samples much later.
         if values is None or not _fit(offsets, len(values)):
             raise ShardError(f"{path}: column {name!r} does not match its offsets; pack the data again")
         ragged[name] = Ragged(values, offsets)

@@ -32,7 +32,7 @@ class Vocabulary:
         trainer = BpeTrainer(
             vocab_size=size,
             special_tokens=_SPECIAL,
-            initial_alphabet=ByteLevel.alphabet(),
+            initial_alphabet=ByteLevel.alphabet(),  # all 256 bytes, even those that the texts do not have
             min_frequency=2,
             show_progress=False,
         )
@@ -62,13 +62,14 @@ class Vocabulary:
 
         A special token written out in a text, such as `<eos>`, is encoded like any other text.
         """
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True  # despite its name: special tokens in a text are plain text
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def is_strange(self, text: str) -> bool:
         """True if most characters are encoded as single bytes: the training data hardly had them."""
         if text.isascii():
             return False
+        # Bytes of one character have the same offset: two tokens in a row at one place spell a character.
         starts = [start for start, _ in self._tokenizer.encode(text).offsets]
         spelled = {one for one, next_one in pairwise(starts) if one == next_one and not text[one].isspace()}
         return len(spelled) > sum(not character.isspace() for character in text) / 2

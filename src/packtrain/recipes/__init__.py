@@ -52,7 +52,7 @@ RECIPES: Mapping[str, str] = {
 
 _REQUIRED_ATTRIBUTES = ("defaults", "unit", "contents", "kind", "best_metric")
 
-_searched: Path | None = None
+_searched: Path | None = None  # the directory of own recipes that is on Python's path now
 
 
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
@@ -140,6 +140,7 @@ def _import(module: str, code: Path | None) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
+        # The recipe's own module is missing, as opposed to a module that it imports.
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             where = f" in {code}" if code else ""
             raise Mistake(f"no module {module!r}{where}; put it in the directory that `code` names") from None

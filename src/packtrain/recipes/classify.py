@@ -158,7 +158,7 @@ class Classify(ImageRecipe[ImageBatches]):
         split, settings = request.split, self.job.train.in_epoch(request.epoch)
         device = next(model.parameters()).device
         counted = self._plan(split, request.ids, settings)
-        # A report shows only the first of these; another worker may count them.
+        # A report shows only the first few of these. Their loss may be another worker's to count.
         shown = request.decode_ids[:SHOWN_SAMPLES]
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}

@@ -89,8 +89,8 @@ def _decode_rows(
 def sample_nucleus(logits_RV: Tensor, mass: float, temperature: float, uniform_R: Tensor) -> Tensor:
     """Sample a token per row among the most likely that add up to `mass`; `uniform_R` in [0, 1) selects it."""
     likely_RV, order_RV = (logits_RV.float() / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
-    kept_RV = likely_RV.cumsum(-1) - likely_RV < mass
-    kept_RV[:, 0] = True
+    kept_RV = likely_RV.cumsum(-1) - likely_RV < mass  # the mass of all tokens before this one
+    kept_RV[:, 0] = True  # even if the mass is 0
     sums_RV = (likely_RV * kept_RV).cumsum(-1)
     place_R = (sums_RV <= uniform_R[:, None] * sums_RV[:, -1:]).sum(-1)
     place_R = place_R.minimum(kept_RV.sum(-1) - 1)  # a number close to 1 may be rounded up to it

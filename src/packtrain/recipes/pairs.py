@@ -128,7 +128,10 @@ class PairRecipe(Recipe):
         return self._batch("train", ids)
 
     def _batch(self, split: str, ids: Ids) -> dict[str, NDArray[Any]]:
-        """`predicted` has the positions that are no padding, counted row by row: a GPU would make the host wait."""
+        """Pad a batch. `predicted` has the positions that are not padding, counted row by row.
+
+        It is computed here, because finding it on a GPU would make the host wait.
+        """
         pairs = self.pairs[split]
         target = pad(pairs.target, ids, PAD)
         predicted = np.flatnonzero(target[:, 1:] != PAD)
@@ -172,6 +175,7 @@ class PairRecipe(Recipe):
         tokens = sum(part.sums["tokens"] for part in parts)
         loss = sum(part.sums["loss"] for part in parts) / max(1.0, tokens)
         outputs = [output for part in parts for output in part.outputs]
+        # Against the whole references: scores must not depend on how a model truncates its targets.
         references = self._texts(self._untruncated[split].target, decode_ids) if outputs else []
         inputs = self._texts(self.pairs[split].source, decode_ids[:SHOWN_SAMPLES])
         samples = tuple(Sample(*texts) for texts in zip(inputs, references, outputs, strict=False))
@@ -244,6 +248,7 @@ def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[I
     ordered = ids[np.argsort(lengths[ids], kind="stable")]
     parts, start = [], 0
     for end in range(1, len(ordered) + 1):
+        # Sorted, so the next sample would be the longest of its part, and all would be padded to it.
         if end == len(ordered) or (end + 1 - start) * lengths[ordered[end]] > budget:
             parts.append(ordered[start:end])
             start = end

@@ -168,7 +168,7 @@ class Recipe(ABC):
         """Return the number of samples of a split; 0 if there is no such split."""
 
     def prefetch(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Announce that the epoch's training samples are used in this order; what holds them may be fetched ahead."""
+        """Announce the order in which an epoch uses its samples, so that their shards can be downloaded ahead."""
         return nullcontext()
 
     # The model.

@@ -103,13 +103,14 @@ class DecoderLayer(nn.Module):
 
     def start(self, memory_BSD: Tensor) -> DecoderCache:
         keys, values = self.memory_attention.project(memory_BSD)
-        return DecoderCache(keys, values, keys[:, :, :0], values[:, :, :0])
+        return DecoderCache(keys, values, keys[:, :, :0], values[:, :, :0])  # nothing has been written yet
 
     def step(self, x_B1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
         normed = self.attention_norm(x_B1D)
         keys, values = self.attention.project(normed)
         cache.keys = torch.cat([cache.keys, keys], dim=2)
         cache.values = torch.cat([cache.values, values], dim=2)
+        # No causal mask: the cache has no later positions.
         attended = self.attention(normed, cache.keys, cache.values, None)
         return self._rest(x_B1D + attended, cache.memory_keys, cache.memory_values, mask)
 
@@ -138,6 +139,7 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        # Multiplied by sqrt(width) where it embeds, so that embeddings start with a variance of 1.
         nn.init.normal_(self.embedding.weight, std=self.shape.width**-0.5)
 
     def embed_source(self, tokens_BS: Tensor) -> Tensor:
@@ -170,6 +172,7 @@ class Transformer(nn.Module):
 
     def forward(self, source_BS: Tensor, target_BT: Tensor, predicted_N: Tensor) -> Tensor:
         """Return logits for some positions, one row each; positions count through all rows of the target."""
+        # The softmax over the vocabulary is the largest part of the work, so padding is left out before it.
         memory_BSD, mask_B11S = self.encode(source_BS)
         x_BTD = embedded_BTD = self.embed_target(target_BT)
         for layer in self.decoder:
@@ -185,7 +188,7 @@ class Transformer(nn.Module):
         for layer, cache in zip(self.decoder, caches, strict=True):
             x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
         hidden_B1D = self.finish(self.decoder_norm, x_B1D, embedded_B1D)
-        logits_BV = self.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
+        logits_BV = self.logits(hidden_B1D[:, 0])[:, : self.vocabulary]  # without the rows that pad it to 8
         logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
         return logits_BV
 

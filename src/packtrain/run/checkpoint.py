@@ -29,7 +29,7 @@ class CorruptCheckpoint(PacktrainError):
 
 
 class Superseded(PacktrainError):
-    """A newer generation has started: this one commits nothing any more."""
+    """A newer generation has started: this one must not commit anymore."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     if latest is not None and latest.number > generation:
         raise Superseded(f"generation {latest.number} has started; not committing step {step} of {generation}")
     run.store.put(_manifest_key(run, name), json.dumps(asdict(checkpoint), indent=1).encode())
-    # The put may have waited for a store that was away. A generation that started without this checkpoint wins: the
+    # The put may have waited for an unreachable store. A generation that started without this checkpoint wins: the
     # commits of a run form one line.
     latest = run.latest_generation(latest)
     if latest is not None and latest.number > generation and latest.step < step:
@@ -84,7 +84,10 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
 
 
 def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:
-    """Return all checkpoints with a readable manifest, oldest first: by generation and step, not by time."""
+    """Return all checkpoints with a readable manifest, oldest first: by generation and step, not by time.
+
+    A commit of an old generation that slipped through late thus sorts before those of newer ones.
+    """
     found = []
     for name in run.store.folders(run.key("checkpoints/")):
         data = run.store.find(_manifest_key(run, name))
@@ -149,7 +152,7 @@ def fetch_newest(
                 return checkpoint
             except (CorruptCheckpoint, Mistake) as error:
                 refuse(f"checkpoint {checkpoint.name}: {error}")
-        _empty(directory)
+        _empty(directory)  # the next one must not be mixed with files of this one
     if refused:
         raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
     return None
@@ -171,7 +174,7 @@ def is_scored(checkpoint: Checkpoint) -> bool:
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
     """Return the checkpoints that no rule keeps, given those of `committed`. Those of another format stay."""
-    newest = checkpoints[-max(1, keep_last) :]
+    newest = checkpoints[-max(1, keep_last) :]  # always one: a run must be able to resume
     scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
     kept = {one.name for one in [*newest, *scored[:keep_best]]}
     return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
@@ -180,7 +183,7 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
 def prune(run: Run, keep_last: int, keep_best: int) -> None:
     """Delete what no rule keeps. Listing reads the newest manifest back first."""
     for checkpoint in superfluous(committed(run), keep_last, keep_best):
-        run.store.delete(_manifest_key(run, checkpoint.name))
+        run.store.delete(_manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist
         for file in checkpoint.files:
             run.store.delete(_file_key(run, checkpoint.name, file.name))
 

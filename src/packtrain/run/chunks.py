@@ -37,7 +37,7 @@ class ChunkWriter(Generic[Record]):
     def __init__(self, store: Store, stream: str, writer: str) -> None:
         self._store, self._folder = store, f"{stream}/{writer}"
         self._records: list[str] = []
-        self._chunk, self._unsure = 0, b""
+        self._chunk, self._unsure = 0, b""  # the next chunk's number, and bytes whose put may have failed
         self._collecting, self._flushing = threading.Lock(), threading.Lock()
 
     def append(self, record: Record) -> None:
@@ -51,8 +51,8 @@ class ChunkWriter(Generic[Record]):
         A put that failed may have reached the store and been read there, so exactly the same bytes are put again.
         """
         with self._flushing:
-            self._put(self._unsure)
-            with self._collecting:
+            self._put(self._unsure)  # first, under the number that it had
+            with self._collecting:  # not held while putting: a slow store must not block `append`
                 self._unsure = "".join(f"{line}\n" for line in self._records).encode(errors="replace")
                 self._records.clear()
             self._put(self._unsure)
@@ -126,7 +126,7 @@ class Flusher:
     def _work(self) -> None:
         seconds = self._seconds
         while not self._over.wait(seconds):
-            seconds = min(self._most_seconds, seconds * 1.02)
+            seconds = min(self._most_seconds, seconds * 1.02)  # from 1 s to 10 s in about eight minutes
             self._flush()
 
     def _flush(self) -> bool:

@@ -24,8 +24,8 @@ _SECRETS = (
 def snapshot(directory: Path, leave_out: Path | None = None, most_bytes: int = LARGEST_BYTES) -> bytes:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
-    `leave_out` is a folder that is no code: a store beside the job file. The same files give the same bytes: names are
-    sorted, owners and times omitted.
+    `leave_out` is a folder that is not code, such as a store beside the job file. The same files give the same bytes:
+    names are sorted, owners and times omitted.
     """
     candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
     paths = sorted(path for path in candidates if _wanted(directory, path))

@@ -1,4 +1,4 @@
-"""Judges whether the machines of a run are alive, by their leases. Nothing else in Packtrain does.
+"""Judges whether the machines of a run are alive, by their leases. No other module does.
 
 A node renews its lease every `LEASE_SECONDS`. There are two ways to judge it:
 
@@ -54,12 +54,12 @@ EXIT_CODES: dict[State, int] = {
 class LeaseWatch:
     """Judges leases by when this reader saw them renewed. Pure: the caller reads the leases and the clock.
 
-    Time in which the reader saw nothing at all, because the store was away, does not count: nobody could renew.
+    Time in which the reader could not look, because the store was unreachable, does not count: no node could renew.
     """
 
     lost_after_seconds: float = LEASE_LOST_SECONDS
     leases: dict[str, Lease] = field(default_factory=dict)
-    """The leases as last seen, also of nodes that have left."""
+    """The leases as last seen, including those of nodes that have left."""
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # the latest renewal, and when it was first seen
     _renewed: set[str] = field(default_factory=set)
     _looked: dict[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class LeaseWatch:
         return node in self._renewed and now - self._seen[node][1] < self.lost_after_seconds
 
     def lost(self, node: str, now: float) -> bool:
-        """True if the node has left or not renewed for too long. One that was seen once is neither alive nor lost."""
+        """True if the node has left or not renewed for too long. A node seen only once is neither alive nor lost."""
         return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
 
     def renewed_since(self, node: str, moment: float) -> bool:

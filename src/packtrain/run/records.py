@@ -11,7 +11,7 @@ from typing import Literal
 
 Cause = Literal[
     "start", "resumed", "joined", "preempted", "ended",  # not failures
-    "store", "port",  # failures of nobody in particular, which pass
+    "store", "port",  # failures that pass by themselves, and that no machine is to blame for
     "machine", "program", "memory", "disk", "hang", "number", "mistake",  # failures that count
 ]  # fmt: skip
 
@@ -144,7 +144,7 @@ EventKind = Literal[
 EventDisplay = Literal["report", "info", "warning"]
 TellEvent = Callable[[EventKind, str], None]
 
-# Where a person sees an event: "report" in the report alone, "info" and "warning" also while following the run.
+# Where a person sees an event: "report" only in the report, "info" and "warning" while following the run, too.
 EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
     "machine": "report",
     "generation": "info",
@@ -152,7 +152,7 @@ EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
     "lost": "warning",
     "excluded": "warning",
     "restored": "info",
-    "checkpoint": "report",  # too many
+    "checkpoint": "report",  # there are too many to show
     "evaluation": "info",
     "data": "info",
     "warning": "warning",

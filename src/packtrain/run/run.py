@@ -31,7 +31,8 @@ from packtrain.run.records import (
 )
 from packtrain.store import Store
 
-_FEW, _READERS = 4, 16
+_FEW = 4  # up to this many objects are read one after the other, ...
+_READERS = 16  # ... more by this many threads
 
 Stored = TypeVar("Stored")
 Item = TypeVar("Item")
@@ -72,13 +73,19 @@ class Run:
         """Return the name of the pack that a recipe trains on."""
         return self.store.get(self.key("pack.txt")).decode()
 
-    # Streams.
+    # Streams: each has a reader, and a writer for every process that adds to it.
 
     def events(self) -> ChunkReader[Event]:
         return ChunkReader(self.store, self.key("events"), Event)
 
+    def event_writer(self, writer: str) -> ChunkWriter[Event]:
+        return ChunkWriter(self.store, self.key("events"), writer)
+
     def points(self) -> ChunkReader[Point]:
         return ChunkReader(self.store, self.key("metrics"), Point)
+
+    def point_writer(self, writer: str) -> ChunkWriter[Point]:
+        return ChunkWriter(self.store, self.key("metrics"), writer)
 
     def time_spent(self) -> ChunkReader[TimeSpent]:
         return ChunkReader(self.store, self.key("time"), TimeSpent)
@@ -88,12 +95,6 @@ class Run:
 
     def log_lines(self) -> ChunkReader[LogLine]:
         return ChunkReader(self.store, self.key("logs"), LogLine)
-
-    def event_writer(self, writer: str) -> ChunkWriter[Event]:
-        return ChunkWriter(self.store, self.key("events"), writer)
-
-    def point_writer(self, writer: str) -> ChunkWriter[Point]:
-        return ChunkWriter(self.store, self.key("metrics"), writer)
 
     def log_writer(self, writer: str) -> ChunkWriter[LogLine]:
         return ChunkWriter(self.store, self.key("logs"), writer)
@@ -105,14 +106,14 @@ class Run:
         return ChunkWriter(self.store, self.key("telemetry"), writer)
 
     def metrics(self) -> list[Point]:
-        """Return the points that count, in order: no step twice, and none that a restart threw away."""
+        """Return the points that count, in order: no step twice, and none that a restart discarded."""
         return surviving(self.points().read())
 
     def recent_points(self, steps: int, evaluated: bool) -> list[Point]:
         """Return the end of `metrics`: that many steps and, if the run is `evaluated`, back to the last evaluation.
 
-        Writers are named after their generation, so all of a generation is read before any older one, and it is known
-        which points of the older one were thrown away.
+        Writers are named after their generation, so the newest generation is read first. By the time an older one is
+        read, it is known which of its points a restart discarded.
         """
         kept: list[Point] = []
         starts: dict[int, int] = {}
@@ -134,7 +135,7 @@ class Run:
         return [self._read(entry.key, Generation) for entry in entries]
 
     def latest_generation(self, known: Generation | None = None) -> Generation | None:
-        """With `known`, this is one listing of what came after it, and only a newer one is read."""
+        """Return the latest generation. With `known`, only later ones are listed, and only the last of them is read."""
         after = None if known is None else self._generation_key(known.number)
         entries = self.store.list(self.key("generations/"), after)
         return self._read(entries[-1].key, Generation) if entries else known
@@ -177,7 +178,7 @@ class Run:
         self.store.put_if_absent(self.key("stop.json"), _json(StopRequest(reason, time.time())))
 
     def reopen(self) -> None:
-        """Remove the end of a run, so that nodes resume it."""
+        """Remove the stop request and the result of a run, so that nodes resume it."""
         self.store.delete(self.key("stop.json"))
         self.store.delete(self.key("result.json"))
 
@@ -200,7 +201,7 @@ class Run:
 
 
 def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    """Return the answers in order; many requests run in parallel, because each waits long for its answer."""
+    """Return the answers in order. Many requests run in parallel, because each spends its time waiting."""
     if len(items) <= _FEW:
         return [read(item) for item in items]
     with ThreadPoolExecutor(_READERS) as readers:
@@ -237,6 +238,7 @@ def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
     for number in range(1 + last_number(store, job.name), 1_000_000):
         run = Run(store, f"{_stem(job.name)}-{number}")
+        # Two clients may try the same number at the same time: the second one gets False, and takes the next.
         if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
             store.put(run.key("code.tar.zst"), code)
             if pack is not None:
@@ -251,8 +253,8 @@ def last_number(store: Store, job_name: str) -> int:
 
 
 def _stem(job_name: str) -> str:
-    """Return the start of the names of a job's runs; it leaves room for a number."""
-    return job_name[:56]
+    """Return the start of the names of a job's runs."""
+    return job_name[:56]  # a name has at most 63 characters: this leaves room for a hyphen and six digits
 
 
 def _split(run_name: str) -> tuple[str, int]:
@@ -261,7 +263,7 @@ def _split(run_name: str) -> tuple[str, int]:
 
 
 def run_names(store: Store) -> list[str]:
-    """Return the names of all runs, oldest first; by number within a second, the resolution of object stores."""
+    """Return the names of all runs, oldest first. Object stores keep times to the second: then the number decides."""
     names = [name for name in store.folders("runs/") if is_name(name)]
     entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
     created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]

@@ -1,4 +1,4 @@
-"""The one door to everything a run keeps: a directory (local, NFS) or a bucket of any server that speaks S3.
+"""Stores keep everything about packs and runs: a directory (local, NFS) or a bucket of any server that speaks S3.
 
 `open_store("./store")` and `open_store("s3://bucket/prefix")` behave the same. Keys are names separated by `/`. An
 object appears whole or not at all, and `put_if_absent` has exactly one winner.

@@ -33,10 +33,10 @@ Answer = TypeVar("Answer")
 _PARALLEL_PARTS = 4
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _TRANSFER_SECONDS = 120.0
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20  # larger objects get the client that is patient with slow lines
 _RETRIES_INSIDE = 4
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
-_MARK = "packtrain-put"
+_MARK = "packtrain-put"  # the metadata of an object that names the call that created it
 _METADATA_SECONDS = 1.0
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 # Set on EKS, ECS and wherever else a machine has an identity of its own; obstore uses them by itself.
@@ -182,7 +182,7 @@ class BucketStore(Store):
         # A call of many is retried inside too, or it would never end on a server that often fails.
         self._client = client(0, answer_seconds)
         self._client_for_lists = client(_RETRIES_INSIDE, answer_seconds)
-        # Slow lines need their time for a part, but a lost server should not delay small requests.
+        # A slow line needs time for a part of a file, but a server that is gone should not delay small requests.
         self._client_for_files = client(_RETRIES_INSIDE, max(_TRANSFER_SECONDS, answer_seconds))
 
     def put(self, key: str, data: bytes) -> None:
@@ -194,7 +194,7 @@ class BucketStore(Store):
         )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create the object; False if it already exists. After an error nobody knows if it was created.
+        """Create the object; False if it already exists. After an error it is unknown whether it was created.
 
         A try whose answer got lost may have succeeded, and then the next try finds the object: the mark that all
         tries of this call carry shows if it is ours.
@@ -209,7 +209,7 @@ class BucketStore(Store):
             try:
                 obstore.put(self._client, key, data, mode="create", use_multipart=False, attributes={_MARK: mark})
             except AlreadyExistsError as error:
-                if status_of(str(error)) == 409:  # others are creating it at this moment, and nobody has won yet
+                if status_of(str(error)) == 409:  # several clients are creating it at this moment, and none has won yet
                     raise explain_server(str(error), self.url) from None
                 return tries > 1 and self._mark_of(key) == mark
             return True
@@ -248,7 +248,7 @@ class BucketStore(Store):
             lambda: obstore.list(self._client_for_lists, prefix or None, offset=after or None).collect(),
         )
         entries = (Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in found)
-        # Consoles mark a folder by an empty object that obstore shows under the folder's own name.
+        # Web consoles mark a folder by an empty object, which obstore lists under the folder's own name.
         return sorted(
             (entry for entry in entries if is_key(entry.key) and entry.key != prefix and entry.key > (after or "")),
             key=lambda entry: entry.key,

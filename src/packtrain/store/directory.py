@@ -23,8 +23,8 @@ Published = TypeVar("Published")
 
 CHUNK_BYTES = 8 << 20
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
-_FOLDER_TRIES = 100
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}  # how file systems without hard links fail
+_FOLDER_TRIES = 100  # another process may delete the folder between creating it and writing into it
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -85,7 +85,7 @@ class DirectoryStore(Store):
             path = self._readable(key)
             path.unlink()
             sync(path.parent)
-            # Empty folders go too: a bucket has none, and the name may be wanted for an object.
+            # Remove empty folders, too: a bucket has none, and an object may need the name.
             folder = path.parent
             with suppress(OSError):
                 while folder != self._root:
@@ -157,6 +157,7 @@ class DirectoryStore(Store):
     def _walk(self, prefix: str, after: str) -> Iterator[Entry]:
         for name, entry in self._scan(prefix):
             if entry.is_dir(follow_symlinks=False):
+                # Skip folders whose keys all sort before `after`.
                 if name + "/" >= after or after.startswith(name + "/"):
                     yield from self._walk(name, after)
             elif name > after and entry.is_file(follow_symlinks=False):
@@ -231,7 +232,7 @@ def sync(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a directory; they are as safe as they get.
+        # Some network file systems cannot sync a directory; there is nothing more to do about that.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

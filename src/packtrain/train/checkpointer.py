@@ -47,10 +47,11 @@ class Checkpointer:
         self._stall_seconds = 0.0  # how long training waited for the last save
         engine.before_update = self._wait_for_copy
         self._saved_at = time.monotonic()
+        # Only the first rank votes on saves, so only it needs to read the generations.
         self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
 
     def restore(self) -> Progress:
-        """Load the newest valid checkpoint into the engine and return how far it was. Collective.
+        """Load the newest valid checkpoint into the engine and return its progress. Collective.
 
         The first rank finds it, and one rank of every machine fetches it for all of them.
         """
@@ -59,16 +60,16 @@ class Checkpointer:
         found: Checkpoint | None = None
         if self._world.is_first:
             found = fetch_newest(self._run, directory, self._warn, self._check)
-        # All ranks load what the first one found: a commit may appear between two listings.
+        # All ranks load what the first one found: if each listed by itself, a commit in between would divide them.
         chosen = self._world.share(found.name.encode() if found else b"").decode()
         if not chosen:
             self._engine.load_initial_weights()
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
             fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
-        self._world.barrier()  # the files are there, on every machine
+        self._world.barrier()  # now every machine has the files
         progress = restore(self._engine, directory, self._description(Progress()), self._world.rank)
-        self._world.barrier()  # no rank of this machine needs them any more
+        self._world.barrier()  # now no rank of this machine needs them
         if self._world.rank_of_node == 0:
             shutil.rmtree(directory)
         if self._world.is_first:
@@ -132,8 +133,8 @@ class Checkpointer:
 class BackgroundCommitter:
     """Commits one snapshot at a time in a thread; a newer snapshot replaces one that is still waiting.
 
-    Where the best are kept, the best one that waits is not replaced: then two may wait. `directory` holds the files
-    until they are put; the node removes what a killed process leaves there.
+    If the job keeps its best checkpoints, the best snapshot that waits is not replaced, so two may wait. `directory`
+    holds the files until they are put; the node removes what a killed process leaves there.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class BackgroundCommitter:
         self._thread.join()
 
     def abandon(self) -> None:
-        """Wait for nothing: the commit in progress may still finish, and nothing after it starts."""
+        """Return without waiting: the commit in progress may still finish, and no other one starts."""
         with self._changed:
             self._waiting.clear()
             self._closed = self._abandoned = True
@@ -191,12 +192,12 @@ class BackgroundCommitter:
                     return
                 one = self._waiting.pop(0)
             self._commit_or_warn(one)
-            self._copier.give_back(one[0].copies)
+            self._copier.give_back(one[0].copies)  # the next copy reuses the memory
 
     def _commit_or_warn(self, one: Scored) -> None:
         """Commit, or warn and let training continue: the last good checkpoint is still there.
 
-        While the store is away the commit is retried, until a newer snapshot makes it pointless.
+        While the store is unreachable the commit is retried, until a newer snapshot makes it pointless.
         """
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while True:

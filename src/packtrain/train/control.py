@@ -1,6 +1,6 @@
 """Communication between a node and its workers on one machine: files in a directory, variables, and signals.
 
-A file needs no handler and no particular moment: a worker looks at it once per step.
+A request to stop is a file, not a signal, because a worker can look at it when it suits: once per step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StopSignal:
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Let a signal end the process inside this block, also one received before: there is nothing to commit yet.
+        """Let a signal end the process inside this block, even one received before: there is nothing to commit yet.
 
         Python runs no handler while a worker waits inside torch for a peer that has died.
         """

@@ -35,7 +35,10 @@ class NonFinite(PacktrainError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's loss is summed over this rank's part and not yet read. A skipped step changed no weights."""
+    """The outcome of a step. The loss is the sum over this rank's part, still on the device: reading it would wait.
+
+    A skipped step changed no weights.
+    """
 
     loss: Tensor
     rate: float
@@ -106,7 +109,7 @@ class Engine:
                 (loss * (share + 0.0 * loss.detach())).backward()  # type: ignore[no-untyped-call]
                 self.clock.mark(self.gradient_sync.span_after_backward if is_last else "backward")
             total += loss.detach()
-        self.before_update()  # a checkpoint of the weights may still be copied: it ends before they change
+        self.before_update()  # waits until the last snapshot is copied: the weights change next
         norm, skipped = self._update(now, total)
         self.gradient_sync.after_update(now.step + 1, last)
         self._update_ema(now.step, last)
@@ -154,7 +157,7 @@ class Engine:
 
 
 def seed_randomness(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make all random numbers of a step a function of its number: there is no state to save or restore."""
+    """Make all random numbers of a step a function of its number, so that a checkpoint needs no random states."""
     word = int(philox_words(1, seed, step, rank, Stream.TRAINING)[0])
     # torch.manual_seed also records a stack for every absent kind of device, which takes a millisecond.
     torch.default_generator.manual_seed(word)

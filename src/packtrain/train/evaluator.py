@@ -15,7 +15,7 @@ from packtrain.recipes import EvaluationRequest, Measurement, Recipe, Scores
 from packtrain.train.engine import Engine
 from packtrain.train.world import StopRequested, World
 
-_ABANDONED = b""
+_ABANDONED = b""  # what a rank sends if a stop interrupted its part; a measurement is never empty
 _NONE = np.zeros(0, np.int64)
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint always holds whole tensors, so that it can be loaded into any number of workers.
 
-Reading a job imports this file on machines without torch, so only functions that run in a worker import it.
+Reading a job imports this file on machines without torch, so torch is imported inside functions that run in a worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DdpSettings(ExchangeKind):
 
 
 class LocalSyncSettings(ExchangeKind):
-    """Every worker steps by itself; every so many steps their changes are averaged and applied with momentum."""
+    """Every worker steps by itself; at a fixed interval their changes are averaged and applied with momentum."""
 
     syncs_every_step = False
 
@@ -91,7 +91,7 @@ class GradientSync(ABC):
         return self._world.num_ranks / cost
 
     def is_common(self, steps: int) -> bool:  # noqa: ARG002
-        """True if all ranks have the same weights after so many steps."""
+        """True if all ranks have the same weights after that many steps."""
         return True
 
     def steps_since_common(self, step: int) -> int:  # noqa: ARG002
@@ -185,6 +185,7 @@ class LocalSync(GradientSync):
         super().__init__(model, world, clock)
         self._settings = settings
         self._parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+        # The weights after the last sync, from which every rank measures its own change.
         self._common = [parameter.detach().clone() for parameter in self._parameters]
         self._momentum = [torch.zeros_like(parameter) for parameter in self._common]
 

@@ -15,13 +15,14 @@ CLEAN_STEPS_TO_DOUBLE = 2000
 
 
 def resolve(settings: TrainSettings, device: torch.device) -> str:
-    """Resolve `auto` for this device. On a CPU it is fp32: bf16 is very slow there without native instructions."""
+    """Resolve `auto` for this device. On a CPU it is fp32: without native instructions, bf16 is very slow there."""
     if settings.precision != "auto":
         return settings.precision
     if device.type == "cpu":
         return "fp32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
+    # The loss scale is one number for all ranks, which ranks that update locally could not agree on.
     return "fp16" if settings.exchange.syncs_every_step else "fp32"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from packtrain.data.loader import Position
 from packtrain.units import Duration
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # far more than the rounding error of an epoch, far less than a step
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def reached(goal: Duration, now: Progress) -> bool:
 class Recurring:
     """Something that is due every so often, or never. It depends only on values that are equal on all ranks.
 
-    Steps and epochs need no memory: it is due at each multiple. A time counts from the end of the last occurrence, or
-    else an evaluation that takes longer than its interval would be due again immediately. A run resumed after `seconds`
-    counts from the multiple before, so that a run that fails often still gets there.
+    In steps and epochs it is due at each multiple. A time counts from the end of the last occurrence; otherwise an
+    evaluation that takes longer than its interval would be due again immediately. A run resumed after `seconds` counts
+    from the multiple before, so that a run that fails often still reaches the next one.
     """
 
     def __init__(self, every: Duration | None, seconds: float) -> None:

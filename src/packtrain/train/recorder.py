@@ -45,7 +45,7 @@ class Clock:
         self._spans[span] += seconds
 
     def spent(self, span: str) -> float:
-        """Return the seconds of a span since the last `take`, as far as they are known."""
+        """Return the seconds of a span since the last `take`; on a GPU, those that it has already passed."""
         return self._spans[span]
 
     def take(self) -> dict[str, float]:
@@ -57,7 +57,7 @@ class Clock:
 class DeviceClock(Clock):
     """A clock for a GPU, which runs asynchronously: marks are events in its queue.
 
-    An event is read once the device has passed it; until then its span counts towards a later step.
+    An event is read once the device has passed it; until then its span counts toward a later step.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class TensorBoardWriter:
         points = list(self._pending)
         name = f"events.out.tfevents.{self._started}.{self._run.name}.{self._generation:06d}.{self._files:06d}"
         self._run.store.put(self._run.key(f"tensorboard/{name}"), encode_events(points))
-        # Only what was put: the loop may have appended meanwhile.
+        # Only what was put: the loop may have appended more meanwhile.
         del self._pending[: len(points)]
         self._files += 1
         self._flushed = time.monotonic()

@@ -57,7 +57,7 @@ class TensorCopies:
 
 
 class SnapshotCopier:
-    """TensorCopies tensors in a thread, so that training continues meanwhile.
+    """Copies tensors in a thread, so that training continues meanwhile.
 
     Memory for copies is reused: the first copy into new memory takes several times as long.
     """
@@ -95,7 +95,7 @@ class SnapshotCopier:
 def _room_for(tensor: Tensor, spare: Tensor | None) -> Tensor:
     if spare is not None and spare.shape == tensor.shape and spare.dtype == tensor.dtype:
         return spare
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)  # pinned: copied asynchronously
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -113,6 +113,7 @@ def _copy_after(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | No
     if after is None:
         _copy(pairs)
         return
+    # On a stream of its own, so that the copy runs beside the next step instead of before it.
     stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
     stream.wait_event(after)
     with torch.cuda.stream(stream):
@@ -155,7 +156,7 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     """Start a copy of everything, on the first rank. Collective.
 
     The copy runs while the next step computes its gradients, which changes nothing but the statistics of norm layers:
-    those are copied at once, and the engine's `before_update` waits for the rest.
+    those are copied immediately, and the engine's `before_update` waits for the rest.
     """
     sync, model = engine.gradient_sync, engine.model
     files = {MODEL_FILE: sync.whole(model.state_dict())}
@@ -172,12 +173,12 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
 
 
 def restore(engine: Engine, directory: Path, expected: Description, rank: int) -> Progress:
-    """Load a fetched checkpoint into the engine and return how far it was."""
+    """Load a fetched checkpoint into the engine and return its progress."""
     description = _expected_description(directory, expected)
     load_weights(engine.model, directory / MODEL_FILE)
     if engine.ema is not None:
         load_weights(engine.ema.model, directory / EMA_FILE)
-    # With another number of ranks than before, they share the states that there are.
+    # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
     states = len(list(directory.glob("optimizer*.safetensors")))
     load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
     sync_file = directory / GRADIENT_SYNC_FILE

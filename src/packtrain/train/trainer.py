@@ -36,7 +36,7 @@ from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTot
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was made and whose sync is still under way; `last` if the goal is reached with it."""
+    """A step that was made and whose sync is still in progress; `last` if it reaches the goal."""
 
     step: int
     epochs: float
@@ -120,7 +120,7 @@ class Trainer:
     def _loop(self) -> bool:
         """Train until the goal is reached (True) or a stop is requested (False)."""
         goal = self._job.train.duration
-        if self._progress.owes_evaluation:  # it was due when a stop came
+        if self._progress.owes_evaluation:  # a stop interrupted it, or came first
             if not self._evaluate():
                 return False
             self._save()
@@ -128,11 +128,12 @@ class Trainer:
             return True
         loader = self._open_loader()
         pending: PendingStep | None = None
-        agreed = self._progress  # with the first rank's clock, so that all ranks decide alike
+        agreed = self._progress  # but with the first rank's clock, so that all ranks make the same decisions
         evaluate = save = stop = end = False
         try:
             while True:
                 batch = self._next_batch(loader)
+                # The sync of the previous step has had the time of this step to complete: reading it does not wait.
                 previous, pending = pending, self._step(batch, loader)
                 totals = self._settle(previous) if previous is not None else None
 
@@ -147,12 +148,13 @@ class Trainer:
                 if not (evaluate or save) or not (pending.last or self._engine.gradient_sync.is_common(agreed.step)):
                     continue
 
+                # Metrics up to this step must be recorded before it is evaluated or saved.
                 self._settle(pending)
                 pending = None
                 if evaluate:
                     best = self._progress.best_score
                     self._progress = replace(self._progress, owes_evaluation=True)
-                    # A stop goes before an evaluation, and ends one that has begun: it is made after the resume.
+                    # A stop takes precedence, and interrupts an evaluation in progress; the resumed run makes it.
                     stop = stop or not self._evaluate()
                     improved = self._progress.best_score != best
                     save = save or stop or (improved and self._job.checkpoint.keep_best > 0)
@@ -220,7 +222,7 @@ class Trainer:
         before, goal = self._progress, self._job.train.duration
         epochs = batch.after.epoch + batch.after.batch / batch.batches_in_epoch
         after = replace(before, step=before.step + 1, epochs=epochs, position=batch.after, owes_evaluation=False)
-        # Whether this step is the last one is known beforehand, except for a goal in wall time.
+        # It is known before the step that it is the last one, except for a goal in wall time.
         last = goal.unit != "seconds" and reached(goal, after)
         # Steps compare only with steps of the same batch and image size: for another size kernels may be compiled.
         self._watchdog.begin(f"step {self._job.train.in_epoch(batch.at.epoch)}", f"step {after.step}")
@@ -324,7 +326,7 @@ class Trainer:
     def _final_result(self) -> Result | None:
         """Evaluate the full test or validation split; return the result on the first rank.
 
-        None also if a stop came during the evaluation: it is made after the resume.
+        Also None if a stop interrupted the evaluation; the resumed run makes it.
         """
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
@@ -352,7 +354,7 @@ class Trainer:
         """Evaluate a full split; what the last evaluation measured of it is not measured again."""
         known: Evaluation | None = None
         if split == "valid":
-            # After a resume it is missing; made again in the same parts, the scores are the same bit for bit.
+            # A resumed run does not have it. Evaluating in the same two parts gives the same scores, bit for bit.
             if (self._evaluated is None or self._evaluated[0] != self._progress.step) and not self._evaluate():
                 return None
             assert self._evaluated is not None
@@ -364,7 +366,7 @@ class Trainer:
             self._recorder.event("evaluation", f"evaluating the full {name} split")
         return self._measure(split, None, known)
 
-    # Small things that several of the above need.
+    # Helpers of the above.
 
     def _record(self, kind: str, step: int, values: dict[str, float], scores: Scores | None = None) -> None:
         samples = scores.samples if scores else ()
@@ -378,7 +380,7 @@ class Trainer:
         return self._stop_signal.received or self._control.stop_requested()
 
     def _pulse(self) -> None:
-        """Between two batches of an evaluation: report to the watchdog, and leave if a stop is requested."""
+        """Called between two batches of an evaluation: report to the watchdog, and leave if a stop is requested."""
         self._watchdog.begin("evaluation batch", least=STORE_SECONDS)
         if self._stop_requested():
             raise StopRequested

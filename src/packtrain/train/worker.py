@@ -42,7 +42,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def main(stop_signal: StopSignal) -> NoReturn:
     """Train until the run is finished or stopped; a failure is reported to the node in one line, and logged."""
-    end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)  # of the launcher: without it nothing would supervise this worker
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     trainer: Trainer | None = None
     code = 1
@@ -69,11 +69,11 @@ def build_trainer(control: Control, stop_signal: StopSignal) -> Trainer:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
     pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
     recipe = recipe_class(job.recipe)(job, pack)
-    with stop_signal.fatal():
+    with stop_signal.fatal():  # joining blocks in C until all ranks are there, and no Python handler runs meanwhile
         world = World.join()
     use_deterministic_kernels(world.device)
     clock = clock_of(world.device)
-    clock.add("start", time.time() - psutil.Process().create_time())
+    clock.add("start", time.time() - psutil.Process().create_time())  # imports took seconds before the clock existed
     return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
 
 

@@ -86,11 +86,11 @@ class World:
         return rows or []
 
     def any(self, here: bool) -> bool:
-        """True if it holds on any rank. Collective."""
+        """True if `here` is true on any rank. Collective."""
         return self.count(here)[0] > 0
 
     def count(self, *here: bool) -> list[int]:
-        """Count the ranks on which each of these holds. Collective."""
+        """Count, for each of these flags, the ranks on which it is true. Collective."""
         if self.num_ranks == 1:
             return [int(one) for one in here]
         votes = torch.tensor(here, dtype=torch.int64, device=self.device)
@@ -114,7 +114,7 @@ class World:
         return None
 
     def barrier(self) -> None:
-        self.any(False)
+        self.any(False)  # an all-reduce of one number ends on no rank before all have come to it
 
     def share(self, data: bytes) -> bytes:
         """Return the first rank's bytes on all ranks."""
@@ -198,7 +198,7 @@ class DataBarrier:
     A rank inside the gradient sync cannot leave for a stop: the others would have to join it with data they do not
     have. So all ranks come here before a step for which one of them may be short of data, and vote until every rank has
     its batch, or until a stop makes all of them leave after the same step. The step sync says how many batches each
-    rank has ready; as long as all have enough, nobody comes here.
+    rank has ready; as long as all have enough, no rank comes here.
     """
 
     def __init__(self, world: World, stop_requested: Callable[[], bool]) -> None:

@@ -26,7 +26,7 @@ _COLUMNS = 5
 _PAPER, _INK, _PALE, _EDGE = (255, 255, 255), (30, 34, 42), (112, 118, 130), (218, 221, 227)
 # From no attention to full attention: dark violet, red, orange, light yellow.
 _HEAT = np.array([(24, 12, 60), (120, 28, 109), (212, 72, 66), (251, 155, 6), (252, 245, 160)], np.float64)
-_MAX_ALPHA, _MIN_ALPHA = 0.62, 0.35  # opacity of the heat map at the least and the most attention
+_MAX_ALPHA, _MIN_ALPHA = 0.62, 0.35  # opacity of the heat map where attention is lowest, and where it is highest
 
 
 @dataclass(frozen=True)

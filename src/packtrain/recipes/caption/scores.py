@@ -25,7 +25,7 @@ def words(text: str) -> list[str]:
     """Split a text into lower-case words without punctuation, close to the Penn Treebank's, which COCO uses.
 
     Hyphens and apostrophes inside a word stay, and so do `.`, `,`, `:` and `/` between digits. Clitics are words of
-    their own: man's is man 's, isn't is is n't, cannot is can not. Unlike there, `$`, `%` and `&` are no words, and
+    their own: man's is man 's, isn't is is n't, cannot is can not. Unlike there, `$`, `%` and `&` are not words, and
     abbreviations lose their dots.
     """
     found = _WORD.findall(text.lower().replace("\u2019", "'"))
@@ -103,6 +103,7 @@ class Cider:
         return _Sentence(vectors, norms, len(said))
 
     def _weight(self, ngram: Ngram) -> float:
+        # The inverse document frequency; an n-gram that no reference has counts as if one image had it.
         return math.log(max(1, self._images)) - math.log(max(1, self._having[ngram]))
 
 

@@ -169,6 +169,7 @@ def _continues(shard: Columns) -> NDArray[np.bool_]:
     """Return which pairs start with the reply of the pair before them."""
     source, target = shard.ragged["source"], shard.ragged["target"]
     found = np.zeros(len(shard), np.bool_)
+    # Lengths first, which is fast; a target has one token more, BOS.
     found[1:] = source.lengths[1:] == target.lengths[:-1] - 1
     for row in np.flatnonzero(found).tolist():
         found[row] = np.array_equal(source[row], target[row - 1][1:])
