@@ -52,10 +52,6 @@ class NotFound(PacktrainError):
     exit_code = EXIT_NOT_FOUND
 
 
-class RunStopped(PacktrainError):
-    exit_code = EXIT_STOPPED
-
-
 def printable(text: str, limit: int | None = None) -> str:
     """Return the text as it can be shown and stored: on one line, without control characters, and as valid UTF-8."""
     if limit is not None and len(text) > limit:

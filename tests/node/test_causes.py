@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.node.causes import failures_in_a_row, most_telling, oom_kills, reason_for, verdict, why_they_ended
+from packtrain.node.causes import failures_in_a_row, most_specific, oom_kills, reason_for, verdict, why_they_ended
 from packtrain.run.records import Cause, Generation, NodeReport
 from packtrain.train.control import WorkerError
 from parts.runs import a_generation
@@ -110,7 +110,7 @@ def test_the_error_that_explains_the_others_comes_first() -> None:
 )
 def test_the_most_telling_report_explains_the_rest(told: list[tuple[Cause, str]], expected: str) -> None:
     reports = [NodeReport(1, cause, text) for cause, text in told]
-    assert most_telling(reports).cause == most_telling(reports[::-1]).cause == expected
+    assert most_specific(reports).cause == most_specific(reports[::-1]).cause == expected
 
 
 def test_only_failures_that_count_are_called_failures() -> None:

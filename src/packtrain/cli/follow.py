@@ -269,7 +269,7 @@ def _how_it_ended(node: StartedNode) -> str:
 def print_summary(screen: Console, run: Run, summary: Summary) -> None:
     rows = [("run", f"[bold]{summary.run}[/bold]  {escape(summary.outcome)}"), ("job", escape(summary.description))]
     goal = f" of {summary.goal:,}" if summary.goal else ""
-    # The steps of a program are not known, only its commits.
+    # A program does not report its steps; only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
         rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s"))

@@ -71,7 +71,7 @@ def examine(
             yield Check("this machine", "store", False, str(error), "no run can start without a store; fix this first")
             return
         usable: list[Usable] = []
-        # In parallel, for a host that does not answer takes ten seconds; `map` still yields in the job's order.
+        # In parallel, because a host that does not answer takes ten seconds; `map` still yields in the job's order.
         pool = stack.enter_context(ThreadPoolExecutor(32))
         for checks, one in pool.map(lambda target: check_target(target, store.url, key, secrets), fleet.targets()):
             yield from checks
@@ -121,7 +121,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
 
 
 def clock_offset(theirs: float, asked: float, answered: float) -> float:
-    """Return how far a machine's clock is off, beyond what the time that the question took can explain."""
+    """Return how far a machine's clock is off, not counting the time that the question itself took."""
     return theirs - answered if theirs > answered else min(0.0, theirs - asked)
 
 

@@ -1,7 +1,7 @@
 """The Python environment on a host: find it, or create it from the package index or a bundle of wheels.
 
-Candidates are the job's `python`; else the `packtrain` on the host's PATH, this machine's own path (one home directory
-on all machines), and the host's cache. The environment found must have exactly this source of Packtrain.
+Candidates are the job's `python`; or else the `packtrain` on the host's PATH, this machine's own path (for a home
+directory shared by all machines), and the host's cache. The environment must have exactly this source of Packtrain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
 echo "$python"; exec "$python" -m packtrain.identity
 """
 
-# $1...: candidates. Any version will do: nodes of an older client must be found and ended as well.
+# $1...: candidates. Any version is accepted: nodes of an older client must be found and ended, too.
 _FIND_ANY = f"""
 {_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
@@ -119,7 +119,7 @@ def check_bundle(bundle: Path) -> None:
 
 
 def _archive(bundle: Path | None) -> bytes:
-    """A tar of our own wheel, the constraints and the wheels of the bundle."""
+    """Return a tar of our own wheel, the constraints and the wheels of the bundle."""
     name, wheel = own_wheel()
     pinned = [] if bundle else constraints()  # a bundle has one version of each already
     buffer = io.BytesIO()
@@ -135,7 +135,7 @@ def _archive(bundle: Path | None) -> bytes:
 
 
 def own_wheel() -> tuple[str, bytes]:
-    """The installed package as a wheel, editable or not: the same bytes for the same source."""
+    """Return the installed package as a wheel, editable or not: the same bytes for the same source."""
     installed = distribution("packtrain")
     folder = f"packtrain-{installed.version}.dist-info"
     files = {f"packtrain/{name}": data for name, data in source().items()}
@@ -156,7 +156,7 @@ def _record_digest(data: bytes) -> str:
 
 
 def constraints() -> list[str]:
-    """`name==version` of everything that `packtrain[train]` installed here; for a build such as 2.8.0+cpu, 2.8.0."""
+    """Return `name==version` of all dependencies of `packtrain[train]` here; a build such as 2.8.0+cpu is 2.8.0."""
     found: dict[str, str] = {}
     waiting = list(_requirements(distribution("packtrain"), {"train"}))
     while waiting:

@@ -1,4 +1,4 @@
-"""A fleet is a way to start `packtrain node RUN` on machines. Nothing more."""
+"""The interface of fleets. A fleet only starts `packtrain node RUN` on machines, lists the nodes and ends them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class StartedNode:
     log: Path
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self.process.poll()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The state of a run on one machine, in the words of its fleet. `is_over`: no node will run there any more."""
+    """The state of a run on one machine, in the words of its fleet. `is_over`: no node will run there again."""
 
     name: str
     state: str
@@ -68,7 +68,7 @@ class Machine:
 
 
 def states_of(machines: Sequence[Machine]) -> str:
-    """`2 RUNNING, 1 PENDING (Resources)`."""
+    """Return the number of machines in each state: `2 RUNNING, 1 PENDING (Resources)`."""
     return ", ".join(f"{count} {state}" for state, count in Counter(machine.state for machine in machines).items())
 
 
@@ -123,7 +123,7 @@ class Fleet(ABC):
         """Cancel what waits in a queue for a stopped run, for fleets that have a queue."""
 
     def queue(self, run: Run) -> str | None:  # noqa: ARG002
-        """Return the run's state in the queue, for fleets that have one that can be asked from here."""
+        """Return the run's state in the fleet's queue; None if it has none, or none that can be asked from here."""
         return None
 
     def notices(self) -> Sequence[NoticeSource]:

@@ -79,7 +79,7 @@ def measure(shared: TCPStore, rank: int, world: int, backend: str, seconds: floa
 
     latency = median([reduce_seconds(small) for _ in range(_LATENCY_ROUNDS)][_WARM_UP_ROUNDS:])
     first = torch.tensor([reduce_seconds(large) + reduce_seconds(large)], dtype=torch.float64, device=device)
-    # The slowest machine decides on the number of rounds: one that did fewer would leave the others waiting.
+    # The slowest machine decides on the number of rounds: all must do the same number, or some would wait forever.
     dist.all_reduce(first, op=dist.ReduceOp.MAX)
     rounds = max(3, min(10_000, int(seconds / (first.item() / 2))))
     took = sum(reduce_seconds(large) for _ in range(rounds)) / rounds

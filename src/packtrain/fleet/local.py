@@ -151,7 +151,7 @@ def end_processes(found: Sequence[Process], number: signal.Signals = signal.SIGT
 
 
 def log_directory() -> Path:
-    """Return the directory for the output of nodes, without the logs of nodes that failed long ago."""
+    """Return the directory for the output of nodes, after removing logs that are older than a week."""
     directory = cache_directory() / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     for log in directory.glob("*.log"):
@@ -166,7 +166,7 @@ def new_log(run: str) -> Path:
 
 
 def session_name(run: str) -> str:
-    """The tmux session that shows the node's output."""
+    """Return the name of the tmux session that shows the node's output."""
     return f"packtrain-{run}"
 
 
@@ -190,7 +190,7 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     # A node that fails early would otherwise leave the client waiting for it without a reason.
     deadline, text = time.monotonic() + _JOIN_SECONDS, ""
     while time.monotonic() < deadline and "joined" not in text:
-        ended = os.waitpid(child, os.WNOHANG) != (0, 0)  # before the log is read, which then is complete
+        ended = os.waitpid(child, os.WNOHANG) != (0, 0)  # before the log is read, so that it is complete
         text = log.read_text(errors="replace") if log.exists() else ""
         if ended and "joined" not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
@@ -199,7 +199,7 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
 
 
 def _become_node(arguments: list[str], log: Path) -> None:
-    """Run the node in this very process: its secrets are in the environment here, and never in arguments."""
+    """Run the node in this process, whose environment has the secrets: they must not appear in arguments."""
     sys.argv = ["packtrain", *arguments]
     code: object = 1
     try:
@@ -211,7 +211,7 @@ def _become_node(arguments: list[str], log: Path) -> None:
         sys.stdout.flush()
         if code == 0:
             log.unlink(missing_ok=True)
-    os._exit(code if isinstance(code, int) else 1)  # never back into the code that called us
+    os._exit(code if isinstance(code, int) else 1)  # never return into the code that forked
 
 
 def _leave_with_connection() -> None:
@@ -264,7 +264,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _read_secrets() -> None:
-    """Read one line byte by byte: what follows it must stay in the pipe, whose end means that the client is gone."""
+    """Read one line byte by byte: what follows must stay in the pipe, whose end means that the client is gone."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte

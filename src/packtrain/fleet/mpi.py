@@ -3,10 +3,9 @@
 mpirun keeps running on this machine, detached from the terminal, as long as the run: when it ends, so do the nodes. A
 run that must outlive this machine is for the ssh fleet.
 
-`python -m packtrain.fleet.mpi --run RUN --store STORE --least 2 -- mpirun ...` supervises mpirun. By itself it would
-wait for a machine that lost its power, and end all the others once it notices. The supervisor watches the leases
-instead: a run that can do without the machine continues, and mpirun ends when the run has ended or when too few
-machines are left.
+`python -m packtrain.fleet.mpi --run RUN --store STORE --least 2 -- mpirun ...` supervises mpirun. By itself, mpirun
+would wait for a machine that lost its power, and end all the others once it notices. The supervisor watches the leases
+instead: if enough machines are left, the run continues; mpirun ends when the run has ended or too few are left.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class MpiFleet(Fleet):
         self._over_ssh().check(job, store, say)
 
     def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
-        """Start mpirun under its supervisor, with the hosts that answer: with one that does not, it starts nothing."""
+        """Start mpirun under its supervisor, with the hosts that answer: if one does not, mpirun starts nothing."""
         self._require_mpirun()
         machines = self._settings.machines
         own = ("--run", run.name, "--store", run.store.url, "--least", str(machines.least))
@@ -123,14 +122,14 @@ class MpiFleet(Fleet):
         return started
 
     def list(self, run: Run) -> builtins.list[Machine]:
-        """All hosts have the state of mpirun; what each of them does is in the store."""
+        """Return the state of mpirun for every host; what each of them does is in the store."""
         hosts = self._settings.hosts[: self._settings.machines.most]
         if find_processes("mpirun", run.name, run.store.url):
             return [Machine(host, "running") for host in hosts]
         return [Machine(host, "ended", is_over=True) for host in hosts]
 
     def end(self, run: Run) -> None:
-        """mpirun forwards SIGUSR1 and ends when the nodes have left; after SIGTERM it would wait out its timeout."""
+        """End with SIGUSR1: mpirun forwards it and ends with the nodes. After SIGTERM it would wait for its timeout."""
         end_processes(find_processes("mpirun", run.name, run.store.url), signal.SIGUSR1)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
@@ -144,7 +143,7 @@ class MpiFleet(Fleet):
             raise Mistake("mpirun is missing; install Open MPI (openmpi-bin), or use fleet: {ssh: {hosts: [...]}}")
 
     def _over_ssh(self) -> SshFleet:
-        """The same hosts as an ssh fleet: mpirun reaches them by ssh too."""
+        """Return the same hosts as an ssh fleet: mpirun reaches them by ssh, too."""
         own = self._settings
         python = own.python or sys.executable
         return SshFleet(SshSettings(hosts=own.hosts, machines=own.machines, python=python, interface=own.interface))
@@ -156,7 +155,7 @@ def _slots(hosts: Sequence[str]) -> str:
 
 @dataclass
 class EndPolicy:
-    """Decides when mpirun waits for machines that will not come: `why` is a reason that has held for long enough."""
+    """Decides when to end mpirun. `why` returns a reason once it has held for long enough."""
 
     least: int
     watch: LeaseWatch = field(default_factory=LeaseWatch)

@@ -27,7 +27,7 @@ _OPTIONS = (
     "-o", "ServerAliveInterval=5",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
-# $0: the length of the script. dd reads byte by byte, for what follows the script is the script's own input.
+# $0: the length of the script. dd reads byte by byte, because what follows the script is the script's own input.
 _READ_SCRIPT = 'eval "$(dd bs=1 count="$0" 2>/dev/null)"'
 _SSH_FAILED = 255  # ssh's own errors; every other code is the command's
 
@@ -45,7 +45,7 @@ _ADVICE: Sequence[tuple[str, str]] = (
 
 
 class Unreachable(Mistake):
-    """A host that cannot be used, and why. `answers`: ssh reached it all the same."""
+    """A host that cannot be used, and why. `answers`: ssh could reach it."""
 
     def __init__(self, host: str, fault: str, answers: bool = True) -> None:
         super().__init__(f"{host}: {fault}")

@@ -1,9 +1,9 @@
 """Nodes of a Slurm cluster: a script for sbatch that a person can read, keep and submit again.
 
-A fixed number of machines is one job of so many nodes: they start together, reach the time limit together and are
-requeued together, and none waits for another on an idle node. A range is an array of jobs of one node each: the run
-starts with the smallest number, takes in the others as the queue lets them, and each one that is preempted is requeued
-alone. A node that fails ends its job, and Slurm requeues the job: the others of a fixed number could only wait.
+A fixed number of machines is one job with that many nodes: they start together, reach the time limit together and are
+requeued together, and none waits for another on an idle node. A range is an array of jobs with one node each: the run
+starts with the smallest number and takes in the others as the queue starts them; a preempted job is requeued alone. A
+node that fails ends its job, and Slurm requeues the job: the other nodes of a fixed number could only wait.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from packtrain.store import Store
 NOTICE_SECONDS = 120
 _LEAST_SECONDS = 300
 _ASK_SECONDS = 30.0
-_IMMEDIATE_SECONDS = 60
-_OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)
+_IMMEDIATE_SECONDS = 60  # how long doctor's commands wait for free nodes
+_OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)  # exit codes of a node after which the job is not requeued
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
-_UNAVAILABLE = "node configuration is not available"  # also if the nodes are only drained or down
+_UNAVAILABLE = "node configuration is not available"  # sbatch says this even if the nodes are only drained or down
 # Variables that every program needs; no others leave this machine, except for the job's and the store's.
 _PLAIN_VARIABLES = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
 
@@ -106,7 +106,7 @@ class SlurmSettings(FleetKind):
         return SlurmFleet(self)
 
     def resources(self) -> list[str]:
-        """The options that sbatch and srun share."""
+        """Return the options that sbatch and srun share."""
         return [
             *([f"--partition={self.partition}"] if self.partition else []),
             *([f"--account={self.account}"] if self.account else []),
@@ -184,7 +184,7 @@ class SlurmFleet(Fleet):
             job = ask(plan.arguments, plan.script).strip().partition(";")[0]
             run.store.put(run.key("slurm.json"), json.dumps([*_submitted(run), job]).encode())
             say(f"submitted Slurm job {job}; see `squeue --job {job}`")
-        return []  # they may wait for days
+        return []  # nothing to watch from here: the job may wait in the queue for days
 
     def list(self, run: Run) -> builtins.list[Machine]:
         return [queued.machine for queued in _jobs_of(run)]
@@ -235,12 +235,12 @@ class SlurmTarget(Target):
         return ask(("srun", *size, *limits, *settings.resources(), *settings.options, *command), "", seconds)
 
     def link_options(self, rank: int, facts: Facts) -> list[str]:  # noqa: ARG002
-        """Ranks are Slurm's own, for one command runs on all nodes; each chooses its address itself."""
+        """Return no rank: one command runs on all nodes, and each takes its rank from Slurm and chooses its address."""
         return ["--interface", self.interface] if self.interface else []
 
 
 def script(run: Run, job: Job, settings: SlurmSettings) -> str:
-    """The script for sbatch. It has names of variables in it, never their values."""
+    """Return the script for sbatch. It contains names of variables, never their values."""
     command = node_arguments(run, settings.python or sys.executable, settings, settings.interface)
     return _SCRIPT.format(
         run=run.name,

@@ -1,10 +1,10 @@
 """Hosts over ssh. Nodes keep running without the connection that started them.
 
-connect to all hosts in parallel; on each, find the Python and test the store
-create the environment where there is none
-refuse if too few hosts are usable, before the data is packed and anything runs
-check again, for packing may take hours
-start the nodes; if too few start, end those that did
+1. Connect to all hosts in parallel; on each, find the Python and test the store.
+2. Create a Python environment where there is none.
+3. Refuse if too few hosts are usable, before the data is packed and anything runs.
+4. Check again before the start, because packing may take hours.
+5. Start the nodes; if too few start, end those that did.
 """
 
 from __future__ import annotations
@@ -117,14 +117,15 @@ class SshFleet(Fleet):
         # The node's arguments without `python -m packtrain`: which Python it is differs between hosts.
         commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}
         secrets = values_of(plans[0].variables)
-        # The kernel ends a tied connection with the thread that started it, so it must be started by this one.
+        # PR_SET_PDEATHSIG follows the thread that started a process, not its process: tied connections must be started
+        # by this thread, not by one of a pool that ends soon.
         started, faults = _in_parallel(
             lambda host: start_node(host, run, commands[host.name], secrets, tied),
             chosen,
             1 if tied else _CONNECTIONS,
         )
         if len(started) < machines.least:
-            # Also where the start failed: the node may run, and only the answer was lost.
+            # On hosts where the start failed, too: the node may run, and only the answer was lost.
             _in_parallel(lambda host: _end(Remote(host.name), host.python, run), chosen)
             raise faults[0]
         for fault in faults:
@@ -149,7 +150,7 @@ class SshFleet(Fleet):
             if python is None:
                 say(f"{host}: creating a Python environment for packtrain")
                 python = environment.create(remote, bundle)
-            # A host that cannot see the store would start its node, and the run would wait for it in vain.
+            # A host that cannot see the store would start its node, and the run would wait for it forever.
             facts = facts_of(remote, python, store, key, variables)
             if facts.store_error:
                 raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
@@ -246,7 +247,7 @@ def unavailable(fault: PacktrainError) -> str:
 
 
 def together(faults: Sequence[PacktrainError]) -> str:
-    """Join the faults of several hosts; a fault that they share is said once."""
+    """Join the faults of several hosts; a fault that they share is named once."""
     hosts: dict[str, builtins.list[str]] = {}
     for fault in faults:
         text = fault.fault if isinstance(fault, Unreachable) else str(fault)
@@ -268,7 +269,7 @@ def _chosen(hosts: Sequence[str], machine: str | None) -> str:
 def _in_parallel(
     work: Callable[[Item], Answer], items: Sequence[Item], connections: int = _CONNECTIONS
 ) -> tuple[list[Answer], list[PacktrainError]]:
-    """Return the answers, and our own errors, in the order of the items."""
+    """Return the answers, and the errors that are ours (PacktrainError), both in the order of the items."""
 
     def attempt(item: Item) -> Answer | PacktrainError:
         try:

@@ -17,7 +17,7 @@ import psutil
 from packtrain.errors import Mistake
 
 LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "198.51.100.1"  # reserved for documentation: the way to it is the default route
+_ELSEWHERE = "198.51.100.1"  # reserved for documentation, so nobody has a special route to it: finds the default route
 _SHARED = ipaddress.ip_network("100.64.0.0/10")  # carrier-grade NAT; overlay networks such as Tailscale use it, too
 
 
@@ -26,8 +26,8 @@ def choose_address(
 ) -> str:
     """Return the address to register: as given, or a private one of an interface that leads to other machines.
 
-    That is the interface towards `others` of the run, the store, or the rest of the world; then any. Bridges within
-    this machine, such as docker0, lead to no other. A machine that is alone in its run needs no network.
+    That is the interface on the route to `others` of the run, to the store, or to the internet; then any. Bridges
+    inside this machine, such as docker0, lead to no other machine. A machine that is alone in its run needs no network.
     """
     if given is not None and interface is not None:
         raise Mistake("--address and --interface: give only one of them")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_telling, reason_for, verdict
+from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_specific, reason_for, verdict
 from packtrain.node.deadline import seconds_left
 from packtrain.node.lease import LeaseRenewer
 from packtrain.node.workers import WorkerGroup, WorkerStop
@@ -30,11 +30,11 @@ from packtrain.units import Machines
 
 GATHER_SECONDS = 4.0  # for machines that were started together to be seen together
 RENEWAL_SECONDS = 3 * LEASE_SECONDS  # in which a live node is seen to renew its lease
-EXPLAIN_SECONDS = 6.0  # for the node that broke the connections of others to say why
+EXPLAIN_SECONDS = 6.0  # for the node whose failure broke the connections of the others to report why
 GROW_SECONDS = 30.0  # a generation trains at least this long before it ends for the sake of a new machine ...
 GROW_FACTOR = 3  # ... and this many times longer than it took to start
 QUIET: tuple[Cause, ...] = ("ended", "preempted", "joined")
-"""Causes that are not told as a failure."""
+"""Causes that are not reported as a failure."""
 
 
 # Pure decisions.
@@ -91,12 +91,12 @@ def newcomer(
 
 
 def _by_age(lease: Lease) -> tuple[int, str]:
-    # By name among nodes of one age, so that all nodes would propose the same.
+    # By name among nodes of the same age, so that any node would make the same proposal.
     return lease.joined, lease.node
 
 
 def _spread(leases: Sequence[Lease], most: int) -> list[Lease]:
-    """The first nodes, each on a machine of its own as far as possible; in their order."""
+    """Return the oldest nodes, each on a machine of its own as far as possible, ordered by age."""
     first_there: dict[str, Lease] = {}
     for lease in leases:
         first_there.setdefault(lease.hostname, lease)
@@ -144,11 +144,11 @@ class Assembly:
         return lease
 
     def is_lost(self, node: str) -> bool:
-        """By what was seen so far."""
+        """True if the node is lost, judging by the looks so far."""
         return node != self._name and self.watch.lost(node, self._clock())
 
     def alive(self) -> list[Lease]:
-        """The nodes that can take part now. This node's own lease may be older in the store."""
+        """Return the nodes that can take part now. This node's own lease is fresher here than in the store."""
         now = self._clock()
         others = [
             lease for node, lease in self.watch.leases.items() if node != self._name and self.watch.alive(node, now)
@@ -158,9 +158,9 @@ class Assembly:
     # While workers run: does their generation have to end because of another node?
 
     def watch_others(self, group: WorkerGroup) -> LostNode | NodeReport | WorkerStop | None:
-        """The first node watches all others, and they watch the first.
+        """Watch all other nodes if this is the first one, or else the first one.
 
-        A report means that the generation has ended already, WorkerStop that the workers have to commit and exit.
+        LostNode and NodeReport mean that the generation has ended; WorkerStop that its workers have to commit and exit.
         """
         return self._watch_all(group) if group.is_first else self._watch_first(group)
 
@@ -183,7 +183,7 @@ class Assembly:
                 return LostNode(member.node)
             if report is not None and report.cause not in QUIET:
                 return NodeReport(generation.number, "ended", "workers of another machine failed")
-            if is_leaving:  # it may be gone before the workers here have committed, and is waited for nevertheless
+            if is_leaving:  # even if it is already lost: the workers here still have to commit
                 stop = stop or WorkerStop("preempted", f"machine {member.node} is being preempted", self._clock())
         if stop is None and (joining := self._to_take_in(generation, group.began)) is not None:
             stop = WorkerStop("joined", f"machine {joining.node} joined", self._clock())
@@ -240,7 +240,7 @@ class Assembly:
         ended = self._how_it_ended(latest, own)
         step = max((checkpoint.step for checkpoint in committed(self._run)), default=0)
         if latest is not None and ended.cause in COUNTED:
-            # Judged once: the reports of nodes that leave meanwhile must not change it.
+            # Judged only once: reports of nodes that leave in the meantime must not change it.
             if latest.number not in self._verdicts:
                 tried = self._up_to(latest)
                 self._verdicts[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
@@ -254,11 +254,11 @@ class Assembly:
         culprits = [] if latest is None else self._culprits(latest)
         proposed = proposal(latest, alive, self._machines, start, excluded([*culprits, culprit]))
         if proposed is not None:
-            self._run.propose(proposed)  # another node may win: all look for the latest generation anyway
+            self._run.propose(proposed)  # if another node's proposal wins, the next look finds that one
         return None
 
     def _is_unsettled(self, latest: Generation, own: NodeReport, since: float) -> bool:
-        """True while another member may still say, or be, what went wrong.
+        """True while another member may still report what went wrong, or turn out to be lost.
 
         It has to renew its lease after the generation ended here. If all that is known here is a broken connection,
         the others get some time to say why.
@@ -278,7 +278,7 @@ class Assembly:
         if latest is None:
             return NodeReport(0, "start", "start")
         others = [member.node for member in latest.members if member.node != self._name]
-        # This node was no member, and all members are gone: a person has resumed the run.
+        # This node was not a member, and all members are gone: a person has resumed the run.
         if own is None and all(self.is_lost(node) for node in others):
             return NodeReport(latest.number, "resumed", "resumed")
         reports = [own] if own is not None else []
@@ -293,19 +293,19 @@ class Assembly:
         if not reports:
             return NodeReport(latest.number, "ended", "the first machine was lost")
         requested = [report for report in reports if report.cause in ("preempted", "joined")]
-        told = most_telling(reports)
-        # Programs exit in all sorts of ways when they are asked to stop: that is no failure.
+        told = most_specific(reports)
+        # Programs exit in all sorts of ways when they are asked to stop: that is not a failure.
         return requested[0] if requested and told.cause == "program" and not told.fatal else told
 
     def _up_to(self, latest: Generation) -> list[Generation]:
-        """All generations so far; each record is read once."""
+        """Return all generations up to this one; each record is read from the store only once."""
         known = self._history[-1].number if self._history else 0
         if known < latest.number:
             self._history += self._run.generations(known)
         return [generation for generation in self._history if generation.number <= latest.number]
 
     def _culprits(self, latest: Generation) -> list[str | None]:
-        """The node that ended each generation before the latest, as the records of their successors say."""
+        """Return the node that ended each generation before the latest; the record of its successor names it."""
         return [generation.culprit for generation in self._up_to(latest)]
 
     def _culprit(self, latest: Generation, own: NodeReport | None) -> str | None:
@@ -340,7 +340,7 @@ class Assembly:
 
     def _start_after(self, ended: NodeReport, step: int, count: int) -> GenerationStart:
         leases = {**self.watch.leases, self._name: self._lease.lease}.values()
-        # Clocks are not compared, only durations: the node with the longest count knows the run's time best.
+        # Durations are compared, never clocks: the node that has counted the longest has missed the least.
         used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
         left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
         return GenerationStart(ended.cause, reason_for(ended), step, ended.step, used, left)

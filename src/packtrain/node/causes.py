@@ -17,10 +17,10 @@ from packtrain.units import counted
 
 FAILURE = "failure: "
 
-# Failures that count towards `fleet.failures`; every other cause passes by itself.
+# Failures that count toward `fleet.failures`; every other cause passes by itself.
 COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
-# The most telling first: what explains the others stands before them.
-_TELLING: tuple[Cause, ...] = (
+# The most specific first: a cause that explains others comes before them.
+_BY_SPECIFICITY: tuple[Cause, ...] = (
     "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "preempted", "joined",
     "ended", "resumed", "start",
 )  # fmt: skip
@@ -52,15 +52,16 @@ def is_consequence(text: str) -> bool:
 
 
 def is_own_failure(report: NodeReport) -> bool:
-    """True if the error came up on the reporting node, and counts."""
+    """True if the reporting node itself failed, and the failure counts."""
     return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
 
 
 def why_they_ended(
     generation: int, code: int, errors: Sequence[WorkerError], output: str, out_of_memory_kills: int
 ) -> NodeReport:
-    """Judge by what the workers told, the last output of launcher and workers, and how many processes the kernel killed
-    meanwhile because memory was full."""
+    """Judge by the workers' own reports, the last output of launcher and workers, and the number of processes that the
+    kernel killed meanwhile because memory was full.
+    """
     if code == 0:
         return NodeReport(generation, "ended", "the workers exited before the run was complete")
     told = sorted(errors, key=lambda error: (not error.fatal, is_consequence(error.text), error.time))
@@ -72,7 +73,7 @@ def why_they_ended(
     if _PORT.search(output):
         return NodeReport(generation, "port", "the rendezvous port was taken by another process")
     if first is None or is_consequence(first.text):
-        # Without a step: it would be that of another worker's error.
+        # Without a step: the error belongs to another worker, which may have been at another step.
         text = _killed_by(output) or (first.text if first is not None else _exited_with(code, output))
         step = None
     else:
@@ -104,7 +105,7 @@ def why_not_started(generation: int, error: OSError) -> NodeReport:
     return NodeReport(generation, cause, f"this machine cannot start its workers: {error}")
 
 
-def most_telling(reports: Sequence[NodeReport]) -> NodeReport:
+def most_specific(reports: Sequence[NodeReport]) -> NodeReport:
     """Return the report that explains the others."""
     return min(reports, key=lambda one: (not one.fatal, _rank(one), is_consequence(one.text)))
 
@@ -112,8 +113,8 @@ def most_telling(reports: Sequence[NodeReport]) -> NodeReport:
 def _rank(report: NodeReport) -> int:
     # A lost or preempted machine explains that the others lost the connection to it.
     if report.cause == "program" and is_consequence(report.text):
-        return _TELLING.index("joined") * 2 + 1
-    return _TELLING.index(report.cause) * 2
+        return _BY_SPECIFICITY.index("joined") * 2 + 1  # odd: between two causes
+    return _BY_SPECIFICITY.index(report.cause) * 2
 
 
 def reason_for(report: NodeReport) -> str:
@@ -147,7 +148,7 @@ def _with_advice(text: str, cause: Cause) -> str:
 def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
     """Count the generations that started because of a failure, with nothing committed since.
 
-    Other causes (a preemption, a store that was away) neither count nor reset the count; a person who resumes the run
+    Other causes (a preemption, an unreachable store) neither count nor reset the count; a person who resumes the run
     resets it.
     """
     count = 0

@@ -11,8 +11,8 @@ from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
 from packtrain.system import say
 
-MARGIN_SECONDS = 300.0  # for the last checkpoint ...
-_MARGIN_FRACTION = 0.1  # ... of which a short budget affords less
+MARGIN_SECONDS = 300.0  # before the deadline, for the last checkpoint ...
+_MARGIN_FRACTION = 0.1  # ... but at most this fraction of the time left, for short budgets
 
 
 def seconds_left(
@@ -20,7 +20,7 @@ def seconds_left(
 ) -> float | None:
     """Return how long that many machines may still train together; None without a budget.
 
-    Hours are wall time of the run; dollars are paid for every machine, also for those that are gone.
+    Hours are wall time of the run; dollars are paid for every machine, including those that are gone.
     """
     limits = []
     if budget.hours is not None:
@@ -33,8 +33,10 @@ def seconds_left(
 
 
 def left_at_start(run: Run, latest: Generation | None) -> float | None:
-    """Return the limit of a node that joins: what the latest generation had left, less the time since then by the lease
-    of its first node."""
+    """Return the limit of a node that joins: what the latest generation had left at its start, less the time since.
+
+    The lease of the generation's first node says how much time that is.
+    """
     if latest is None or latest.seconds_left is None:
         # All machines may have started at the same time: each keeps to its share.
         return seconds_left(run.job.budget, run.job.fleet, (), 0.0, run.job.fleet.kind.machines.most)

@@ -1,7 +1,7 @@
 """A node's directory on its machine, and the cleanup of directories that dead nodes left there.
 
 A node holds a lock on its directory as long as it lives. The kernel releases the lock however the node ends, so a
-directory whose lock can be taken belongs to nobody: its logs are brought into the store, and it is removed.
+directory whose lock can be taken belongs to a dead node: its logs are uploaded to the store, and it is removed.
 
 Several machines may share one cache on a network file system, where each may see only its own locks: directories of
 another machine are left alone.
@@ -29,7 +29,7 @@ from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import FileLock, nodes_directory, say
 
-_RECOVERED = "-recovered-"  # in the names of writers that bring in the logs of a dead node
+_RECOVERED = "-recovered-"  # in the names of writers that upload the logs of a dead node
 _PART = ".part"  # the suffix of a directory that is being made
 _FOREIGN_SECONDS = 7 * 24 * 3600.0
 
@@ -85,7 +85,7 @@ def owner_of(path: Path) -> Owner | None:
 def sweep(run: Run, tell: TellEvent) -> None:
     """Take over what dead nodes left on this machine: their processes, logs, leases and files.
 
-    Directories of other stores are removed only once they are old: somebody may still want their logs.
+    Directories of other stores are removed only once they are old: their logs may still be wanted.
     """
     directory = nodes_directory()
     for path in sorted(directory.iterdir()) if directory.exists() else ():
@@ -104,7 +104,7 @@ def sweep(run: Run, tell: TellEvent) -> None:
                 say(f"warning: keeping {path} for now: {error}")
                 lock.close()
                 continue
-        NodeDirectory(path, lock).remove()
+        NodeDirectory(path, lock).remove()  # last: while it exists and is locked, no other sweep touches it
 
 
 def _is_ours(run: Run, path: Path, owner: Owner | None) -> bool:
@@ -162,7 +162,7 @@ def _lines_of(run: Run, node: str) -> Iterator[LogLine]:
 def remove_orphans(run: Run, current: int, complain: Callable[[StoreError], None]) -> None:
     """Delete the files of checkpoints that older generations started and never committed.
 
-    Generations before the current one commit nothing any more; the current one is left alone.
+    Generations before the current one can no longer commit; the current one is left alone.
     """
     try:
         for name in run.store.folders(run.key("checkpoints/")):

@@ -85,7 +85,7 @@ def worker_environment(
     kept = _without_other_launchers(inherited)
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
-    # The machine's own setting may name another network than the one that was checked: only the job overrides ours.
+    # A variable set on the machine may name another network than the one we checked: only the job overrides ours.
     bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -115,18 +115,18 @@ class Launchers:
 
     def __init__(self, run: Run, home: Path, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
-        # By these the launcher is found when the node is gone; the workers get their own from its work.
+        # If the node dies, `kill_marked` finds its launcher by these. The workers get their own with the work.
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
         self._environment = {**_without_other_launchers(inherited), **marks}
         self.ready: subprocess.Popen[bytes] | None = None  # a launcher without work
 
     def prepare(self) -> None:
-        """Start the next launcher. Costs some seconds of a core, once, and the memory of torch."""
-        with suppress(OSError):  # then the next launch starts it
+        """Start the next launcher ahead of time, for some seconds of CPU time and the memory of torch."""
+        with suppress(OSError):  # if it fails, the next launch starts one
             self.ready = self.ready or self._start()
 
     def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
-        """A launcher that dies before it has read its work is a failed launch: its log says why."""
+        """Give a launcher its work. If it dies before reading it, the launch looks like a failed one, with its log."""
         work = {
             "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
             "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
@@ -134,7 +134,7 @@ class Launchers:
         if self.ready is not None and self.ready.poll() is not None:  # it died while it waited
             self.close()
         process, self.ready = self.ready or self._start(), None
-        # It was started before anybody knew the generation, so its log was elsewhere. An open file can be renamed.
+        # It was started before the generation was known, so its log was elsewhere. An open file can be renamed.
         self._log.rename(directories.logs / "launcher.log")
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
@@ -192,7 +192,7 @@ class Launch:
         """Kill the launcher and every process that it and its workers started."""
         family = self._family()  # before the kill: orphans have another parent
         self.process.kill()
-        # One that hangs in the kernel ends when the kernel lets go of it.
+        # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_WAIT_SECONDS)
         for process in family:
@@ -201,7 +201,7 @@ class Launch:
         psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
-        """All descendants; those whose parent is gone are found by the mark in their environment."""
+        """Return all descendants; orphans, whose parent is gone, are found by the mark in their environment."""
         family = {process for process in psutil.process_iter() if _mark_of(process) == self._mark}
         if self.process.poll() is None:
             with suppress(psutil.NoSuchProcess):
@@ -252,9 +252,9 @@ def free_port() -> int:
 
 
 def _end_with_node() -> None:
-    """Have the launcher get SIGTERM, and end its workers, if the node dies.
+    """Have the launcher get SIGTERM if the node dies, so that it ends its workers.
 
-    Slurm sends its notice (SIGUSR1) to every process of a step: it must not end the launcher before its workers.
+    Slurm sends its preemption notice, SIGUSR1, to every process of a step: it must not end the launcher.
     """
     end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

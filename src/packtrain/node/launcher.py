@@ -1,8 +1,9 @@
 """The launcher process, `python -m packtrain.node.launcher`: torch's launcher, imported before it is needed.
 
-The node starts it ahead (launch.py), because importing torch takes seconds that a restart would have to wait for. Its
-work comes as one line on standard input, so that a password in the workers' environment is in no file and no process
-list; without one it ends with the node. It starts the workers, who meet the others' at rendezvous.py.
+The node starts it ahead of time (launch.py), because importing torch takes seconds that a restart would have to wait
+for. Its work comes as one line on standard input, so that a password in the workers' environment is in no file and no
+process list. If standard input closes without a line, the node is gone, and it exits. It finds the launchers of the
+other machines by rendezvous.py, and starts the workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def main() -> None:
     os.dup2(null, sys.stdin.fileno())
     os.close(null)
     work = json.loads(line)
-    os.environ.clear()
+    os.environ.clear()  # the workers' environment is exactly what the node decided
     os.environ.update(work["environment"])
     launch(work["arguments"])
 

@@ -1,4 +1,4 @@
-"""Renews the node's lease in the store, with the machine's telemetry, as long as the node lives."""
+"""Renew the node's lease in the store, with the machine's telemetry, until the node exits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from packtrain.run.run import Run
 from packtrain.store import StoreError, open_store
 from packtrain.system import say
 
-ANSWER_SECONDS = 3.0  # a request without an answer is repeated, twice ...
-OUTAGE_SECONDS = 6.0  # ... before other nodes take this one for lost
+ANSWER_SECONDS = 3.0  # a request without an answer is repeated ...
+OUTAGE_SECONDS = 6.0  # ... until then, which is well before other nodes consider this one lost
 
 
 def hurried(run: Run, answer_seconds: float = ANSWER_SECONDS) -> Run:
-    """Return the run with a store of its own that gives up soon: one slow request must not cost the lease."""
+    """Return the run with a store client that gives up within seconds: one slow request must not cost the lease."""
     if run.store.is_directory:
         return run
     return Run(open_store(run.store.url, outage_seconds=OUTAGE_SECONDS, answer_seconds=answer_seconds), run.name)
 
 
 class LeaseRenewer:
-    """Renews `lease` every few seconds; if the store is away, the next renewal tries again.
+    """Renews `lease` every few seconds; if the store is unreachable, the next renewal tries again.
 
     Telemetry has a thread of its own, so that its history has no gap while the store is slow. Without `background` the
     caller calls `renew`.
@@ -50,7 +50,7 @@ class LeaseRenewer:
         self._started = self._counted_from = clock()
         self._used_before = lease.used_seconds
         self._over, self._news, self._writing = threading.Event(), threading.Event(), threading.Lock()
-        run.renew(lease)  # in the constructor: a store that refuses it is an error at the start
+        run.renew(lease)  # here and not in the thread, so that a store that refuses it is an error at the start
         self._threads = [
             threading.Thread(target=self._renew_often, name="lease", daemon=True),
             threading.Thread(target=self._measure_often, name="telemetry", daemon=True),
@@ -110,7 +110,7 @@ class LeaseRenewer:
                 return
             try:
                 self.renew()
-            except Exception as error:  # without this thread other nodes take this one for lost
+            except Exception as error:  # if this thread ended, other nodes would consider this one lost
                 say(f"warning: cannot renew the lease: {type(error).__name__}: {error}")
 
     def _measure_often(self) -> None:

@@ -29,14 +29,7 @@ from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, remove_orphans, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
-from packtrain.node.preemption import (
-    Leaving,
-    NoticeSource,
-    PreemptionWatch,
-    complain,
-    exit_immediately,
-    run_all,
-)  # fmt: skip
+from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.node.workers import STOP_GRACE_SECONDS, Task, WorkerGroup, WorkerStop
@@ -58,8 +51,10 @@ _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one 
 
 
 class Node:
-    """`launchers`, `sampler` and `name` can be given by tests. Without `background` the lease is renewed by the caller,
-    who also decides when the node looks at the store."""
+    """One machine's part of a run. `work` is its loop, `look` one round of it.
+
+    Tests pass `launchers`, `sampler` and `name`. Without `background` the caller renews the lease and calls `look`.
+    """
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ class Node:
         self.launchers = launchers or Launchers(run, self.directory.path, inherited)
         self.events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
         self._telemetry = run.telemetry_writer(self.name)
-        # Nodes that were there before the latest generation come before those that came after it.
+        # `joined` orders nodes by age: those from before the latest generation come before those after it.
         latest = run.latest_generation()
         joined = 1 + (latest.number if latest is not None else 0)
         lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
@@ -121,7 +116,7 @@ class Node:
         self.preemption.listen()
         flusher = Flusher([self.events, self._logs], complain)
         telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
-        sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")
+        sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")  # a thread: uploading old logs may take long
         try:
             (self.directory.path / "code").mkdir()
             unpack(self.run.store.get(self.run.key("code.tar.zst")), self.directory.path / "code")
@@ -153,7 +148,7 @@ class Node:
         self.deadline.close()
 
     def _pause(self, retry_seconds: float) -> None:
-        """Wait for the next look at the store; something on this machine cuts it short, unless the store is away."""
+        """Wait for the next look at the store. News on this machine ends the wait early, if the store answers."""
         until = self._clock() + max(retry_seconds, LOOK_SECONDS if self.is_working else IDLE_SECONDS)
         notice = self.preemption.notice
         while self._clock() < until and not self.is_over and not self._hurry:
@@ -175,7 +170,7 @@ class Node:
         known, latest = self._latest, self.run.latest_generation(self._latest)
         if latest is not None and latest is not known:
             self._latest = latest
-            if latest.number >= self.lease.lease.joined:  # the constructor took older ones into account
+            if latest.number >= self.lease.lease.joined:  # the constructor has set the deadline of older ones
                 self.deadline.set(latest.seconds_left)
         group = self.group
         if group is not None:
@@ -226,7 +221,7 @@ class Node:
     def _start(self, generation: Generation) -> None:
         rank = generation.rank_of(self.name)
         assert rank is not None
-        self._last_tried, self._report = generation.number, None  # a generation is tried once
+        self._last_tried, self._report = generation.number, None  # a node starts each generation only once
         self.lease.count_from(generation.used_seconds)
         if self.deadline.is_near:
             return
@@ -240,12 +235,12 @@ class Node:
         self.group = group
         if self._job.program is not None:  # a recipe's workers restore by themselves
             group.restoring = Task(self.program.restore, "restore")
-        if group.is_first and generation.number > 1:  # one node is enough to clean up
+        if group.is_first and generation.number > 1:  # one node cleans up for all
             Task(lambda: remove_orphans(self.run, generation.number, complain), "orphans")
         self._launch(group)
 
     def _launch_or_leave(self, group: WorkerGroup) -> None:
-        """Restoring a large checkpoint takes long: a node that has to leave does not wait for it."""
+        """Launch, unless the node has to leave: then it does not wait until a large checkpoint is restored."""
         leaving = self._leaving()
         if leaving is None:
             self._launch(group)
@@ -321,7 +316,7 @@ class Node:
             self._request_stop(group, seen)
 
     def _lose(self, group: WorkerGroup, node: str) -> None:
-        # A node that has finished the run is gone, too: that is no loss.
+        # A node that has finished the run is gone, too: that is not a loss.
         if self.run.result() is not None:
             self.is_over = True
             return
@@ -342,7 +337,7 @@ class Node:
                 Task(lambda: group.upload_stacks(self.run, self._tell), "stacks")
             self.lease.sampler.watch_workers_of(None)
             self.group, self._ended_at = None, self._clock()
-            self.lease.offer_port(free_port())  # the last one may be in use for a while (TIME_WAIT)
+            self.lease.offer_port(free_port())  # the last one may stay in use for a while (TIME_WAIT)
 
     def _give_up(self, report: NodeReport) -> None:
         """End the workers here because of another node."""
@@ -361,7 +356,7 @@ class Node:
         if group.closing is not None:
             if not group.closing.is_done:
                 return
-            # `closing` stays None if it raises a StoreError, so that the next look closes again.
+            # If it raises a StoreError, `closing` stays None, and the next look starts another one.
             closing, group.closing = group.closing, None
             try:
                 closing.result()
@@ -391,13 +386,13 @@ class Node:
     # The end of the run.
 
     def _finish_stopped(self, latest: Generation | None, leaving: Leaving) -> None:
-        """A stop request and the budget end the run; a preempted node only leaves it."""
+        """End the run after a stop request or at the end of its budget; a preempted node only leaves the run."""
         if leaving.kind != "preemption" and self._speaks_for(latest):
             self._conclude("stopped", leaving.reason)
         self.is_over = self.is_over or self.preemption.notice is not None
 
     def _speaks_for(self, latest: Generation | None) -> bool:
-        """True on the first node: it has the last checkpoint, so it ends the run. If it is lost, any node does."""
+        """True if this node may write the result: the first one, which has the last checkpoint; any, if it is lost."""
         if latest is None or latest.members[0].node == self.name:
             return True
         self.assembly.look_at(latest.members[0].node)
@@ -409,7 +404,7 @@ class Node:
             self._tell(status, reason)
         self.is_over = True
 
-    # The deadline, in a thread of its own: nothing here waits for the store.
+    # Called by the deadline, in its own thread: nothing here waits for the store.
 
     def _near_deadline(self) -> None:
         if (group := self.group) is not None:
@@ -426,8 +421,8 @@ class Node:
 class RetryPolicy:
     """Pauses of the node's loop after the store or the disk failed.
 
-    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later nothing is
-    worth ending workers for: keys are renewed, clocks set and disks freed while they train.
+    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later, no
+    failure ends the workers: keys are renewed, clocks set and disks freed while they train.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class PreemptionNotice:
 
 
 NoticeSource = Callable[[], PreemptionNotice | None]
-"""Asks whether this machine will be taken away; called every few seconds. An exception counts as no answer."""
+"""Returns a notice if this machine will be taken away; called every few seconds. An exception counts as no notice."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Leaving:
 
 
 def seconds_from(environment: Mapping[str, str]) -> float | None:
-    """Return how long a signal leaves this machine, if whoever started the node said so."""
+    """Return how many seconds after a signal this machine is gone, if the environment says so."""
     try:
         seconds = float(environment.get(SECONDS_VARIABLE, ""))
     except ValueError:
@@ -66,7 +66,7 @@ def seconds_from(environment: Mapping[str, str]) -> float | None:
 
 
 class PreemptionWatch:
-    """Keeps the first notice, whichever way it came."""
+    """Waits for a preemption notice from any source, and keeps the first."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PreemptionWatch:
         self._over = threading.Event()
 
     def listen(self) -> None:
-        """From now on signals are notices, and the sources are asked."""
+        """Start to treat signals as notices and to poll the sources."""
         self._signal_seconds = seconds_from(os.environ)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
@@ -138,7 +138,7 @@ def run_all(*steps: Callable[[], object]) -> None:
 
 
 def record_crash(run: Run, error: Exception) -> None:
-    """Write down why a node crashed: its machine may soon be out of reach."""
+    """Record in the store why a node crashed, because its machine may soon be unreachable."""
     machine = socket.gethostname()
     writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
     writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))

@@ -1,7 +1,7 @@
 """The checkpoint directory of a user's own program: committed to the store and restored from it.
 
-The program writes its files there as it likes; its rank 0 is assumed to be the one that writes. A commit is a copy
-during which nothing changed.
+The program may write its files there at any time; only those of the first machine, which has rank 0, are committed. A
+commit is a copy during which no file changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packtrain.store import is_key
 from packtrain.units import counted
 
 Fingerprint = dict[str, tuple[int, int]]
-_TRIES = 5
+_TRIES = 5  # to copy the directory between two writes of the program
 
 
 class ProgramCheckpoints:
@@ -61,7 +61,7 @@ class ProgramCheckpoints:
         self._last = self._clock()
         for _ in range(_TRIES):
             before = fingerprint(self._directory)
-            if before == self._committed:
+            if before == self._committed:  # nothing new; another checkpoint would only push out an older one
                 return
             with tempfile.TemporaryDirectory(prefix="copy-", dir=self._directory.parent) as name:
                 if self._copied(Path(name), before):

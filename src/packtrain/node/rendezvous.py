@@ -1,7 +1,8 @@
 """The rendezvous at which the launchers of a generation find each other; runs in the launcher process.
 
-As torch's static rendezvous, but it listens only on the address that the first node registered. torch's own listens on
-every interface, and anybody who reaches one can join. torch finds this one by the entry point `torchrun.handlers`.
+It is torch's static rendezvous, except that it listens only on the address that the first node registered. torch's own
+listens on every interface, and anyone who reaches one can join. torch finds this one by the entry point
+`torchrun.handlers`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Rendezvous(StaticTCPRendezvous):
         return "packtrain"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        # With its store already there, the base class does not make one of its own.
         if self._store is None:
             first = self.rank == 0
             self._store = TCPStore(
@@ -60,4 +62,4 @@ def _bound(address: str, port: int) -> int | None:
             if error.errno == errno.EADDRNOTAVAIL:
                 return None
             raise
-        return listener.detach()
+        return listener.detach()  # torch takes over the descriptor; leaving the block must not close it

@@ -44,7 +44,7 @@ class TelemetrySampler:
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
-        """A worker and its children count together: all have its rank in their environment."""
+        """Return the use of each worker with its children, which have its rank in their environment."""
         launcher = self._launcher
         if launcher is None:
             return ()
@@ -102,7 +102,7 @@ class GpuSampler:
         )
 
     def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
-        """Not every GPU answers every question: some have no power meter, and some fall off the bus."""
+        """Return the answer, or `otherwise`: some GPUs have no power meter, and some fall off the bus."""
         try:
             return question()
         except self._nvml.NVMLError:

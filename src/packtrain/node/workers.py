@@ -29,7 +29,7 @@ from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
-_PROGRAM_SECONDS = 60.0
+_PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
 _NOT_COMMITTED = "the program's checkpoint directory could not be committed"
 _LONGEST_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
@@ -55,12 +55,12 @@ class Task:
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """True if it is done in that time, well or not."""
+        """True if the work ends within that time, with or without an error."""
         self._thread.join(seconds)
         return self.is_done
 
     def result(self) -> None:
-        """Wait for the end, and raise what the work raised."""
+        """Wait until the work has ended, and raise its error, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -88,7 +88,7 @@ class FileTail:
     rest: bytes = b""
 
     def lines(self, is_complete: bool) -> Iterator[str]:
-        """New lines; if the file is complete, also a last one without a newline."""
+        """Yield new lines, and if the file is complete, a last one without a newline."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = file.read()
@@ -232,7 +232,7 @@ class WorkerGroup:
     def _signal_stop(self) -> None:
         try:
             self.control.request_stop()
-        except OSError as error:  # the disk is full: there is no room for the file that tells them
+        except OSError as error:  # the disk is full, and has no room even for an empty file
             say(f"warning: cannot tell the workers to stop: {error}")
 
     def enforce_stop(self, now: float) -> str | None:
@@ -260,7 +260,7 @@ class WorkerGroup:
     # After the end.
 
     def report(self, code: int) -> NodeReport:
-        # A stop explains every exit but one that would only happen again.
+        # After a stop request any exit is expected, except for an error that would only happen again.
         errors, output = self.control.errors(), last_output(self.directories.logs)
         ended = why_they_ended(self.generation.number, code, errors, output, oom_kills() - self._oom_kills)
         if self.stop is not None and not ended.fatal:
@@ -268,7 +268,7 @@ class WorkerGroup:
         return ended
 
     def stacks(self) -> list[Path]:
-        """The stack traces of workers that hung. A worker that was killed meanwhile leaves an empty file."""
+        """Return the files with stack traces of workers that hung; those of killed workers are empty and left out."""
         return sorted(path for path in self.directories.control.glob("stacks-*.txt") if path.stat().st_size)
 
     def upload_stacks(self, run: Run, tell: TellEvent) -> None:
@@ -293,10 +293,10 @@ class WorkerGroup:
             self.committing = Task(lambda: program.commit(self.generation.number), "commit")
 
     def close(self, run: Run, program: ProgramCheckpoints | None, tell: TellEvent) -> None:
-        """Bring into the store what the workers left."""
+        """Put what the workers left on this machine into the store."""
         self.upload_stacks(run, tell)
         if self.committing is not None:
-            with suppress(Exception):  # whatever it could not commit is committed now
+            with suppress(Exception):  # what it failed to commit is committed below
                 self.committing.result()
         if program is not None:
             program.commit(self.generation.number)

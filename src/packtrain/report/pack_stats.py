@@ -99,7 +99,7 @@ def measure(name: str, counted: Counter[int]) -> Measure:
     values = np.array(sorted(counted), np.int64)
     counts = np.array([counted[value] for value in values.tolist()], np.int64)
     ends = np.cumsum(counts)
-    # The smallest number that at least this share of all do not exceed.
+    # A percentile is the smallest number that at least this share of the samples does not exceed.
     median, high, top = (int(values[np.searchsorted(ends, part * ends[-1] - 1e-9)]) for part in (0.5, 0.95, 0.99))
     mean = float((values * counts).sum() / ends[-1])
     return Measure(name, int(values[0]), median, mean, high, int(values[-1]), _bins(values, counts, top))

@@ -133,5 +133,5 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)
     first, last = math.floor(low / step), math.ceil(high / step)
-    # Products such as 3 * 0.1 have digits that nobody wants to read.
+    # Rounded, because products such as 3 * 0.1 = 0.30000000000000004 are hard to read.
     return [round(number * step, 2 - exponent) for number in range(first, last + 1)]

@@ -48,7 +48,7 @@ def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence
 
 def _cards(summary: Summary) -> str:
     cards = [(name.replace(".", " "), f"{value:.2f}") for name, value in summary.scores.items()]
-    # The steps of a program are not known, only its commits.
+    # A program does not report its steps; only its commits are known.
     for noun, count in (("step" if summary.unit else "commit", summary.step), ("generation", summary.generations)):
         cards.append((noun if count == 1 else f"{noun}s", show_count(count)))
     cards.append(("time", show_seconds(summary.seconds)))

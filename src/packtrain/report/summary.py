@@ -43,7 +43,7 @@ class Overview:
 
     @property
     def headline(self) -> str:
-        """The most telling score there is: `test bleu 20.12`."""
+        """The score to show if there is room for one: `test bleu 20.12`."""
         for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss"):
             if name in self.scores:
                 return f"{name.replace('.', ' ')} {self.scores[name]:.2f}"
@@ -124,7 +124,7 @@ def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Re
         "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
         "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
         "rate": recent[-1].values["rate"] if recent else None,
-        # A job with an own recipe names its measure: showing a run must not execute anybody's code.
+        # A job with the user's own recipe names its score: showing a run must not execute the user's code.
         "measure": recipe_class(job.recipe).best_metric
         if job.recipe is not None and job.recipe in RECIPES
         else job.checkpoint.best_by or "",
