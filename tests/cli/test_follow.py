@@ -11,7 +11,7 @@ from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, foll
 from packtrain.errors import EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet
-from packtrain.run.records import Event, Point
+from packtrain.run.records import Event, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.units import Machines
@@ -121,6 +121,19 @@ def test_a_store_that_is_away_ends_following_but_not_the_run(
     monkeypatch.setattr(Run, "result", away)
     with pytest.raises(NotFinished, match="does not answer; the run may keep running: check with `packtrain show"):
         follow(new_run(directory_store), [], foreground=False)
+
+
+def test_a_store_that_is_away_during_the_summary_does_not_make_a_finished_run_a_failed_one(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: Run) -> None:
+        raise StoreError("the store does not answer", temporary=True)
+
+    run = new_run(directory_store)
+    run.finish(Result("finished", "reached 10 steps", 10, 1.0))
+    monkeypatch.setattr("packtrain.cli.follow.write_report", away)
+    with pytest.raises(NotFinished, match="does not answer"):
+        follow(run, [], foreground=False)
 
 
 def test_a_program_is_shown_as_running_once_its_workers_have_started(directory_store: Store) -> None:

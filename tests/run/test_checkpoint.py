@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.checkpoint import (
+    FORMAT,
     Checkpoint,
     CorruptCheckpoint,
     Superseded,
@@ -258,7 +259,7 @@ def test_if_all_manifests_are_unreadable_the_run_does_not_start_over(directory_s
         restore(run, tmp_path / "back")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"format": 2, "parts": []}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"{", b'{"format": 3, "parts": []}', b"\xff"])
 def test_a_manifest_that_cannot_be_read_is_skipped_with_a_warning(
     directory_store: Store, tmp_path: Path, data: bytes
 ) -> None:
@@ -272,16 +273,17 @@ def test_a_manifest_that_cannot_be_read_is_skipped_with_a_warning(
 def test_a_foreign_format_is_skipped_with_a_warning(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     older, foreign = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
-    change_manifest(run, foreign, format=2)
-    line = f"checkpoint {foreign.name} has format 2, but this version reads 1; upgrade Packtrain; skipped"
+    change_manifest(run, foreign, format=3)
+    reason = "has format 3, but this version reads 2; use the version of Packtrain that wrote it"
+    line = f"checkpoint {foreign.name} {reason}; skipped"
     assert restore(run, tmp_path / "back") == (older, content(1), [line])
 
 
 def test_checkpoints_of_a_newer_format_are_neither_replaced_nor_deleted(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     for step in (1, 2, 3):
-        change_manifest(run, save(run, tmp_path, step=step), format=2)
-    with pytest.raises(Mistake, match="has format 2, but this version reads 1; upgrade Packtrain"):
+        change_manifest(run, save(run, tmp_path, step=step), format=3)
+    with pytest.raises(Mistake, match="has format 3, but this version reads 2; use the version"):
         restore(run, tmp_path / "back")
     prune(run, keep_last=1, keep_best=0)
     assert [one.step for one in committed(run)] == [1, 2, 3]
@@ -333,7 +335,7 @@ def test_a_store_that_is_away_is_not_taken_for_damage(directory_store: Store, tm
 def lines(draw: st.DrawFn) -> list[Checkpoint]:
     """Checkpoints in the order of `committed`; scores are few, so that many are equal."""
     scores = draw(st.lists(st.none() | st.sampled_from([-1.0, 0.0, 0.5, 1.0]), max_size=8))
-    return [Checkpoint(1, f"c{step}", step, 1 + step // 3, score, ()) for step, score in enumerate(scores)]
+    return [Checkpoint(FORMAT, f"c{step}", step, 1 + step // 3, score, ()) for step, score in enumerate(scores)]
 
 
 @settings(deadline=None)
@@ -361,7 +363,7 @@ def test_pruning_twice_deletes_nothing_more(checkpoints: list[Checkpoint], keep_
 
 
 def test_the_best_has_the_highest_score_and_without_scores_is_the_newest() -> None:
-    made = [Checkpoint(1, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
+    made = [Checkpoint(FORMAT, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
     assert best(made) == made[1]
     assert best(made[2:3]) == made[2]
     assert best([]) is None

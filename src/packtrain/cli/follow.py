@@ -36,6 +36,17 @@ _BAR_WIDTH = 16
 
 def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground."""
+    try:
+        return _follow(run, nodes, foreground)
+    except StoreError as error:
+        if not error.temporary:
+            raise
+        raise NotFinished(
+            f"{error}; the run may keep running: check with `packtrain show {run.name}` when the store is back"
+        ) from None
+
+
+def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
     screen = console()
     screen.print(f"[bold]{run.name}[/bold] in {escape(run.store.url)}")
     follower = Follower(run, nodes, screen)
@@ -54,12 +65,6 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
         text = f"\nDetached from [bold]{run.name}[/bold] before it stopped.\n"
         screen.print(text + escape(hints(run, "status", "resume")))
         return EXIT_UNFINISHED
-    except StoreError as error:
-        if not error.temporary:
-            raise
-        raise NotFinished(
-            f"{error}; the run may keep running: check with `packtrain show {run.name}` when the store is back"
-        ) from None
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)

@@ -57,7 +57,7 @@ _FIND_ANY = f"""
 {_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
-  "$python" -c 'import packtrain.fleet.local' 2>/dev/null && {{ echo "$python"; exit 0; }}
+  "$python" -c 'from packtrain.fleet.local import find_processes' 2>/dev/null && {{ echo "$python"; exit 0; }}
 done
 echo 'packtrain is not installed there; was its environment removed?' >&2; exit 1
 """

@@ -189,10 +189,10 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     _show_in_tmux(run, child, log)
     # A node that fails early would otherwise leave the client waiting for it without a reason.
     deadline, text = time.monotonic() + _JOIN_SECONDS, ""
-    while time.monotonic() < deadline and "joined" not in text:
+    while time.monotonic() < deadline and "has joined" not in text:
         ended = os.waitpid(child, os.WNOHANG) != (0, 0)  # before the log is read, so that it is complete
         text = log.read_text(errors="replace") if log.exists() else ""
-        if ended and "joined" not in text:
+        if ended and "has joined" not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
         time.sleep(0.1)
     print(json.dumps({"pid": child, "log": str(log)}), flush=True)

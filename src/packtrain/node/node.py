@@ -139,7 +139,8 @@ class Node:
                 flusher.close,
                 telemetry_flusher.close,
                 self.lease.leave,
-                self.release,
+                self.directory.remove,
+                self.deadline.close,
             )
             self._gone.set()
 

@@ -7,14 +7,12 @@ bytes than the file has is refused.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import stat
 import struct
-import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,20 +22,24 @@ from packtrain.pack.raw import Locator
 MOST_MEMBERS = 2_000_000  # all names of an archive are held in memory
 _NAME_BYTES = 4096
 
-_BLOCK = tarfile.BLOCKSIZE
-_HEADER_BYTES = 1 << 16  # of one member, with its long name and extended header
+_BLOCK = 512
+_EXTENSION_BYTES = 1 << 20  # of one extension header: a long name, or extended attributes
 _PADDING_BYTES = 64 << 20  # writers fill the last record with zeros; no record is larger
 _READ_BYTES = 1 << 20
-_EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
-_EXTENSIONS = (*_EXTENDED, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-_MANY_DIGITS = re.compile(rb"[0-9]{300}")
-_REFUSED_TYPES = {
-    tarfile.LNKTYPE: "is a hard link",
-    tarfile.SYMTYPE: "is a symbolic link",
-    tarfile.CHRTYPE: "is a device",
-    tarfile.BLKTYPE: "is a device",
-    tarfile.FIFOTYPE: "is a pipe",
+_FILES = (b"0", b"\0", b"7")
+_DIRECTORY = b"5"
+_LONG_NAME, _LONG_LINK = b"L", b"K"
+_EXTENDED, _GLOBAL = (b"x", b"X"), b"g"
+_REFUSED_KINDS = {
+    b"1": "is a hard link",
+    b"2": "is a symbolic link",
+    b"3": "is a device",
+    b"4": "is a device",
+    b"6": "is a pipe",
+    b"S": "is sparse and may claim any size",
+    b"M": "continues from another volume",
 }
+_OCTAL = re.compile(rb" *([0-7]*) *")
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip",
     b"BZh": "bunzip2",
@@ -45,8 +47,6 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "unzstd",
     b"PK\x03\x04": "unzip",
 }
-# What tarfile raises for forged headers.
-_BAD_HEADER = (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError)
 
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
@@ -81,93 +81,107 @@ def tar_members(where: Locator, called: str | None = None, most_members: int = M
         raise Mistake(f"{shown}: {error.strerror or error}") from error
 
 
-class _Tar(io.RawIOBase):
-    """The part of a file that is a tar, which tarfile reads headers from.
+class TarHeader(NamedTuple):
+    name: bytes
+    kind: bytes
+    size: int
 
-    tarfile would read as much as a header claims, and takes a damaged header for the end of the archive. So it gets
-    only `_allowed` bytes for each member, and each header is asked for one by one.
-    """
+
+class _Tar:
+    """The part of a file that is a tar. Positions count from its start."""
 
     def __init__(self, descriptor: int, start: int, length: int, shown: str) -> None:
         self._descriptor, self._start, self._length, self._shown = descriptor, start, length, shown
-        self._go_to(0)
-
-    def _go_to(self, position: int) -> None:
-        self._position, self._allowed = position, _HEADER_BYTES
-
-    def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= self._allowed:
-            raise tarfile.ReadError(f"claims {size:,} bytes")
-        data = os.pread(self._descriptor, size, self._start + self._position)
-        if len(data) != size or self._position + size > self._length:
-            raise self._mistake(f"truncated at byte {self._length:,}; download it again")
-        self._position += size
-        self._allowed -= size
-        return data
-
-    def tell(self) -> int:
-        return self._position
 
     def members(self, most_members: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, offset and length of each file."""
         self._refuse_other_formats()
-        archive: tarfile.TarFile | None = None
         seen: set[bytes] = set()
         position = 0
         while True:
-            self._go_to(position)
-            block = self.read(_BLOCK)
+            block = self._read(position, _BLOCK)
             if not any(block):
                 return self._refuse_trailing_data(position + _BLOCK)
+            name = block[:100].split(b"\0", 1)[0]
             try:
-                self._check_extensions(block)
-                self._go_to(position)
-                if archive is None:  # it reads the first header by itself
-                    archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")
-                    self._go_to(position)
-                info = tarfile.TarInfo.fromtarfile(archive)
-            except _BAD_HEADER as error:
-                what = f"bad header at byte {position:,}" if position else "not a tar: bad first header"
-                raise self._mistake(f"{what} ({printable(str(error))})") from None
-            try:
-                name = _checked_member(info, archive.pax_headers, self._length)
+                header, offset = self._header(block, position)
+                name = header.name
+                name = safe_name(name)
+                if header.kind == _DIRECTORY:
+                    position = offset
+                    continue
+                if header.kind not in _FILES:
+                    raise MemberError(_REFUSED_KINDS.get(header.kind, f"has the unknown type {header.kind!r}"))
                 if name in seen:
                     raise MemberError("occurs twice")
+                if offset + header.size > self._length:
+                    size = f"{header.size:,}"
+                    raise MemberError(f"has {size} bytes, more than the file has left; download the file again")
             except MemberError as error:
-                raise self._mistake(f"member {quoted(info.name)} at byte {position:,} {error}") from None
-            position = info.offset_data
-            if info.isdir():
-                continue
+                raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {error}") from None
             seen.add(name)
             if len(seen) > most_members:
                 raise self._mistake(f"more than {most_members:,} members; split it into several tars")
-            yield name.decode("utf-8", "surrogateescape"), position, info.size
-            position += -(-info.size // _BLOCK) * _BLOCK
+            yield _text(name), offset, header.size
+            position = offset + _padded(header.size)
 
-    def _check_extensions(self, block: bytes) -> None:
-        """Check the headers that give the next one a long name or records `length key=value`.
+    def _header(self, block: bytes, position: int) -> tuple[TarHeader, int]:
+        """Return a member's header, completed by the extension headers before it, and where its data starts."""
+        long_name: bytes | None = None
+        records: dict[bytes, bytes] = {}
+        header = parse_tar_header(block)
+        while True:
+            position += _BLOCK
+            if header.kind in (_LONG_NAME, _LONG_LINK):
+                data = self._extension(header, position).split(b"\0", 1)[0]
+                if header.kind == _LONG_NAME:
+                    long_name = data
+            elif header.kind in _EXTENDED:
+                records |= _parse_records(self._extension(header, position))
+            elif header.kind == _GLOBAL:
+                # Checked and forgotten: nothing else that it can say matters here.
+                of_all = _parse_records(self._extension(header, position))
+                if not of_all.keys().isdisjoint((b"path", b"size")) or _is_sparse(of_all):
+                    raise MemberError("is a header that gives all members one name or size")
+            else:
+                break
+            position += _padded(header.size)
+            block = self._read(position, _BLOCK)
+            if not any(block):
+                raise MemberError("is a header without its member")
+            header = parse_tar_header(block)
+        if _is_sparse(records):
+            raise MemberError(_REFUSED_KINDS[b"S"])
+        name = records.get(b"path", header.name if long_name is None else long_name)
+        size = _decimal(records[b"size"]) if b"size" in records else header.size
+        is_directory = header.kind == b"\0" and name.endswith(b"/")  # as the oldest writers mark one
+        return TarHeader(name, _DIRECTORY if is_directory else header.kind, size), position
 
-        tarfile ignores records from the first damaged one on, and takes minutes to search long rows of digits.
-        """
-        while block[156:157] in _EXTENSIONS:
-            size = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size
-            data = self.read(-(-size // _BLOCK) * _BLOCK)[:size]
-            while block[156:157] in _EXTENDED and data and data[0]:
-                digits = data.partition(b" ")[0]
-                length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
-                record, data = data[:length], data[length:]
-                whole = len(record) == length and b"=" in record and record.endswith(b"\n")
-                if not whole or _MANY_DIGITS.search(record):
-                    raise ValueError("damaged extended header")
-            block = self.read(_BLOCK)
+    def _extension(self, header: TarHeader, position: int) -> bytes:
+        if header.size > _EXTENSION_BYTES:
+            raise MemberError(f"is an extension header of {header.size:,} bytes; at most {_EXTENSION_BYTES:,} are read")
+        return self._read(position, header.size)
+
+    def _read(self, position: int, size: int) -> bytes:
+        # Checked before reading: a header may claim any size.
+        is_inside = position + size <= self._length
+        data = os.pread(self._descriptor, size, self._start + position) if is_inside else b""
+        if len(data) != size:
+            raise self._mistake(f"truncated at byte {self._length:,}; download it again")
+        return data
 
     def _refuse_other_formats(self) -> None:
         if not self._length:
             raise self._mistake("empty file, not a tar; download it again")
-        start = os.pread(self._descriptor, 8, self._start)
+        start = os.pread(self._descriptor, min(_BLOCK, self._length), self._start)
         for magic, program in _COMPRESSED.items():
             if start.startswith(magic):
                 raise self._mistake(f"compressed, so its members cannot be located; decompress it first ({program})")
+        if len(start) == _BLOCK and any(start):
+            try:
+                parse_tar_header(start)
+            except MemberError as error:
+                raise self._mistake(f"not a tar: its first header {error}") from None
 
     def _refuse_trailing_data(self, position: int) -> None:
         """Refuse tars that were appended to each other: all but the first would be lost."""
@@ -183,23 +197,61 @@ class _Tar(io.RawIOBase):
         return Mistake(f"{self._shown}: {text}")
 
 
-def _checked_member(info: tarfile.TarInfo, of_all: Mapping[str, str], length: int) -> bytes:
-    """Return the member's name. `of_all` are the records that a global header gives all members."""
-    if not of_all.keys().isdisjoint(("path", "size")):
-        raise MemberError("follows a header that gives all members one name or size")
-    name = safe_name(info.name.encode("utf-8", "surrogateescape"))
-    if info.isdir():
-        return name
-    if info.issparse() or any(key.startswith(("GNU.sparse", "SCHILY.realsize")) for key in info.pax_headers):
-        raise MemberError("is sparse and may claim any size")
-    if not info.isreg():
-        raise MemberError(_REFUSED_TYPES.get(info.type, f"has the unknown type {info.type!r}"))
-    size = info.pax_headers.get("size", "0")  # tarfile reads what is not a number as 0
-    if info.size < 0 or not (size.isascii() and size.isdigit()):
+def parse_tar_header(block: bytes) -> TarHeader:
+    """Parse a POSIX, GNU or V7 header."""
+    rest = block[:148] + b" " * 8 + block[156:]
+    excess = _number(block[148:156]) - sum(rest)
+    if excess and excess != -256 * sum(byte > 127 for byte in rest):  # some old writers summed signed bytes
+        raise MemberError("has a wrong checksum")
+    size = _number(block[124:136])
+    if size < 0:
+        raise MemberError("has a negative size")
+    name = block[:100].split(b"\0", 1)[0]
+    # GNU's own header has dates where POSIX has the start of a long name, and V7's has anything.
+    prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
+    return TarHeader(prefix + b"/" + name if prefix else name, block[156:157], size)
+
+
+def _number(field: bytes) -> int:
+    """Read octal digits, or GNU's big-endian number behind a mark, for what they cannot express."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
+    if match is None:
+        raise MemberError("has an invalid number in its header")
+    return int(match[1] or b"0", 8)
+
+
+def _decimal(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > 20:
         raise MemberError("has an invalid size")
-    if info.offset_data + info.size > length:
-        raise MemberError(f"has {info.size:,} bytes, more than the file has left; download the file again")
-    return name
+    return int(digits)
+
+
+def _parse_records(data: bytes) -> dict[bytes, bytes]:
+    """Parse the records `length key=value` of an extended header."""
+    records: dict[bytes, bytes] = {}
+    while data and data[0]:
+        digits, space, _ = data.partition(b" ")
+        length = int(digits) if digits.isdigit() and len(digits) <= 7 else 0
+        key, equals, value = data[len(digits) + 1 : length].partition(b"=")
+        if not space or not equals or length > len(data) or not value.endswith(b"\n"):
+            raise MemberError("has a damaged extended header")
+        records[key] = value[:-1]
+        data = data[length:]
+    return records
+
+
+def _is_sparse(records: dict[bytes, bytes]) -> bool:
+    return any(key.startswith((b"GNU.sparse", b"SCHILY.realsize")) for key in records)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
 
 
 def safe_name(name: bytes) -> bytes:

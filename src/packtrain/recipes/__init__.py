@@ -126,7 +126,8 @@ def use_code(code: Path | None) -> None:
         return
     if _searched is not None:
         for name, module in list(sys.modules.items()):
-            if _searched in Path(getattr(module, "__file__", None) or "").parents:
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and _searched in Path(file).parents:
                 del sys.modules[name]
         if str(_searched) in sys.path:
             sys.path.remove(str(_searched))

@@ -205,10 +205,10 @@ class PairRecipe(Recipe):
         from packtrain.recipes.decode import decode
         from packtrain.recipes.transformer import Transformer
 
-        assert isinstance(model, Transformer)
         texts: dict[int, str] = {}
         for part in group_by_length(ids, source.lengths, _DECODE_TOKENS // decoding.beam):
             on_batch()
+            assert isinstance(model, Transformer)  # here: a recipe with another model need not decode
             rows = torch.from_numpy(pad(source, part, PAD)).to(next(model.parameters()).device)
             tokens = decode(model, rows, self.max_lengths(rows), decoding, part.tolist())
             texts.update(zip(part.tolist(), self.pack.vocabulary.decode(tokens), strict=True))

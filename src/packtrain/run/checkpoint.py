@@ -21,7 +21,7 @@ from packtrain.run.run import Run
 from packtrain.store import ObjectNotFound, is_key
 from packtrain.system import sha256_of
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CorruptCheckpoint(PacktrainError):
@@ -114,7 +114,7 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     if checkpoint.format != FORMAT:
         raise Mistake(
             f"checkpoint {checkpoint.name} has format {checkpoint.format}, but this version reads {FORMAT}; "
-            "upgrade Packtrain"
+            "use the version of Packtrain that wrote it"
         )
     for file in checkpoint.files:
         path = directory / _safe(file.name)

@@ -307,9 +307,12 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
         """Return a caption for each image, with the attention map of each word."""
-        images = [read_image(path) for path in inputs]
-        whole = [decode_box(image, Box(0, 0, image.width, image.height)) for image in images]
-        return [self._describe(_captioner(model), pixels, decoding.beam) for pixels in whole]
+        images = [read_image(path) for path in inputs]  # all of them, so that a bad one is refused before any work
+        predictions = []
+        for image in images:
+            pixels = decode_box(image, Box(0, 0, image.width, image.height))  # one at a time: pixels are large
+            predictions.append(self._describe(_captioner(model), pixels, decoding.beam))
+        return predictions
 
     def _describe(self, model: Captioner, pixels: Pixels, beam: int) -> Prediction:
         import torch
