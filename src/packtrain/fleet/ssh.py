@@ -59,7 +59,7 @@ class ListedHosts(FleetKind):
     hosts: tuple[Destination, ...]
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         hosts = given.get("hosts")
         if "machines" not in given and isinstance(hosts, Sequence) and not isinstance(hosts, str) and hosts:
             return {**given, "machines": len(hosts)}

@@ -52,10 +52,10 @@ from packtrain.job.part import (
     Variable,
     code_path_fault,
     must_be,
+    problem,
+    problems_of,
     refusal,
     unknown_keys,
-    wrong,
-    wrongs_of,
 )
 from packtrain.units import Amount, Duration
 
@@ -96,16 +96,16 @@ class DataSettings(Part):
 def _read_options(value: object) -> dict[str, Option]:
     if not isinstance(value, Mapping):
         raise ValueError(must_be("a mapping", value))
-    wrongs = []
+    problems = []
     for name, option in value.items():
         if not _OPTION.fullmatch(name):
-            wrongs.append(wrong(f"{quoted(name, 60)} is not a valid option name", name))
+            problems.append(problem(f"{quoted(name, 60)} is not a valid option name", name))
         elif not isinstance(option, (bool, int, float, str)):
-            wrongs.append(wrong(must_be("a number, a string, true or false", option), name))
+            problems.append(problem(must_be("a number, a string, true or false", option), name))
         elif isinstance(option, float) and not math.isfinite(option):
-            wrongs.append(wrong("must be a finite number", name))
-    if wrongs:
-        raise refusal(wrongs)
+            problems.append(problem("must be a finite number", name))
+    if problems:
+        raise refusal(problems)
     return dict(value)
 
 
@@ -116,14 +116,14 @@ class ModelSettings(Part):
     options: Annotated[dict[str, Option], PlainValidator(_read_options)] = Field(default_factory=dict)
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         if "options" in given:  # from code; a job file has the options beside `size`
             return given
         options = {key: value for key, value in given.items() if key != "size"}
         try:
             _read_options(options)
         except ValidationError as error:
-            wrongs += wrongs_of(error)
+            problems += problems_of(error)
             options = {}
         return {**({"size": given["size"]} if "size" in given else {}), "options": options}
 
@@ -215,21 +215,21 @@ class FleetSettings(Part):
         return (*FLEETS, *(field for field in cls.model_fields if field != "kind"))
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         if isinstance(given.get("kind"), FleetKind):
             return given
         if "kind" in given:  # a field of this class, but not a key of the job file
             del given["kind"]
-            wrongs += unknown_keys(["kind"], cls.known())
+            problems += unknown_keys(["kind"], cls.known())
         words = [word for word in given if word in FLEETS]
         settings = {word: given.pop(word) for word in words}
         if len(words) > 1:
-            wrongs.append(wrong(not_one(FLEETS, len(words))))
+            problems.append(problem(not_one(FLEETS, len(words))))
         elif words:
             try:
                 given["kind"] = kind_class(FLEETS, words[0]).model_validate(settings[words[0]] or {})
             except ValidationError as error:
-                wrongs += wrongs_of(error, words[0])
+                problems += problems_of(error, words[0])
         return given
 
     @model_serializer
@@ -284,24 +284,24 @@ class Job(Part):
     budget: BudgetSettings = BudgetSettings()
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         # `train:` with nothing below it is null in YAML, and means the defaults.
         given = {key: value for key, value in expand(given).items() if value is not None or key not in _SECTIONS}
         recipe, program = given.get("recipe") is not None, given.get("program") is not None
         if recipe and program:
-            wrongs.append(wrong("a job has a recipe or a program, not both", "program"))
+            problems.append(problem("a job has a recipe or a program, not both", "program"))
         elif recipe:
             for section in _RECIPE_SECTIONS:
                 given.setdefault(section, {})
         elif program:
             for section in [section for section in _RECIPE_SECTIONS if section in given]:
                 del given[section]
-                wrongs.append(wrong(_RECIPES_ONLY, section))
+                problems.append(problem(_RECIPES_ONLY, section))
             checkpoint = given.setdefault("checkpoint", {})  # a program has no scores to choose the best by
             if isinstance(checkpoint, Mapping):
                 given["checkpoint"] = {"keep_best": 0, **checkpoint}
         elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):
-            wrongs.append(wrong("is required, or a program", "recipe", kind=REQUIRED))
+            problems.append(problem("is required, or a program", "recipe", kind=REQUIRED))
         return given
 
     def faults(self) -> Iterator[tuple[Location, str]]:

@@ -23,9 +23,9 @@ from packtrain.job.part import (
     Part,
     Positive,
     must_be,
+    problems_of,
     refusal,
     unknown_keys,
-    wrongs_of,
 )
 from packtrain.units import Duration, Machines
 
@@ -219,7 +219,7 @@ def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
         try:
             return kind.model_validate({word: settings} if listed else settings or {})
         except ValidationError as error:
-            raise refusal(wrongs_of(error, *(() if listed else (word,)))) from None
+            raise refusal(problems_of(error, *(() if listed else (word,)))) from None
 
     return PlainValidator(read)
 
@@ -255,11 +255,11 @@ def _read_source(value: object) -> Source:
     try:
         source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **weight})
     except ValidationError as error:
-        wrongs = wrongs_of(error)
-        for one in wrongs:  # a job file has the paths right under the kind's word
+        problems = problems_of(error)
+        for one in problems:  # a job file has the paths right under the kind's word
             location = one.get("loc", ())
             one["loc"] = (word, *location[1:]) if location[:1] == ("paths",) else location
-        raise refusal(unknown + wrongs) from None
+        raise refusal(unknown + problems) from None
     if unknown:
         raise refusal(unknown)
     return source

@@ -123,13 +123,15 @@ def _in_words(error: ErrorDetails) -> str:
     return error["msg"]
 
 
-def wrong(text: str, *location: int | str, kind: str = MISTAKE) -> InitErrorDetails:
+def problem(text: str, *location: int | str, kind: str = MISTAKE) -> InitErrorDetails:
+    """Return one error of a validation, as pydantic takes it."""
     # The value stays out of the error: it may be long, or a secret.
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=location, input=None)
 
 
-def refusal(wrongs: list[InitErrorDetails]) -> ValidationError:
-    return ValidationError.from_exception_data("job", wrongs)
+def refusal(problems: list[InitErrorDetails]) -> ValidationError:
+    """Return the exception that reports all these problems together."""
+    return ValidationError.from_exception_data("job", problems)
 
 
 def faults(error: ValidationError) -> list[tuple[Location, str, bool]]:
@@ -140,10 +142,10 @@ def faults(error: ValidationError) -> list[tuple[Location, str, bool]]:
     ]
 
 
-def wrongs_of(error: ValidationError, *prefix: int | str) -> list[InitErrorDetails]:
+def problems_of(error: ValidationError, *prefix: int | str) -> list[InitErrorDetails]:
     """Return the errors of a part in plain words, with their place in the whole."""
     return [
-        wrong(text, *prefix, *location, kind=REQUIRED if missing else MISTAKE)
+        problem(text, *prefix, *location, kind=REQUIRED if missing else MISTAKE)
         for location, text, missing in faults(error)
     ]
 
@@ -152,7 +154,7 @@ def unknown_keys(keys: Sequence[str], known: Iterable[str]) -> list[InitErrorDet
     known = list(known)
     hints = [nearest(key, known) for key in keys[:10]]  # a hint for each of thousands would take seconds
     return [
-        wrong(f"unknown key; {hint}", key)
+        problem(f"unknown key; {hint}", key)
         for key, hint in zip_longest(keys, hints, fillvalue="known: " + ", ".join(known))
     ]
 
@@ -163,7 +165,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], wrongs: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         """Turn what a job file says into the fields of the class, where the two differ."""
         return given
 
@@ -182,21 +184,21 @@ class Part(BaseModel):
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise refusal([wrong(must_be("a mapping", value))])
+            raise refusal([problem(must_be("a mapping", value))])
         # All errors are collected before raising, so that a message can say how many more there are.
-        wrongs: list[InitErrorDetails] = []
-        given = cls.arrange(dict(value), wrongs)
-        wrongs += unknown_keys([key for key in given if key not in cls.model_fields], cls.known())
+        problems: list[InitErrorDetails] = []
+        given = cls.arrange(dict(value), problems)
+        problems += unknown_keys([key for key in given if key not in cls.model_fields], cls.known())
         given = {key: value for key, value in given.items() if key in cls.model_fields}
         made = None
         try:
             made = handler(given)
         except ValidationError as error:
-            wrongs += wrongs_of(error)
-        if made is not None and not wrongs:  # rules between fields assume that every field is valid
-            wrongs += [wrong(text, *location) for location, text in made.faults()]
-        if made is None or wrongs:
-            raise refusal(wrongs)
+            problems += problems_of(error)
+        if made is not None and not problems:  # rules between fields assume that every field is valid
+            problems += [problem(text, *location) for location, text in made.faults()]
+        if made is None or problems:
+            raise refusal(problems)
         return made
 
 
