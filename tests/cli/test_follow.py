@@ -119,7 +119,7 @@ def test_a_store_that_is_away_ends_following_but_not_the_run(
         raise StoreError("the store does not answer", temporary=True)
 
     monkeypatch.setattr(Run, "result", away)
-    with pytest.raises(NotFinished, match="does not answer; the run may keep running: check with `packtrain show"):
+    with pytest.raises(NotFinished, match="does not answer; the run may still be running: check with `packtrain show"):
         follow(new_run(directory_store), [], foreground=False)
 
 

@@ -238,7 +238,7 @@ def test_wrong_fields_of_a_recipe_are_refused_with_their_place(field: str, value
         ("program", ["/bin/sh"], f"program.0: '/bin/sh' {OUTSIDE}"),
         ("program", ["a/../../b.py"], f"program.0: 'a/../../b.py' {OUTSIDE}"),
         ("program", ["-m", "x"], "program.0: must be the path of a script, not an option"),
-        ("program", None, "recipe: is required, or a program"),
+        ("program", None, "recipe: is required, unless the job has a program"),
     ],
 )  # fmt: skip
 def test_wrong_fields_of_a_program_are_refused_with_their_place(field: str, value: object, refusal: str) -> None:

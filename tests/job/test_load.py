@@ -172,7 +172,7 @@ def test_a_file_that_is_no_job_is_refused_with_its_line(directory: Path, text: s
         ("scale: 2.0", "sacle: 2.0", "a.yaml:12: train.schedule.noam.sacle: unknown key; did you mean 'scale'?"),
         ("  batch: 25000 tokens\n", "", "a.yaml:9: train.batch is required"),
         ("name: en-de\n", "", "a.yaml:1: name is required"),
-        ("recipe: translate\n", "", "a.yaml:1: recipe is required, or a program"),
+        ("recipe: translate\n", "", "a.yaml:1: recipe is required, unless the job has a program"),
         ("recipe: translate", "program: [a.py]", "a.yaml:3: data: applies to recipes only, not to programs"
          " (and 2 more)"),
         ("name: en-de", "name: En", "a.yaml:1: name: 'En' must be 1 to 63 characters from a-z, 0-9 and -"),

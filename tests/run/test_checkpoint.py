@@ -97,7 +97,7 @@ def test_a_generation_that_was_superseded_commits_nothing(any_store: Store, tmp_
     run.propose(a_generation(1))
     old = save(run, tmp_path, step=1)
     run.propose(a_generation(2))
-    with pytest.raises(Superseded, match="generation 2 has started; not committing step 2 of 1"):
+    with pytest.raises(Superseded, match="generation 2 has started; not committing step 2 of generation 1"):
         save(run, tmp_path, step=2)
     assert committed(run) == [old]
 

@@ -42,7 +42,7 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
         if not error.temporary:
             raise
         raise NotFinished(
-            f"{error}; the run may keep running: check with `packtrain show {run.name}` when the store is back"
+            f"{error}; the run may still be running: check with `packtrain show {run.name}` when the store is back"
         ) from None
 
 

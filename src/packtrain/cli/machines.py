@@ -52,7 +52,7 @@ def doctor(
 
 def attach(
     name: RunArgument = None,
-    node: Annotated[str | None, typer.Argument(metavar="[MACHINE]", help="Default: the first of the run.")] = None,
+    node: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: the run's first machine.")] = None,
     store: StoreOption = None,
 ) -> None:
     """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""

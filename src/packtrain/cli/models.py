@@ -26,14 +26,14 @@ def register(app: typer.Typer) -> None:
 
 
 def predict(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a job name for its newest run.")],
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[INPUT]...", help="Texts, or paths of images. Default: lines of standard input."),
+        typer.Argument(metavar="INPUT", help="Texts, or paths of images. Default: lines of standard input."),
     ] = None,
     store: StoreOption = None,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint instead of the last.")] = False,
-    beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size of the search.")] = None,
+    beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size.")] = None,
     nucleus: Annotated[
         float | None,
         typer.Option(
@@ -51,7 +51,7 @@ def predict(
     seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**62, help="Random seed for sampling.")] = None,
     attention_maps: Annotated[
         Path | None,
-        typer.Option("--attention-maps", metavar="DIR", help="Write an attention map (PNG) per image here."),
+        typer.Option("--attention-maps", metavar="DIR", help="Write an attention map (PNG) for each image to DIR."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, line by line.")] = False,
     as_json: JsonOption = False,

@@ -103,7 +103,7 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn) ->
         raise Mistake("predict needs torch; pip install 'packtrain[train]'") from error
     remaining = committed(run)
     if not remaining:
-        raise NotFinished(f"{run.name} has no checkpoint yet; see packtrain show {run.name}")
+        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
     recipe = recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
     while True:
         chosen = best_of(remaining) if best else remaining[-1]

@@ -301,7 +301,7 @@ class Job(Part):
             if isinstance(checkpoint, Mapping):
                 given["checkpoint"] = {"keep_best": 0, **checkpoint}
         elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):
-            problems.append(problem("is required, or a program", "recipe", kind=REQUIRED))
+            problems.append(problem("is required, unless the job has a program", "recipe", kind=REQUIRED))
         return given
 
     def faults(self) -> Iterator[tuple[Location, str]]:

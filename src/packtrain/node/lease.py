@@ -118,7 +118,7 @@ class LeaseRenewer:
             try:
                 self._measure()
             except Exception as error:
-                say(f"warning: cannot measure this machine: {type(error).__name__}: {error}")
+                say(f"warning: cannot measure the telemetry of this machine: {type(error).__name__}: {error}")
 
     def _measure(self) -> None:
         self._telemetry = self.sampler.sample()

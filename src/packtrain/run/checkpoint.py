@@ -72,14 +72,18 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     checkpoint = Checkpoint(FORMAT, name, step, generation, score, tuple(stored))
     latest = run.latest_generation()
     if latest is not None and latest.number > generation:
-        raise Superseded(f"generation {latest.number} has started; not committing step {step} of {generation}")
+        raise Superseded(
+            f"generation {latest.number} has started; not committing step {step} of generation {generation}"
+        )
     run.store.put(_manifest_key(run, name), json.dumps(asdict(checkpoint), indent=1).encode())
     # The put may have waited for an unreachable store. A generation that started without this checkpoint wins: the
     # commits of a run form one line.
     latest = run.latest_generation(latest)
     if latest is not None and latest.number > generation and latest.step < step:
         run.store.delete(_manifest_key(run, name))
-        raise Superseded(f"generation {latest.number} has started without step {step} of {generation}; withdrawn")
+        raise Superseded(
+            f"generation {latest.number} has started without step {step} of generation {generation}; withdrawn"
+        )
     return checkpoint
 
 
