@@ -140,7 +140,7 @@ def _splits(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
 
 
 def _star(points: int, depth: float) -> list[Point]:
-    """Return corners around the center, every second one closer to it; a depth of 1 gives a polygon."""
+    """Return corners around the center, every other one closer to it; a depth of 1 gives a polygon."""
     radii = [1.0, depth] * points if depth < 1 else [1.0] * points
     turns = [2 * pi * number / len(radii) for number in range(len(radii))]
     return [(radius * sin(turn), -radius * cos(turn)) for radius, turn in zip(radii, turns, strict=True)]

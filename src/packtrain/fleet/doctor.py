@@ -162,9 +162,9 @@ def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[
 
     names = f"{len(facts)} machines"
     try:
-        with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each, or the first would wait for the others
+        with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each: all must run at the same time to meet
             answers = list(pool.map(join, range(len(usable))))
-        speed = LinkSpeed(**_documents(answers[0])[0])  # all of them measured the same
+        speed = LinkSpeed(**_documents(answers[0])[0])  # a collective: all of them measured the same
     except (PacktrainError, OSError, subprocess.SubprocessError) as error:
         advice = "open the firewall between the machines for all ports of that interface, or set `interface`"
         if "is a public address" in str(error):  # raised on the machine; here it is only text
@@ -176,7 +176,7 @@ def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[
 
 
 def _documents(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects among the lines; a greeting may stand around them."""
+    """Return the JSON objects among the lines; the host may print a greeting around them."""
     found = []
     for line in text.splitlines():
         with suppress(ValueError):

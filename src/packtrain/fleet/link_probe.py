@@ -99,7 +99,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--public-address", action="store_true")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args(given)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several probes on one machine would fight for its cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several probes on one machine would compete for its cores
     address = choose_address(options.address, options.interface, False, None)
     check_private(address, options.public_address)
     interface = interface_of(address)

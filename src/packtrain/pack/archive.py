@@ -102,7 +102,7 @@ class _Tar:
             block = self._read(position, _BLOCK)
             if not any(block):
                 return self._refuse_trailing_data(position + _BLOCK)
-            name = block[:100].split(b"\0", 1)[0]
+            name = block[:100].split(b"\0", 1)[0]  # to name the member if its header is refused
             try:
                 header, offset = self._header(block, position)
                 name = header.name
@@ -139,7 +139,7 @@ class _Tar:
             elif header.kind in _EXTENDED:
                 records |= _parse_records(self._extension(header, position))
             elif header.kind == _GLOBAL:
-                # Checked and forgotten: nothing else that it can say matters here.
+                # Checked but not kept: its other attributes, such as owners, do not matter here.
                 of_all = _parse_records(self._extension(header, position))
                 if not of_all.keys().isdisjoint((b"path", b"size")) or _is_sparse(of_all):
                     raise MemberError("is a header that gives all members one name or size")
@@ -154,7 +154,7 @@ class _Tar:
             raise MemberError(_REFUSED_KINDS[b"S"])
         name = records.get(b"path", header.name if long_name is None else long_name)
         size = _decimal(records[b"size"]) if b"size" in records else header.size
-        is_directory = header.kind == b"\0" and name.endswith(b"/")  # as the oldest writers mark one
+        is_directory = header.kind == b"\0" and name.endswith(b"/")  # how V7 writers mark a directory
         return TarHeader(name, _DIRECTORY if is_directory else header.kind, size), position
 
     def _extension(self, header: TarHeader, position: int) -> bytes:
@@ -207,13 +207,13 @@ def parse_tar_header(block: bytes) -> TarHeader:
     if size < 0:
         raise MemberError("has a negative size")
     name = block[:100].split(b"\0", 1)[0]
-    # GNU's own header has dates where POSIX has the start of a long name, and V7's has anything.
+    # Where POSIX has the start of a long name, GNU's own header has dates, and V7's may have anything.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return TarHeader(prefix + b"/" + name if prefix else name, block[156:157], size)
 
 
 def _number(field: bytes) -> int:
-    """Read octal digits, or GNU's big-endian number behind a mark, for what they cannot express."""
+    """Read octal digits, or GNU's big-endian number, marked by its first byte, for numbers that are too large."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])

@@ -69,7 +69,8 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
             parts["recovery"] += max(0.0, began - ended)  # clocks of two machines may disagree
         parts["recovery" if again else "start"] += seconds.pop("start", 0.0)
         computing = sum(seconds.get(span, 0.0) for span in COMPUTING)
-        # Lost steps are known by their points, spans by their records: take the same share from every span.
+        # Lost steps are known from points, and spans from records, which do not say which step they belong to: take the
+        # same share from every span.
         kept = max(0.0, 1 - lost.get(number, 0.0) / computing) if computing else 1.0
         for span, amount in seconds.items():
             parts[span] += amount * kept if span in COMPUTING else amount

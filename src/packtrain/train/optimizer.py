@@ -1,6 +1,6 @@
 """Optimizers: the settings of each kind, and their state as plain named tensors.
 
-Reading a job imports this file on machines without torch, so only functions that run in a worker import it.
+Reading a job imports this file on machines without torch, so torch is imported inside functions that run in a worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-_COUNTER = "step"
+_COUNTER = "step"  # the entry of an optimizer's state that is a number and not shaped like the weight
 
 # The learning rate is 0 here: the schedule sets it before every step.
 
@@ -33,7 +33,8 @@ class SgdSettings(OptimizerKind):
         import torch
         from torch.distributed.tensor import DTensor
 
-        fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # PyTorch has none for them
+        # PyTorch has no fused SGD for sharded parameters.
+        fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         groups = _groups(model, self.decay)
         return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, nesterov=self.nesterov, fused=fused)
 

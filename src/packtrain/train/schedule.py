@@ -152,7 +152,7 @@ def _rates(value: object) -> tuple[float, float]:
 
 
 class Phase(Part):
-    """A stretch of the run; a pair of rates is a linear change. Fields that are not given keep their value."""
+    """A phase of the run; a pair of rates is a linear change. Fields that are not given keep their value."""
 
     until: Length
     rate: Annotated[tuple[float, float], PlainValidator(_rates), PlainSerializer(list)]
@@ -175,7 +175,7 @@ class Phase(Part):
 
 
 class PhasesSettings(ScheduleKind):
-    """Stretches of the run, one after the other."""
+    """Phases of the run, one after the other."""
 
     phases: tuple[Phase, ...]
 
@@ -202,7 +202,7 @@ class PhasesSettings(ScheduleKind):
                 yield ("schedule", "phases", number, "batch"), f"must be in {train.batch.unit}, like the batch"
 
     def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:
-        # Phases in steps change the rate alone, so only the first one may say anything about the data.
+        # Phases in steps change only the rate, so only the first one may change the data.
         in_epochs = self.phases[0].until.unit == "epochs"
         starts = [0.0, *(phase.until.value for phase in self.phases)] if in_epochs else [0.0]
         for phase, start in zip(self.phases, starts, strict=False):
@@ -211,7 +211,7 @@ class PhasesSettings(ScheduleKind):
         return settings
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
-        """Linear within each phase; after the last one, as it ended."""
+        """Return rates that are linear within each phase; after the last phase its last rate holds."""
         from packtrain.train.progress import up_to_rounding
 
         edges = [0.0, *(phase.until.value for phase in self.phases)]
@@ -232,8 +232,8 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 
 def _warmup_share(warmup: Duration | None, now: Progress) -> float:
-    """The share of the full rate in a linear warm-up, which reaches it with its last step."""
+    """Return the share of the full rate in a linear warm-up, which its last step reaches."""
     if warmup is None:
         return 1.0
-    ahead = 1.0 if warmup.unit == "steps" else 0.0
+    ahead = 1.0 if warmup.unit == "steps" else 0.0  # the first step is not made at a rate of 0
     return min(1.0, (now.in_unit(warmup.unit) + ahead) / warmup.value)

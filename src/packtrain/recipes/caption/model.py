@@ -100,7 +100,7 @@ class Captioner(nn.Module):
         if self.encoder_is_frozen:
             with torch.no_grad():
                 maps = self.encoder.features(x)
-            if self.training:
+            if self.training:  # the gradient sync expects a gradient of every parameter that may learn later
                 maps = maps + _zero(self.encoder)
         else:
             maps = self.encoder.features(x)
