@@ -60,6 +60,7 @@ class RunHandle:
 
     def resume(self) -> None:
         state = self.state()
+        # Unlike the command, which follows a running run: a call that does nothing would hide a mistake.
         if state in ("running", "finished"):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
         reopen(self._run)

@@ -121,6 +121,7 @@ def resume(
 
     _check_modes(foreground, detach)
     found = find_run(store, name)
+    # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
     state = state_of(found)
     if state == "finished":
         console().print(f"{found.name} is already complete")

@@ -62,6 +62,7 @@ def predict(
     options = DecodeOptions(beam, nucleus, temperature, repetition, seed)
     if chat and (inputs or as_json or attention_maps):
         raise Mistake("--chat: reads standard input; remove the inputs, --json and --attention-maps")
+    # Probably a variable that is not set. Of several inputs, each recipe decides what a blank one means.
     if inputs and len(inputs) == 1 and not inputs[0].strip():
         raise Mistake("the input is empty; give a text or the path of an image")
     predictor = load_predictor(find_run(store, name), best)
@@ -74,6 +75,7 @@ def predict(
     if as_json:
         print_json([_as_json(*row) for row in zip(given, predictions, maps, strict=True)])
         return
+    # Standard output has exactly one line per input; everything else goes to standard error.
     for made in predictions:
         print(shown(made.text))
     for number, made in enumerate(predictions, 1):
@@ -101,13 +103,13 @@ def _chat(predictor: Predictor, options: DecodeOptions) -> None:
         if not line.strip():
             print(flush=True)
             continue
-        turns = [*turns[1 - _MAX_TURNS :], line]
+        turns = [*turns[1 - _MAX_TURNS :], line]  # a long chat must not grow without bound
         try:
             reply = predictor.converse(turns, options)
         except Mistake as mistake:
             print(mistake, file=sys.stderr)
             print(flush=True)
-            turns.pop()
+            turns.pop()  # the next line continues the conversation without this one
             continue
         if reply.note:
             print(f"({reply.note})", file=sys.stderr)

@@ -162,8 +162,9 @@ def _source(kind: str, split: str, paths: Sequence[str], folder: Path) -> str:
     for path in paths:
         if not is_address(path) and not Path(path).exists():
             raise Mistake(f"{option}: no such file: {path}")
+    # A user gives paths relative to the current directory; those in a job file are relative to the file.
     placed = [path if is_address(path) else os.path.relpath(path, folder) for path in paths]
-    lines = len(paths) == 1 and paths[0].endswith(".jsonl")
+    lines = len(paths) == 1 and paths[0].endswith(".jsonl")  # JSON lines are always the folder format
     return _flow("folder" if lines else kind, placed) if paths else ""
 
 
@@ -174,12 +175,13 @@ def _flow(kind: str, paths: Sequence[str]) -> str:
 
 def _write(job: Path, contents: Mapping[Path, bytes]) -> None:
     """Write all files or none: never replace one that exists."""
+    # On an error the stack removes every file written so far; on success `pop_all` keeps them.
     with ExitStack() as undo:
         for path, content in contents.items():
             try:
                 if path.parent != job.parent:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as file:
+                with path.open("xb") as file:  # x: fails if the file exists, even if it appeared just now
                     undo.callback(path.unlink)
                     file.write(content)
             except FileExistsError:

@@ -201,7 +201,7 @@ class Loader:
     ) -> None:
         self._pause_seconds, self._store_seconds = pause_seconds, store_seconds
         self._ready: queue.Queue[LoadedBatch | BaseException] = queue.Queue(ahead)
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # the error that ended the thread
         self._closed = threading.Event()
         # A daemon: a thread that waits for a store must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, args=(source,), name="loader", daemon=True)

@@ -82,6 +82,7 @@ class Predictor:
 
 
 def _check_text(text: str, what: str) -> None:
+    # Python decodes invalid bytes of an argument or a line as lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Mistake(f"{what} is not valid UTF-8; convert it first")
 
@@ -97,6 +98,7 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn) ->
     """
     if run.job.recipe is None:
         raise Mistake(f"{run.name} runs a program; predict works for recipes only")
+    # Before anything is downloaded: a client without torch gets one line instead of a traceback.
     try:
         import packtrain.train.state  # noqa: F401
     except ImportError as error:
@@ -108,7 +110,7 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn) ->
     while True:
         chosen = best_of(remaining) if best else remaining[-1]
         assert chosen is not None
-        remaining.remove(chosen)
+        remaining.remove(chosen)  # if it is damaged, the next round chooses among the others
         with tempfile.TemporaryDirectory(prefix="packtrain-predict-") as directory:
             try:
                 fetch(run, chosen, Path(directory))
@@ -126,9 +128,10 @@ def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -
 
     from packtrain.train.state import EMA_FILE, MODEL_FILE, load_weights
 
-    _check_origin(run, checkpoint, directory)
+    _check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
     model = recipe.build_model().eval()
     names = {file.name for file in checkpoint.files}
+    # The average is what training evaluated, so predictions use it, too.
     load_weights(model, directory / (EMA_FILE if EMA_FILE in names else MODEL_FILE))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 

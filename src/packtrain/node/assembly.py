@@ -196,6 +196,7 @@ class Assembly:
         joining = newcomer(generation, self.alive(), self._machines, excluded(self._culprits(generation)))
         if joining is None or self._run.job.program is not None:  # a program does not say when it starts to train
             return joining
+        # Read until the first step is found, and then remembered: the stream of metrics grows.
         if self._first_step[0] != generation.number:
             age = seconds_since_first_step(self._run, generation.number)
             if age is None:
@@ -218,7 +219,7 @@ class Assembly:
                 return False
         number = 1 if latest is None else latest.number + 1
         # No first node: a claim decides, so that not every node reads every lease.
-        if self._turn[0] != number:
+        if self._turn[0] != number:  # a new generation: claims of the one before do not count
             self._turn, self._proposer = (number, 0), None
         if self._proposer is None:
             self._proposer = self._run.proposer(*self._turn, self._name)
@@ -313,7 +314,7 @@ class Assembly:
         told = {member.node: self._reported(member.node, latest) for member in latest.members}
         told[self._name] = own
         failed = {node: report for node, report in told.items() if report is not None and is_own_failure(report)}
-        if len(failed) != 1 or len(latest.members) == 1:
+        if len(failed) != 1 or len(latest.members) == 1:  # no or several culprits, or no other machine
             return None
         [(culprit, report)] = failed.items()
         if culprit == latest.culprit and culprit not in self._told_excluded:
@@ -327,7 +328,7 @@ class Assembly:
         Machines that are started together appear one after the other, and a lease that was seen only once may be of a
         dead node.
         """
-        if count >= self._machines.most or count < self._machines.least:
+        if count >= self._machines.most or count < self._machines.least:  # waiting longer would change nothing
             return False
         now = self._clock()
         if self._gathering[0] != number:
@@ -351,6 +352,7 @@ def seconds_since_first_step(run: Run, generation: int) -> float | None:
 
     Wall clocks are compared, but of one machine: only the first node asks, and rank 0 is its worker.
     """
+    # Oldest chunk first: the first step is in one of the first.
     for entry in run.store.list(run.key(f"metrics/{worker_writer(generation, 0)}")):
         for line in run.store.get(entry.key).splitlines():
             point = json.loads(line)

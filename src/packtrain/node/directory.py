@@ -96,7 +96,7 @@ def sweep(run: Run, tell: TellEvent) -> None:
             lock = _lock(path)
         except (OSError, StoreError):
             continue
-        kill_marked(path)
+        kill_marked(path)  # before its logs are read: a worker may have survived its node
         if owner is not None and owner.store == run.store.url:
             try:
                 _take_over(Run(run.store, owner.run), owner.node, path, tell if owner.run == run.name else None)
@@ -138,6 +138,7 @@ def _ship_rest(run: Run, node: str, path: Path) -> int:
     """Ship the lines that the store lacks. They arrive as one object or not at all, so a second try knows which."""
     generations = {generation.number: generation for generation in run.generations()}
     writer = run.log_writer(f"{node}{_RECOVERED}{uuid.uuid4().hex[:8]}")
+    # Files are shipped from their start, so the number of lines in the store says where to continue.
     shipped = Counter(source_of(line) for line in _lines_of(run, node))
     count = 0
     for folder in sorted(path.iterdir()):

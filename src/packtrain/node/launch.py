@@ -33,7 +33,7 @@ from packtrain.train.control import (
 )
 
 _KILL_WAIT_SECONDS = 5.0
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -83,6 +83,7 @@ def worker_environment(
     """Return the workers' environment, without what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
     kept = _without_other_launchers(inherited)
+    # torch would otherwise use all cores in every worker.
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
     # A variable set on the machine may name another network than the one we checked: only the job overrides ours.
@@ -137,7 +138,7 @@ class Launchers:
         # It was started before the generation was known, so its log was elsewhere. An open file can be renamed.
         self._log.rename(directories.logs / "launcher.log")
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:
+        with suppress(BrokenPipeError), process.stdin:  # closed after one line: the launcher reads nothing else
             process.stdin.write(json.dumps(work).encode() + b"\n")
         return Launch(process, str(directories.control))
 

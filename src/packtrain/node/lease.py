@@ -98,6 +98,7 @@ class LeaseRenewer:
     def leave(self) -> None:
         self._over.set()
         self._news.set()
+        # Joined first: a renewal after the last one would make the node look alive again.
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
@@ -127,7 +128,7 @@ class LeaseRenewer:
 
     def renew(self, left: bool = False) -> None:
         self._news.clear()  # before the lease is read: a change after this sets it again
-        if self._telemetry.memory_bytes == 0:
+        if self._telemetry.memory_bytes == 0:  # not measured yet: the first renewal should not show zeros
             self._measure()
         with self._writing:
             lease = self._lease = replace(

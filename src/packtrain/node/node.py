@@ -80,6 +80,7 @@ class Node:
         joined = 1 + (latest.number if latest is not None else 0)
         lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
         sampler = sampler or TelemetrySampler(self.directory.path)
+        # A store client of its own: the node's may wait a minute for an answer, and the lease expires after 12 s.
         lease_run = hurried(run) if background else run
         self.lease = LeaseRenewer(lease_run, lease, sampler, self._telemetry, clock, background=background)
         self.assembly = Assembly(run, self.lease, clock, self._tell)
@@ -118,6 +119,7 @@ class Node:
         telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
         sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")  # a thread: uploading old logs may take long
         try:
+            # The launcher starts in this directory, so that a program or an own recipe is found by its relative path.
             (self.directory.path / "code").mkdir()
             unpack(self.run.store.get(self.run.key("code.tar.zst")), self.directory.path / "code")
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
@@ -165,6 +167,7 @@ class Node:
 
     def look(self) -> None:
         self._looks += 1
+        # A result first: whatever else is in the store, the run is over.
         if (not self.is_working or self._looks % _RESULT_LOOKS == 0) and self.run.result() is not None:
             self.is_over = True
             return
@@ -176,7 +179,7 @@ class Node:
         group = self.group
         if group is not None:
             group.shipper.ship()
-            if latest is not None and latest.number > group.generation.number:
+            if latest is not None and latest.number > group.generation.number:  # the others have continued without us
                 self._tell("superseded", f"generation {latest.number} has started: {latest.reason}")
                 self.end_workers()
                 self._hurry = True
@@ -210,6 +213,7 @@ class Node:
         """Without workers: propose the next generation, or wait for the node whose turn it is."""
         if not self.assembly.is_proposer(latest):
             return
+        # A report of an older generation says nothing about how the latest one ended.
         own = self._report if latest is not None and self._last_tried == latest.number else None
         given_up = self.assembly.propose(latest, own, self._ended_at)
         if given_up is not None:
@@ -230,7 +234,7 @@ class Node:
             group = WorkerGroup.create(
                 self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock()
             )
-        except OSError as error:
+        except OSError as error:  # a full or read-only disk
             self._cannot_start(generation, error)
             return
         self.group = group
@@ -298,6 +302,7 @@ class Node:
             # A fifth of the time until the machine is gone is kept for the last records.
             grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
             self._request_stop(group, WorkerStop(cause, leaving.reason, self._clock(), grace))
+        # A single fixed machine has no others to watch; with a range, some may ask to join.
         has_others = len(group.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
         if has_others and self.group is group:
             self._watch_others(group)
@@ -348,6 +353,7 @@ class Node:
 
     def after_exit(self, group: WorkerGroup, code: int) -> None:
         """Handle the exit of the workers. The group stays until the store knows how they ended."""
+        # A recipe's workers write the result themselves; a program only exits with code 0.
         finished = self._job.program is not None and code == 0 and group.stop is None
         program = self.program if self._job.program is not None and group.is_first else None
         not_committed: NodeReport | None = None
@@ -361,7 +367,7 @@ class Node:
             closing, group.closing = group.closing, None
             try:
                 closing.result()
-            except Superseded:
+            except Superseded:  # the next generation repeats what this one did not commit
                 finished = False
             except OSError as error:
                 finished, not_committed = False, group.not_committed(error)
@@ -401,6 +407,7 @@ class Node:
 
     def _conclude(self, status: Status, reason: str) -> None:
         step = max((checkpoint.step for checkpoint in committed(self.run)), default=0)
+        # Several nodes may conclude at the same time: only the one whose result is stored reports it.
         if self.run.finish(Result(status, reason, step, self.lease.used_seconds())):
             self._tell(status, reason)
         self.is_over = True
@@ -415,6 +422,7 @@ class Node:
         group = self.group
         if group is not None and group.launch is not None:
             run_all(group.launch.kill)
+        # `work` may be stuck in a request to the store: after some time this thread ends the process.
         if not self._gone.wait(_END_SECONDS):
             exit_immediately(used_up(self._job.budget), self._job.fleet.kind.power_off)
 

@@ -83,6 +83,7 @@ class PreemptionWatch:
     def listen(self) -> None:
         """Start to treat signals as notices and to poll the sources."""
         self._signal_seconds = seconds_from(os.environ)
+        # SIGINT, too: a person may have started the node in a terminal.
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         if self._sources:
@@ -102,7 +103,7 @@ class PreemptionWatch:
         return max(0.0, self._at + self._notice.seconds - self._clock())
 
     def post(self, notice: PreemptionNotice) -> None:
-        if self._notice is None:
+        if self._notice is None:  # the first one set the clock: a later notice must not extend the time
             self._at, self._notice = self._clock(), notice
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -118,7 +119,7 @@ class PreemptionWatch:
                     continue
                 if notice is not None:
                     self.post(notice)
-                    return
+                    return  # only the first notice counts
 
 
 # Ending.
@@ -140,6 +141,7 @@ def run_all(*steps: Callable[[], object]) -> None:
 def record_crash(run: Run, error: Exception) -> None:
     """Record in the store why a node crashed, because its machine may soon be unreachable."""
     machine = socket.gethostname()
+    # A new writer: the node's own may be what crashed, and a writer's name is used only once.
     writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
     writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))
     run_all(writer.flush)

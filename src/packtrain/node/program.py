@@ -81,6 +81,7 @@ class ProgramCheckpoints:
         return fingerprint(self._directory) == expected
 
     def _put(self, copy: Path, state: Fingerprint, generation: int) -> None:
+        # A program does not report its steps: its checkpoints are numbered.
         number = 1 + max((one.step for one in committed(self._run)), default=0)
         checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state})
         self._committed = state

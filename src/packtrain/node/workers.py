@@ -124,6 +124,7 @@ class LogShipper:
     def ship(self, is_complete: bool = False) -> int:
         """Hand new lines to the writer, and return how many."""
         count = 0
+        # Listed every time: the launcher creates the files of its workers when it starts them.
         for path in sorted(self._directory.rglob("*.log")):
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
@@ -203,7 +204,7 @@ class WorkerGroup:
     @property
     def needs_attention(self) -> bool:
         """True if something on this machine waits for the node's next look."""
-        if self.launch is None:
+        if self.launch is None:  # waiting for the checkpoint
             return self.restoring is None or self.restoring.is_done
         return self.launch.poll() is not None and (self.closing is None or self.closing.is_done)
 
@@ -225,7 +226,7 @@ class WorkerGroup:
                 return False
             self.stop = stop
         self._signal_stop()
-        if self.is_program and self.launch is not None:
+        if self.is_program and self.launch is not None:  # a program does not know the file, only the signal
             self.launch.terminate()
         return True
 
@@ -255,7 +256,7 @@ class WorkerGroup:
     def kill(self) -> None:
         if self.launch is not None:
             self.launch.kill()
-        self.shipper.ship(is_complete=True)
+        self.shipper.ship(is_complete=True)  # after the kill: nothing writes to the files anymore
 
     # After the end.
 

@@ -74,7 +74,7 @@ def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator
                 drop(MISSING_FILE, shown)
             else:
                 yield RawImage(shown, where, captions=tuple(captions[image_id]))
-        elif image_id in emptied:
+        elif image_id in emptied:  # the format itself took its captions away, so this is not a fault of the data
             filtered(ONLY_FILTERED, shown)
         else:
             drop(NO_CAPTION, shown)
@@ -163,6 +163,7 @@ def _records(document: Record, key: str, place: str) -> Iterator[tuple[str, Reco
 
 def _id(record: Record, key: str, where: str) -> Id:
     value = record.get(key)
+    # COCO numbers its images, and other sets use strings; `true` would be the number 1 in Python.
     if is_text(value) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise Mistake(f"{where}.{key}: must be an integer or a string, not {_kind(value)}")

@@ -83,7 +83,7 @@ def _read_classes(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop
 def _read_flat(paths: tuple[str, ...], numbers: Mapping[str, int], drop: Drop) -> Iterator[RawImage]:
     path, truth_path = paths[:2]
     truth = _truth(paths)
-    for name in sorted(set(truth)):
+    for name in sorted(set(truth)):  # checked before the images are read, as for class folders
         class_number(name, numbers, truth_path)
     seen = bytearray(len(truth))  # one flag per line, to find duplicate and missing images
     for member in _flat_members(path, drop):
@@ -111,7 +111,7 @@ def _class_places(path: str) -> Iterator[tuple[str, Locator]]:
                     check_link(path, entry.path, path)
                 yield _class_name(entry.name, path), Locator(entry.path)
     else:
-        seen = set()
+        seen = set()  # a folder cannot have a name twice, but a tar can have it in two directories
         for member in _visible(tar_members(Locator(path))):
             if not member.name.endswith(".tar"):
                 raise Mistake(f"{path}: {printable(member.name)} is not the tar of a class. {_ADVICE}")

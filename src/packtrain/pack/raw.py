@@ -117,6 +117,7 @@ def class_number(name: str, numbers: Mapping[str, int], where: str) -> int:
 def file_inside(folder: str, name: str, place: str) -> str | None:
     """Return the path of a file below `folder`, or None; refuse names and links that point outside."""
     check_inside(folder, name, place)
+    # Part by part, because any directory on the way may be a link that leads outside.
     path = folder
     try:
         for part in name.split("/"):
@@ -144,8 +145,9 @@ def read_lines(path: Path, encoding: Encoding = "utf-8") -> Iterator[str]:
     for number, (offset, raw) in enumerate(_raw_lines(path), 1):
         line = raw.rstrip(b"\r\n")
         if encoding == "windows-1252":
-            yield line.decode("latin-1").translate(_WINDOWS_1252)
+            yield line.decode("latin-1").translate(_WINDOWS_1252)  # never fails: every byte has a character
             continue
+        # By hand instead of utf-8-sig, so that the error can name the byte of the file.
         skipped = len(_BYTE_ORDER_MARK) if offset == 0 and line.startswith(_BYTE_ORDER_MARK) else 0
         try:
             yield line[skipped:].decode()

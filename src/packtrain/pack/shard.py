@@ -83,7 +83,7 @@ class Columns:
     plain: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return next(iter(self.lengths()), 0)
+        return next(iter(self.lengths()), 0)  # all columns have the same length; `open_shard` checks it
 
     def lengths(self) -> list[int]:
         return [*map(len, self.ragged.values()), *map(len, self.plain.values())]
@@ -133,6 +133,7 @@ def _map_arrays(path: Path) -> dict[str, Array]:
             raise ValueError("header length")
         body = data[8 + header_bytes :]
         arrays: dict[str, Array] = {}
+        # The safetensors header: its length in 8 bytes, then JSON with the type and place of each array.
         for name, entry in json.loads(data[8 : 8 + header_bytes].tobytes()).items():
             if name == "__metadata__":
                 continue

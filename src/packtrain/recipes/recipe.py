@@ -200,6 +200,7 @@ class Recipe(ABC):
 
     def divide(self, split: str, num_ranks: int) -> list[Ids]:
         """Divide the samples of a split among workers: each sample goes to exactly one."""
+        # Contiguous parts: neighbors are in the same shard, so a rank opens few of them.
         ids = np.arange(self.count(split))
         return [ids[list(block(len(ids), rank, num_ranks))] for rank in range(num_ranks)]
 
@@ -251,6 +252,7 @@ def read_options(
         elif isinstance(default, int):
             least = 0 if option in may_be_zero else 1
             expected = f"an integer of at least {least}"
+            # A bool is an int in Python, but `heads: true` is a mistake.
             is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
         else:
             limit = 1.0 if option.endswith("dropout") else math.inf

@@ -139,7 +139,7 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
     """Return a page with the numbers, and samples evenly spaced in each split."""
     body = [f'<h1>{_name(stats.manifest.name)}</h1><p class="dim">{_name(_subject(stats))}</p>']
     body += [f"<h3>{table.title.capitalize()}</h3>{_html(table)}" for table in _tables(stats) if table.rows]
-    for split in (one for one in stats.splits if "@" not in one.name):
+    for split in (one for one in stats.splits if "@" not in one.name):  # a copy in another size has the same samples
         chosen = list(_chosen(split, columns, TEXTS if stats.manifest.kind == "pairs" else PICTURES))
         if stats.manifest.kind == "pairs":
             rows = "".join(_pair(shard, row, vocabularies) for shard, row in chosen)
@@ -149,6 +149,7 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
             samples = f'<div class="sheet">{"".join(pictures)}</div>'
         head = f"{show_count(len(chosen))} of {show_count(split.split.samples)} samples, evenly spaced"
         body.append(f"<h2>{_name(split.name)}</h2>{_charts(split)}<h3>{head}</h3>{samples}")
+    # Besides its style, the page may show only the images embedded in it.
     return page(printable(stats.manifest.name), "".join(body), _STYLE, f"{POLICY}; img-src data:")
 
 
@@ -253,7 +254,7 @@ def thumbnail(jpeg: bytes) -> bytes | None:
         with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
             if image.width * image.height > MOST_PIXELS:
                 return None
-            image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+            image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))  # decodes at a reduced size, which is faster
             out = io.BytesIO()
             image.convert("RGB").save(out, "JPEG", quality=80)
             return out.getvalue()

@@ -78,7 +78,7 @@ def stats_of(manifest: Manifest, columns: ColumnsOf, vocabulary_sizes: Sequence[
     for name, split in manifest.splits.items():
         counts: dict[str, Counter[int]] = {what: Counter() for what in _MEASURED[manifest.kind]}
         labels: Counter[int] = Counter()
-        for shard in columns(name):
+        for shard in columns(name):  # one pass for all numbers: a pack may be larger than memory
             for what, numbers in _MEASURED[manifest.kind].items():
                 count(numbers(shard), counts[what])
             if manifest.classes:
@@ -107,6 +107,7 @@ def measure(name: str, counted: Counter[int]) -> Measure:
 
 def _bins(values: NDArray[np.int64], counts: NDArray[np.int64], top: int) -> tuple[Bar, ...]:
     """Return equal bins with round edges from the minimum to `top`; larger values are in the last one."""
+    # `top` is the 99th percentile: one extreme value would otherwise squeeze all others into a single bin.
     ticks = nice_ticks(float(values[0]), float(top), _BINS)
     width = max(1, round(ticks[1] - ticks[0]))
     first = int(values[0]) // width

@@ -27,7 +27,7 @@ figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: 
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
 """
-_MAX_EVENTS, _MAX_RANKS = 200, 64
+_MAX_EVENTS, _MAX_RANKS = 200, 64  # a run of weeks on hundreds of ranks must still be a page that opens
 
 
 def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence[Event]) -> str:
@@ -43,6 +43,7 @@ def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence
         _events(events),
         f"<h2>Job</h2><pre>{escape(json.dumps(job.model_dump(mode='json'), indent=2))}</pre>",
     ]
+    # Names, texts and the job come from users: every piece above escapes them.
     return page(summary.run, "".join(sections), _STYLE)
 
 
@@ -61,6 +62,7 @@ def _cards(summary: Summary) -> str:
 def _charts(points: Sequence[Point], unit: str) -> str:
     steps = [point for point in points if point.kind == "train"]
     valid = [point for point in points if point.kind == "valid"]
+    # Every score of a recipe gets a chart; the loss has one together with that of training.
     measures = sorted(
         {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}
     )

@@ -13,7 +13,7 @@ from packtrain.run.records import Point, Result
 from packtrain.run.run import Run, surviving
 
 _RECENT_STEPS = 50
-_BETWEEN_STEPS = ("start", "evaluation", "save")
+_BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     return Summary(
         **known,
         generations=len(generations),
+        # A running run shows its current speed, a finished one its average.
         units_per_second=units_per_second(steps if result else steps[-_RECENT_STEPS:], known["unit"]),
         machines=tuple(
             MachineSummary(

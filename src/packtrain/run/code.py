@@ -14,7 +14,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
 LARGEST_BYTES = 20_000_000
-_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}
+_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}  # even if git lists them
 _SECRETS = (
     ".env", ".env.*", ".netrc", ".npmrc", ".pypirc", "credentials", "credentials.*", "*.pem", "*.key", "*.p12", "*.pfx",
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
@@ -27,6 +27,7 @@ def snapshot(directory: Path, leave_out: Path | None = None, most_bytes: int = L
     `leave_out` is a folder that is not code, such as a store beside the job file. The same files give the same bytes:
     names are sorted, owners and times omitted.
     """
+    # Explicitly, because a store inside the directory is often not in .gitignore.
     candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
     paths = sorted(path for path in candidates if _wanted(directory, path))
     total = sum(path.stat().st_size for path in paths)
@@ -72,6 +73,7 @@ def unpack(data: bytes, directory: Path, most_bytes: int = 4 * LARGEST_BYTES) ->
                     raise PacktrainError(f"the run's code has an unsafe entry {entry.name!r}; refusing it")
                 path = directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # Written by hand instead of with `extract`, which would apply owners, modes and links of the archive.
                 reader = tar.extractfile(entry)
                 assert reader is not None
                 path.write_bytes(reader.read())

@@ -68,6 +68,7 @@ class LeaseWatch:
         for lease in leases:
             name = lease.node
             self.leases[name] = lease
+            # Time that the reader was blind is added to the moment of the last renewal, as if it had not passed.
             blind = now - self._looked.get(name, now) - _BLIND_SECONDS
             self._looked[name] = now
             if lease.left:
@@ -123,6 +124,7 @@ def watch_states(
             watches[index], before[index] = watch, set(watch.leases)
         else:
             states[index] = "waiting"
+    # Runs whose node renews leave the set, so this usually ends after one renewal.
     deadline = clock() + seconds
     while watches and clock() < deadline:
         sleep(poll_seconds)

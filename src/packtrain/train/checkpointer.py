@@ -158,6 +158,7 @@ class BackgroundCommitter:
 
     def add(self, snapshot: Snapshot, score: float | None) -> None:
         with self._changed:
+            # Everything that waits is replaced, except for the best.
             best = self._best_of([*self._waiting, (snapshot, score)])
             for one in self._waiting:
                 if one is not best:
@@ -209,7 +210,7 @@ class BackgroundCommitter:
                 return
             except Exception as error:
                 self._recorder.event("warning", f"step {one[0].step} is not saved yet: {error}")
-                if not (isinstance(error, StoreError) and error.temporary):
+                if not (isinstance(error, StoreError) and error.temporary):  # the next save will try again
                     return
             with self._changed:
                 if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), backoff.next_pause()):

@@ -49,7 +49,7 @@ class Control:
         self._stop.touch()
 
     def stop_requested(self) -> bool:
-        return self._stop.exists()
+        return self._stop.exists()  # microseconds on a local disk, so once per step costs nothing
 
     def report_step(self) -> None:
         """Tell the node that a step was made; only the first call writes."""
@@ -95,7 +95,7 @@ class StopSignal:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if self.received:
+        if self.received:  # before the block: deliver it again, now with the default effect
             os.kill(os.getpid(), STOP_SIGNALS[0])
         yield
         self.listen()

@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, recipe: Recipe, settings: TrainSettings, world: World, clock: Clock | None = None) -> None:
         self._recipe, self._settings, self._world = recipe, settings, world
         self.clock = clock or clock_of(world.device)
-        torch.manual_seed(settings.seed)  # the same initial weights on every rank
+        torch.manual_seed(settings.seed)  # the same initial weights on every rank, without sending them
         self.model = recipe.build_model()
         if not (settings.exchange.shards_model and world.num_ranks > 1):  # fsdp moves it shard by shard
             self.model.to(world.device)
@@ -127,6 +127,7 @@ class Engine:
             self._skip_or_raise(now, loss)
         else:
             limit = math.inf if self._settings.clip is None else self._settings.clip
+            # Clipping and removing the loss scale are one multiplication.
             factor = min(1.0, limit / (norm + _EPSILON)) / scale.value
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
@@ -181,6 +182,7 @@ class Ema:
 
     def update(self, step: int, steps: int = 1) -> None:
         """Add the weights as they are after step number `step`; `steps` were made since the last update."""
+        # With local steps, one update stands for several.
         decay = min(self._decay, (step + 1) / (step + 10)) ** steps
         # Collected once, which takes a while, and not before the first step: by then fsdp has sharded the weights.
         self._pairs = averages, weights, buffers = self._pairs or (

@@ -82,6 +82,7 @@ class Evaluator:
         rank, num_ranks = self._world.rank, self._world.num_ranks
         model = self._engine.evaluation_model()
         mine = _NONE if outputs_alone else self._recipe.divide(split, num_ranks)[rank]
+        # Divided separately: decoding takes far longer than a loss, so each rank gets its share of both.
         mine_decoded = decoded[list(block(len(decoded), rank, num_ranks))]
         try:
             with self._engine.precision.compute():

@@ -211,6 +211,7 @@ class LocalSync(GradientSync):
         import torch
 
         with torch.no_grad():
+            # DiLoCo's outer step: SGD with Nesterov momentum, whose gradient is the mean of the ranks' changes.
             changes = torch._foreach_sub(self._common, self._parameters)  # subtracted, as a gradient would be
             self._world.average_all(changes)
             torch._foreach_mul_(self._momentum, self._settings.momentum)
@@ -218,6 +219,7 @@ class LocalSync(GradientSync):
             torch._foreach_add_(changes, self._momentum, alpha=self._settings.momentum)
             torch._foreach_add_(self._common, changes, alpha=-self._settings.rate)
             torch._foreach_copy_(self._parameters, self._common)
+            # Every rank kept its own norm statistics. Integers are only counters of batches, which have no mean.
             self._world.average_all([one for one in self._statistics if one.is_floating_point()])
 
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:

@@ -20,7 +20,7 @@ SPANS = (
 )  # fmt: skip
 
 _SECONDS_BETWEEN_TIMES = 10.0
-_SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0
+_SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0  # each flush is a file: objects in a bucket cannot be appended to
 
 
 class Clock:
@@ -72,7 +72,7 @@ class DeviceClock(Clock):
         return event
 
     def mark(self, span: str) -> None:
-        self._marks.append((span, self._event()))
+        self._marks.append((span, self._event()))  # only queued: asking for the time would make the host wait
 
     def spent(self, span: str) -> float:
         self._read()
@@ -118,6 +118,7 @@ class Recorder:
     def time_spent(self, step: int, seconds: Mapping[str, float], now: bool = False) -> None:
         """Add to where the time went; a record is written every few seconds, or `now`."""
         self._spent.update(seconds)
+        # A record of every step would be as large as the metrics, from every rank.
         if now or time.monotonic() - self._spent_at > _SECONDS_BETWEEN_TIMES:
             self._times.append(TimeSpent(time.time(), self._generation, self._rank, step, dict(self._spent)))
             self._spent.clear()
@@ -170,6 +171,7 @@ def encode_events(points: list[Point]) -> bytes:
 
     buffer = io.BytesIO()
     writer = RecordWriter(buffer)
+    # TensorBoard expects this event at the start of every file.
     writer.write(Event(wall_time=points[0].time, file_version="brain.Event:2").SerializeToString())
     for point in points:
         values = [Summary.Value(tag=f"{point.kind}/{name}", simple_value=value) for name, value in point.values.items()]

@@ -136,6 +136,7 @@ class StepDownSettings(ScheduleKind):
         from packtrain.train.progress import multiples
 
         def rate(now: Progress) -> float:
+            # By `multiples`, so that 1 + 9/25 epochs count as 1.36 in spite of rounding.
             downs = multiples(now.in_unit(self.every.unit), self.every.value)
             return self.rate * _warmup_share(self.warmup, now) * float(self.factor**downs)
 
@@ -191,6 +192,7 @@ class PhasesSettings(ScheduleKind):
                 return
             if phase.until.value <= start:
                 yield ("phases", number, "until"), "must be later than in the previous phase"
+            # The batches of an epoch are planned as a whole, so their settings cannot change in the middle of it.
             if phase.changes_data and number and (unit != "epochs" or start != int(start)):
                 where = ("phases", number - 1, "until")
                 yield where, "must be a whole number of epochs; the next phase changes the batch or the images"
@@ -219,6 +221,7 @@ class PhasesSettings(ScheduleKind):
 
         def rate(now: Progress) -> float:
             at = now.in_unit(unit)
+            # At an edge the next phase applies; after the last edge the last phase does.
             number = min(len(self.phases), bisect_right(edges, up_to_rounding(at))) - 1
             start, end = list(pairwise(edges))[number]
             first, last = self.phases[number].rate

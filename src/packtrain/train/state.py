@@ -136,6 +136,7 @@ class Snapshot:
     def write(self, directory: Path) -> dict[str, Path]:
         files = {STATE_FILE: directory / STATE_FILE}
         files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1))
+        # Waits for the copy, in the committer's thread: the training loop does not.
         for name, tensors in self.copies.wait().items():
             files[name] = directory / name
             save_file(tensors, files[name])
@@ -162,6 +163,7 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     files = {MODEL_FILE: sync.whole(model.state_dict())}
     if engine.ema is not None:
         files[EMA_FILE] = sync.whole(engine.ema.model.state_dict())
+    # Every rank takes part in gathering these, although only the first one keeps the result.
     own = sync.own_states(optimizer_tensors(engine.optimizer, model))
     files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
     if state := sync.state():
@@ -201,6 +203,7 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
 
 def _expected_description(directory: Path, expected: Description) -> Description:
     description = read_description(directory)
+    # Versions are recorded for people, and not compared.
     for trait in ("recipe", "pack", "model"):
         found, wanted = getattr(description, trait), getattr(expected, trait)
         if found != wanted:
@@ -244,7 +247,7 @@ def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
 
 def _shapes(path: Path) -> Shapes:
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(path, "pt") as file:  # reads the header alone
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error

@@ -92,7 +92,7 @@ class Trainer:
             self._clock.mark("start")
             reached_goal = self._loop()
             self._watchdog.pause()
-            self._checkpointer.close()
+            self._checkpointer.close()  # before the final evaluation, which may take long: the work is safe by then
             self._clock.mark("save")
             if reached_goal:
                 result = self._final_result()
@@ -113,7 +113,7 @@ class Trainer:
         save_every = self._job.checkpoint.every
         self._evaluations = Recurring(self._job.evaluate.every, self._restored_seconds)
         self._saves = Recurring(None if save_every == "auto" else save_every, self._restored_seconds)
-        self._record("start", self._progress.step, {})
+        self._record("start", self._progress.step, {})  # readers discard points of earlier generations after this step
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
 

@@ -91,6 +91,7 @@ class Watchdog:
         """Return the seconds until this phase counts as a hang."""
         kind, _, since, deadline = phase
         now = time.monotonic()
+        # In time before the others, which wait for this rank, lose their patience.
         if kind == DATA and now - since > self._patience / 2:
             self._world.announce_waiting()
         if now > deadline and self._another_waits():
@@ -98,6 +99,7 @@ class Watchdog:
         return deadline - now
 
     def _another_waits(self) -> bool:
+        # An announcement may be old: only a new one within a few seconds shows that a rank is waiting now.
         before = self._world.last_waiting()
         if before is None:
             return False
@@ -111,4 +113,4 @@ class Watchdog:
         usual = f"usually {statistics.median(earlier):.1f} s" if earlier else "first of its kind"
         self._report(f"{name} has taken {time.monotonic() - since:.0f} s ({usual}); treating it as a hang")
         time.sleep(OTHERS_SECONDS)
-        os._exit(EXIT_HANG)
+        os._exit(EXIT_HANG)  # not sys.exit: the main thread hangs, and would never see the exception

@@ -101,6 +101,7 @@ def end_process(code: int) -> NoReturn:
 def cause_of(error: BaseException) -> WorkerCause:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
+    # torch has no exception of its own for main memory, only these messages.
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_OUT_OF_MEMORY):
         return "memory"
     if _is_disk_full(error):
@@ -113,7 +114,7 @@ def cause_of(error: BaseException) -> WorkerCause:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    while error is not None:
+    while error is not None:  # our own errors hide the system's behind `from`
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
             return True
         error = error.__cause__
