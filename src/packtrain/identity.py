@@ -14,7 +14,7 @@ from pathlib import Path
 
 @cache
 def source() -> dict[str, bytes]:
-    """Every file of the installed package, in the same order everywhere. Read once, so that all callers agree."""
+    """Return every file of the installed package, in the same order everywhere. Read once, so that callers agree."""
     root = Path(__file__).parent
     files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return dict(sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path in files))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import StartedNode, fleet_of
+from packtrain.fleet.fleet import Say
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
@@ -24,8 +25,6 @@ from packtrain.run.code import archive, snapshot
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of
-
-Tell = Callable[[str], None]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -91,20 +90,20 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     return create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
 
 
-def start(run: Run, tied: bool, tell: Tell = print) -> list[StartedNode]:
-    """Start the run's nodes; tied ones end with this process. `tell` gets a line for each machine that is left out."""
+def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
+    """Start the run's nodes; tied ones end with this process. `say` gets a line for each machine that is left out."""
     fleet = fleet_of(run.job.fleet.kind)
     try:
         # The run exists by now, so the advice is to resume it, not to create another one.
-        return fleet.start(run, fleet.plan(run), tied, tell)
+        return fleet.start(run, fleet.plan(run), tied, say)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
 
 
-def reopen(run: Run, tell: Tell = print) -> None:
+def reopen(run: Run, say: Say = print) -> None:
     """Prepare a run that has ended to be started again, after the checks that `create` does."""
     _require_torch(run.job)
-    fleet_of(run.job.fleet.kind).check(run.job, run.store, tell)
+    fleet_of(run.job.fleet.kind).check(run.job, run.store, say)
     run.reopen()
 
 
@@ -136,12 +135,12 @@ def _model_files(loaded: LoadedJob) -> dict[str, str]:
     }
 
 
-def _stored_options(loaded: LoadedJob, store: Store, tell: Tell) -> dict[str, Option]:
+def _stored_options(loaded: LoadedJob, store: Store, say: Say) -> dict[str, Option]:
     """Put the files that model options name into the store, where workers find them; return the changed options."""
     options = dict(loaded.job.model.options)
     for name, path in _model_files(loaded).items():
         try:
-            file = local_copy(path, store, cache_directory() / "sources", tell)
+            file = local_copy(path, store, cache_directory() / "sources", say)
         except Mistake as mistake:
             raise loaded.mistake(f"model.{name}", str(mistake)) from None
         key = f"{GIVEN}{sha256_of(file)}"  # by its digest: two runs share one copy

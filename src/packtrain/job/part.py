@@ -227,7 +227,7 @@ def _interval(value: object) -> Duration | Literal["auto"]:
 
 
 def _string(fault_of: Callable[[str], str | None]) -> PlainValidator:
-    """A string for which `fault_of` returns no fault."""
+    """Return the validator of a string for which `fault_of` returns no fault."""
 
     def read(value: object) -> str:
         if not isinstance(value, str):
@@ -240,7 +240,7 @@ def _string(fault_of: Callable[[str], str | None]) -> PlainValidator:
 
 
 def matching(pattern: str, what: str) -> PlainValidator:
-    """A string that matches a pattern, and that no program would take for an option."""
+    """Return the validator of a string that matches a pattern, and that no program would take for an option."""
 
     def fault_of(text: str) -> str | None:
         good = re.fullmatch(pattern, text) and not text.startswith("-")

@@ -47,7 +47,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point."""
+    """Return the factory of handlers; the entry point in pyproject.toml."""
     return create
 
 

@@ -41,11 +41,11 @@ class PackProgress(Protocol):
 class PlainProgress:
     """Lines only, for scripts."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
 
     def say(self, text: str) -> None:
-        self._tell(text)
+        self._write(text)
 
     @contextmanager
     def track(self, what: str, total: int | None) -> Iterator[Advance]:  # noqa: ARG002

@@ -44,7 +44,8 @@ from packtrain.system import FileLock
 from packtrain.units import show_bytes
 
 Result = TypeVar("Result")
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
+"""Prints a line for the user."""
 
 MOST_BYTES = 10**12
 MOST_REDIRECTS = 5
@@ -76,7 +77,7 @@ def local_copy(
     path: str,
     store: Store,
     directory: Path,
-    tell: Tell,
+    say: Say,
     *,
     most_bytes: int = MOST_BYTES,
     policy: FetchPolicy | None = None,
@@ -86,23 +87,23 @@ def local_copy(
     Raises `Mistake` if a person must fix something, and a temporary `StoreError` if trying later may help.
     """
     if path.startswith("store:"):
-        return _from_store(store, path.removeprefix("store:"), path, directory, tell, most_bytes)
+        return _from_store(store, path.removeprefix("store:"), path, directory, say, most_bytes)
     scheme, separator, rest = path.partition("://")
     if not separator:
         return Path(path)
     if scheme.lower() in ("http", "https"):
-        return _from_web(checked_url(path), Client(policy or FetchPolicy()), directory, tell, most_bytes)
+        return _from_web(checked_url(path), Client(policy or FetchPolicy()), directory, say, most_bytes)
     if scheme.lower() == "s3":
         bucket, _, key = rest.partition("/")
         if "?" in key:  # not shown: it may hold a signature
             raise Mistake("an s3:// URL has no '?'; name only the object, or use a signed https:// URL")
         with _lasting_errors_as_mistakes():
-            return _from_store(open_store(f"s3://{bucket}"), key, path, directory, tell, most_bytes)
+            return _from_store(open_store(f"s3://{bucket}"), key, path, directory, say, most_bytes)
     hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, s3:// or store:"
     raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
 
 
-def _from_store(store: Store, key: str, address: str, directory: Path, tell: Tell, most_bytes: int) -> Path:
+def _from_store(store: Store, key: str, address: str, directory: Path, say: Say, most_bytes: int) -> Path:
     if not is_key(key):
         raise Mistake(f"{printable(address[:200])}: must name one object, not a folder; make a tar of the folder")
     with _lasting_errors_as_mistakes():
@@ -114,7 +115,7 @@ def _from_store(store: Store, key: str, address: str, directory: Path, tell: Tel
         _check_size(address, entry.size, most_bytes)
         target = _target(directory, f"{store.url}/{key}", f"{entry.size} {entry.modified.isoformat()}", key)
         if not target.exists():
-            tell(f"downloading {address} ({show_bytes(entry.size)})")
+            say(f"downloading {address} ({show_bytes(entry.size)})")
             _prepare(target, entry.size)
             store.get_file(key, target)
             if target.stat().st_size != entry.size:
@@ -133,7 +134,7 @@ def _lasting_errors_as_mistakes() -> Iterator[None]:
         raise Mistake(str(error)) from error
 
 
-def _from_web(url: str, client: Client, directory: Path, tell: Tell, most_bytes: int) -> Path:
+def _from_web(url: str, client: Client, directory: Path, say: Say, most_bytes: int) -> Path:
     version = client.retry(url, lambda: _version_of(client, url))
     for _ in range(_MOST_CHANGES):
         _check_size(shown(url), version.size, most_bytes)
@@ -141,10 +142,10 @@ def _from_web(url: str, client: Client, directory: Path, tell: Tell, most_bytes:
         if target.exists() and version.is_known:
             return target
         _prepare(target, version.size)
-        with _partial_file(target, tell) as file:
+        with _partial_file(target, say) as file:
             if target.exists() and version.is_known:  # another process has just downloaded it
                 return target
-            changed = Download(client, url, version, file, target, most_bytes, tell).run()
+            changed = Download(client, url, version, file, target, most_bytes, say).run()
             if changed is None:
                 with explained(target):
                     os.fsync(file.fileno())
@@ -189,14 +190,14 @@ def _prepare(target: Path, size: int | None) -> None:
 
 
 @contextmanager
-def _partial_file(target: Path, tell: Tell) -> Iterator[FileIO]:
+def _partial_file(target: Path, say: Say) -> Iterator[FileIO]:
     """Open the file that will be renamed to `target`, locked; if the download fails, it stays for the next try."""
     path = _partial_path(target)
     with explained(path):
         try:
             lock = FileLock(path, wait=False)
         except BlockingIOError:
-            tell(f"waiting for another process that is downloading {target.name}")
+            say(f"waiting for another process that is downloading {target.name}")
             lock = FileLock(path)
     with lock:
         try:
@@ -275,14 +276,14 @@ class Download:
     file: FileIO
     target: Path
     most_bytes: int
-    tell: Tell
+    say: Say
 
     def run(self) -> RemoteVersion | None:
         """Return None when the file is complete, or the version that the server has instead by now."""
         if self.version.condition is None:
             self._clear()
-        self.tell(f"downloading {shown(self.url)}{self._of_size(' (', ')')}")
-        return self.client.retry(self.url, self._once, self._size_here, self.tell)
+        self.say(f"downloading {shown(self.url)}{self._of_size(' (', ')')}")
+        return self.client.retry(self.url, self._once, self._size_here, self.say)
 
     def _once(self) -> RemoteVersion | None:
         here = self._size_here()
@@ -316,7 +317,7 @@ class Download:
             self.append(chunk)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
-                self.tell(f"downloading {shown(self.url)}: {show_bytes(here)}{self._of_size(' of ')}")
+                self.say(f"downloading {shown(self.url)}: {show_bytes(here)}{self._of_size(' of ')}")
 
     def _of_size(self, before: str, after: str = "") -> str:
         return "" if self.version.size is None else f"{before}{show_bytes(self.version.size)}{after}"
@@ -364,7 +365,7 @@ class Client:
         url: str,
         action: Callable[[], Result],
         progress: Callable[[], int] = lambda: 0,
-        tell: Tell = lambda _text: None,
+        say: Say = lambda _text: None,
     ) -> Result:
         """Return the action's result, trying again after temporary errors.
 
@@ -384,7 +385,7 @@ class Client:
             failures += 1
             if failures >= self._policy.tries:
                 raise StoreError(f"{shown(url)}: {failure}; try again later", temporary=True)
-            tell(f"downloading {shown(url)}: {failure}; trying again at {show_bytes(here)}")
+            say(f"downloading {shown(url)}: {failure}; trying again at {show_bytes(here)}")
             time.sleep(min(failure.pause_seconds, _LONGEST_PAUSE_SECONDS))
             backoff.wait()
 

@@ -104,7 +104,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
 
 
 def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Result | None) -> dict[str, Any]:
-    """The fields of an `Overview`; `points` are the surviving ones, or the last of them."""
+    """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
     job, steps = run.job, [point for point in points if point.kind == "train"]
     recent = steps[-_RECENT_STEPS:]
     scores = {

@@ -99,7 +99,7 @@ class LeaseWatch:
         return sum(self.alive(node, now) for node in self.leases)
 
     def count_remaining(self, now: float) -> int:
-        """The number of nodes that are alive or may be."""
+        """Return the number of nodes that are alive or may be."""
         return sum(not self.lost(node, now) for node in self.leases)
 
 
@@ -157,7 +157,7 @@ class LeaseAge:
     holds_lock: bool | None = None
 
     def is_alive(self) -> bool | None:
-        """None if one look cannot tell."""
+        """True if the node is alive, False if it is lost; None if one look is not enough to know."""
         if self.holds_lock is not None:
             return self.holds_lock
         if self.seconds is None:
@@ -221,7 +221,7 @@ def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], now: datetime
 
 
 def node_directory(run: Run, node: str) -> Path:
-    """The directory that a node on this machine keeps locked while it runs."""
+    """Return the directory that a node on this machine keeps locked while it runs."""
     return nodes_directory() / f"{run.name}-{node}"
 
 

@@ -35,7 +35,7 @@ class ObjectNotFound(StoreError, NotFound):
 # Errors of the system.
 
 _FORBIDDEN = "permission denied; check owner and mode, or use another store"
-_SYSTEM: Mapping[int, tuple[str, bool]] = {  # what to say, and if it is temporary
+_SYSTEM: Mapping[int, tuple[str, bool]] = {  # the message, and True if the error is temporary
     errno.ENOSPC: ("the disk is full; free some space or use another store", True),
     errno.EDQUOT: ("disk quota exceeded; free some space or ask for a larger quota", True),
     errno.EROFS: ("the file system is read-only; remount it for writing or use another store", False),
@@ -97,7 +97,7 @@ _BY_STATUS: Mapping[int, str] = {
     401: _DENIED,
     403: "access denied; check the keys, their permissions on this bucket, and this machine's clock",
 }
-# NoSuchUpload: the upload was completed, but the answer that said so got lost; a new upload will do.
+# NoSuchUpload: the upload was completed, but the answer got lost, so the client tried again: a new upload will work.
 _TEMPORARY_CODES = {"RequestTimeout", "NoSuchUpload", "QuotaExceeded"}
 _TEMPORARY_STATUSES = {408, 409, 429}
 # Errors without an answer of the server, found by words in obstore's message, the more specific first.
