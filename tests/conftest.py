@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ from parts.s3 import S3Server, fresh_location, leave_aws
 # Tests share the cores already: with a thread for each core in every one of their processes, learning takes four times
 # as long. None of the modules above has loaded torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores SIGINT in what it runs in the background, and processes inherit that: Ctrl-C could not be tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of the folders and files that take minutes, the longest first: so the processes that share the tests end together.
 LONG = ("test_benchmarks.py", "faults", "fleet", "recipes", "end_to_end", "train", "node")
