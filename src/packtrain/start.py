@@ -108,6 +108,7 @@ def reopen(run: Run, say: Say = print) -> None:
 
 
 def _require_torch(job: Job) -> None:
+    # `find_spec` does not import torch, which would take seconds.
     if fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
         raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")
 

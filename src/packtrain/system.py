@@ -32,7 +32,7 @@ class FileLock:
         # flock on network mounts needs a descriptor that may write for an exclusive lock.
         flags = os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        while True:
+        while True:  # until the locked file is the one that has the name
             self._descriptor = os.open(path, flags, mode)
             try:
                 fcntl.flock(self._descriptor, kind)
@@ -59,7 +59,7 @@ class FileLock:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # a lock that is dropped without `close` must not stay held
         self.close()
 
 

@@ -67,6 +67,7 @@ class Duration:
         if unit in _SECONDS_PER:
             return cls(parse_seconds(text), "seconds")
         counted = _COUNTED[unit]
+        # Epochs may be fractions: a phase or an evaluation can be due in the middle of one.
         if counted == "steps" and number != int(number):
             raise ValueError(f"{text!r} is not a whole number of steps")
         return cls(number, counted)
@@ -140,7 +141,7 @@ def parse_bytes(text: str) -> int:
 
 def show_seconds(seconds: float) -> str:
     """Show a time: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
-    if seconds < 9.95:
+    if seconds < 9.95:  # from here on, one decimal would round to `10.0 s`
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:

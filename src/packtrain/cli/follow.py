@@ -120,7 +120,7 @@ class MachineWatch:
             self._leases.observe(self._run.leases(), now)
         alive = self._leases.count_alive(now)
         wanted = self._run.job.fleet.kind.machines
-        if alive >= wanted.least:
+        if alive >= wanted.least:  # the fleet is asked only while machines are missing: asking takes connections
             self._asked, self._shortage, self._none_left_times = now, None, 0
         elif self.asking is not None and self.asking.is_done:
             self.asking, self._asked = None, now
@@ -205,7 +205,7 @@ class Follower:
     def read(self) -> None:
         """Print the events and evaluations since the last call, and note the steps."""
         for event in sorted(self._events.read(), key=lambda event: event.time):
-            if event.kind == "generation":
+            if event.kind == "generation":  # a program reports no steps: show how long it has been running
                 self._started = event.time
             if event.display != "report":
                 self._print(event.kind, escape(event.text), "yellow" if event.display == "warning" else "dim")

@@ -87,7 +87,7 @@ class FileCache:
         return self._directory / f"{sha256}.lock"
 
     def _fetch(self, store: Store, key: str, wanted: PackFile) -> None:
-        self._make_room(wanted.bytes)
+        self._make_room(wanted.bytes)  # before the download, so that the disk does not fill up
         folder = self._fetching / wanted.sha256
         try:
             for _ in range(_TRIES):

@@ -177,6 +177,7 @@ def rank_batches(
             turns = order.turns(batches)
             # The stack ends the prefetching of an epoch when the next one begins, or when the generator is closed.
             with ExitStack() as stack:
+                # As a load, so that a store that fails here is retried like one that fails for a batch.
                 yield partial(prefetch, stack, batches[first:], epoch)
                 for number in range(first, len(batches)):
                     yield partial(load, batches, turns, Position(epoch, number))

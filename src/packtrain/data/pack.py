@@ -163,6 +163,7 @@ class SplitReader:
         numbers = np.searchsorted(self._ends, ids, side="right").astype(self._number_type)
         if not len(ids) or (numbers == numbers[0]).all():
             return ByShard(None, [Piece(int(one), ids - self._start(int(one))) for one in numbers[:1]])
+        # Grouped, so that each shard is looked up once per batch and not once per sample.
         order = numbers.argsort(kind="stable")
         numbers, rows = numbers[order], ids[order]
         edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(ids)]

@@ -105,6 +105,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
         checks.append(Check(name, "python", False, detail, "the first run creates an environment", skipped=True))
         return [*checks, Check(name, "disk, clock, store", False, rest, install, skipped=True)], None
     command = verb_command(python, "check", ["--store", store, "--key", key])
+    # The machine's clock is read between these two moments: that bounds how far it may be off.
     asked = time.time()
     try:
         machines = [Facts(**answer) for answer in _documents(target.run(command, secrets, _FACTS_SECONDS))]

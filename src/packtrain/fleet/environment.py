@@ -90,7 +90,7 @@ echo "$made/bin/python"
 
 def find(remote: Remote, python: str | None) -> str | None:
     """Return the host's Python with this Packtrain; None if an environment has to be created."""
-    if python is None:
+    if python is None:  # use any that fits; this machine's own path is one of the candidates
         [found] = remote.script(_FIND, [identity(), sys.executable])
         return None if found == "none" else found
     path, theirs = remote.script(_IDENTIFY, [python], lines=2)
@@ -129,7 +129,7 @@ def _archive(bundle: Path | None) -> bytes:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
         for file in sorted(bundle.glob("*.whl")) if bundle else []:
-            if not file.name.startswith("packtrain-"):
+            if not file.name.startswith("packtrain-"):  # our own wheel has exactly the source that runs here
                 archive.add(file, f"wheels/{file.name}", recursive=False)
     return buffer.getvalue()
 
@@ -167,7 +167,7 @@ def constraints() -> list[str]:
             continue  # needed on another platform only
         if name not in found:
             found[name] = installed.version.partition("+")[0]
-            waiting += _requirements(installed, set())
+            waiting += _requirements(installed, set())  # without the extras of a dependency
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 

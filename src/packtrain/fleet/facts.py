@@ -47,6 +47,7 @@ def visible_object(store: Store) -> Iterator[str]:
     try:
         yield key
     finally:
+        # Machines answer with objects of their own, even if they were too late to be read.
         for entry in store.list("scratch/"):
             if entry.key.startswith(key):
                 store.delete(entry.key)

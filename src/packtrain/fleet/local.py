@@ -57,6 +57,7 @@ class LocalFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+        # All nodes are on this machine: they need no network, and nobody else should reach them.
         arguments = (*node_arguments(run, sys.executable, self._settings), "--address", LOOPBACK)
         return [LaunchPlan(THIS_MACHINE, arguments)] * self._settings.machines.most
 
@@ -112,7 +113,7 @@ def start_process(arguments: Sequence[str], tied: bool) -> StartedNode:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ},
+            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ},  # the user's own value takes precedence
             start_new_session=True,
             preexec_fn=end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
         )
@@ -174,12 +175,12 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     """Become the node of a run if tied; else fork it, wait until it has joined, and print where it is."""
     log = new_log(run)
     os.environ.setdefault(SECONDS_VARIABLE, f"{END_SECONDS:.0f}")
-    if tied:
+    if tied:  # no fork: the node is this process, and its standard input is the connection
         threading.Thread(target=_leave_with_connection, daemon=True).start()
         _become_node(arguments, log)
     child = os.fork()
     if child == 0:
-        os.setsid()
+        os.setsid()  # a session of its own, so that the end of the ssh session does not signal it
         # Let go of the connection: sshd keeps it open as long as any process holds its pipes.
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):

@@ -117,6 +117,7 @@ class MpiFleet(Fleet):
             for fault in faults:
                 say(f"{unavailable(fault)}; continuing without it")
             words = list(plan.arguments)
+            # The plan was made without asking any host: put those that answer in place of its list.
             words[words.index(_HOSTS) + 1] = _slots([host.name for host in usable][: machines.most])
             started.append(start_process((sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", *words), tied))
         return started
@@ -163,7 +164,7 @@ class EndPolicy:
     _since: tuple[str, float] = ("", 0.0)
 
     def why(self, ended: bool, now: float) -> str | None:
-        self._began = self._began or self.watch.count_alive(now) > 0
+        self._began = self._began or self.watch.count_alive(now) > 0  # before that, machines are still starting
         there = self.watch.count_remaining(now)
         reason, patience = "", 0.0
         if ended and there == 0:

@@ -43,11 +43,12 @@ from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
 from packtrain.store import Store
 
-NOTICE_SECONDS = 120
-_LEAST_SECONDS = 300
+NOTICE_SECONDS = 120  # from Slurm's signal to the time limit
+_LEAST_SECONDS = 300  # a shorter job would spend most of its time on starting and on its last checkpoint
 _ASK_SECONDS = 30.0
 _IMMEDIATE_SECONDS = 60  # how long doctor's commands wait for free nodes
 _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)  # exit codes of a node after which the job is not requeued
+# Words of Slurm's job states; a requeued job has several of them.
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 _UNAVAILABLE = "node configuration is not available"  # sbatch says this even if the nodes are only drained or down
@@ -173,6 +174,7 @@ class SlurmFleet(Fleet):
         if tied:
             raise Mistake(self.no_foreground)
         jobs = _jobs_of(run)
+        # A second job for the same run would be a second set of nodes.
         if pending := [queued.job for queued in jobs if queued.is_pending]:
             say(f"Slurm job {pending[0]} is already queued for this run; nothing was submitted")
             return []
@@ -180,7 +182,7 @@ class SlurmFleet(Fleet):
             raise Mistake(f"Slurm job {running[0]} of this run is still running; wait, or `scancel {running[0]}`")
         for plan in plans:
             assert plan.script is not None
-            run.store.put(run.key("slurm.sh"), plan.script.encode())
+            run.store.put(run.key("slurm.sh"), plan.script.encode())  # before submitting: a person can submit it again
             job = ask(plan.arguments, plan.script).strip().partition(";")[0]
             run.store.put(run.key("slurm.json"), json.dumps([*_submitted(run), job]).encode())
             say(f"submitted Slurm job {job}; see `squeue --job {job}`")

@@ -44,7 +44,7 @@ from packtrain.job.part import Location, StorePath, matching
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 
-_CONNECTIONS = 32
+_CONNECTIONS = 32  # at the same time: each is a process
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:]+\])"
 _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?"
 _DESTINATION = rf"{_USER}{_HOST}(?::[0-9]{{1,5}})?"
@@ -110,6 +110,7 @@ class SshFleet(Fleet):
 
     def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
         machines = self._settings.machines
+        # Again, although `check` did the same: packing may have taken hours since.
         usable, missing = self.usable_hosts(run.store.url, plans[0].variables, say)
         for fault in missing:
             say(f"{unavailable(fault)}; continuing without it")

@@ -98,6 +98,7 @@ def _read_options(value: object) -> dict[str, Option]:
         raise ValueError(must_be("a mapping", value))
     problems = []
     for name, option in value.items():
+        # Only form and type; the recipe checks which options exist.
         if not _OPTION.fullmatch(name):
             problems.append(problem(f"{quoted(name, 60)} is not a valid option name", name))
         elif not isinstance(option, (bool, int, float, str)):
@@ -165,6 +166,7 @@ class TrainSettings(Part):
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)
 

@@ -77,12 +77,13 @@ def kind_class(kinds: Mapping[str, str], word: str) -> Any:
 
 def word_of(kinds: Mapping[str, str], settings: Part) -> str:
     """Return the word of a kind's settings, without importing the other kinds."""
+    # By the reference, so that no other kind of the family has to be imported for a comparison.
     reference = f"{type(settings).__module__}:{type(settings).__qualname__}"
     return next(word for word, known in kinds.items() if known == reference)
 
 
 def default_kind(kinds: Mapping[str, str], word: str) -> Any:
-    """Return a field's default: the kind of that word with its own defaults."""
+    """Return a field's default: the kind of that word with its own defaults, imported when a job needs it."""
     return Field(default_factory=lambda: kind_class(kinds, word).model_validate({}))
 
 

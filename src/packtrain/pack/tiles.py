@@ -161,14 +161,15 @@ def find_segments(jpeg: bytes) -> NDArray[np.uint32]:
     """Return the offsets of a JPEG's tiles, as in Tiled; refuse a JPEG whose markers do not make tiles."""
     frame = read_frame(jpeg)
     data = np.frombuffer(jpeg, np.uint8)[frame.scan_at :]
+    # In coded data 0xFF is followed by 0 if it is data, and by something else if it is a marker.
     escapes = np.flatnonzero(data[:-1] == 0xFF)
     kinds = data[escapes + 1]
     real = (kinds != 0) & (kinds != 0xFF)
     marks, kinds = escapes[real], kinds[real]
     per_row = frame.mcus_per_row
     count = frame.mcu_rows * (per_row // frame.interval if frame.interval else 0)
-    expected = 0xD0 + (np.arange(count) & 7)
-    expected[-1:] = _EOI
+    expected = 0xD0 + (np.arange(count) & 7)  # restart markers count from 0 to 7, again and again
+    expected[-1:] = _EOI  # the last segment ends with the image
     if not frame.interval or per_row % frame.interval or not np.array_equal(kinds[:count], expected):
         raise BadTiles("the JPEG's restart markers do not divide its rows into tiles")
     return np.concatenate([[frame.scan_at], marks[:count] + (frame.scan_at + 2)]).astype(np.uint32)
@@ -197,7 +198,7 @@ def decode_crop(
     whole image: allocating memory for each image would take time.
     """
     small, left, top = splice(memoryview(jpeg), segments, width, height, box)
-    if scratch is not None and len(scratch) < 3 * width * height:
+    if scratch is not None and len(scratch) < 3 * width * height:  # too small: the decoder allocates its own
         scratch = None
     pixels: Pixels = simplejpeg.decode_jpeg(small, buffer=scratch)
     return pixels[top : top + box.height, left : left + box.width]

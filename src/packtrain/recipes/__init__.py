@@ -125,6 +125,7 @@ def use_code(code: Path | None) -> None:
     if code == _searched:
         return
     if _searched is not None:
+        # A second job in this process, as in a notebook, may have a module of the same name.
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
             if isinstance(file, str) and _searched in Path(file).parents:

@@ -113,6 +113,7 @@ def penalize_repetition(logits_RV: Tensor, written_RT: Tensor, decoding: Decodin
     if size and written_RT.shape[1] >= size:
         windows = written_RT.unfold(1, size, 1)
         prefix = written_RT[:, None, written_RT.shape[1] - (size - 1) :]
+        # Where the last n - 1 tokens occurred before, the token that followed them there is forbidden.
         again = (windows[..., :-1] == prefix).all(-1)
         ceiling = logits_RV.new_full(again.shape, torch.inf).masked_fill(again, -torch.inf)
         logits_RV = logits_RV.scatter_reduce(1, windows[..., -1], ceiling, "amin")
@@ -155,6 +156,7 @@ def _beam_search(model: Transformer, source_BS: Tensor, limits_B: Tensor, decodi
         origins, tokens = origins.gather(1, kept), tokens.gather(1, kept)
         parents = (firsts[:, None] + origins).flatten()
         written_RT = torch.cat([written_RT[parents], tokens.flatten()[:, None]], dim=1)
+        # Scores only fall, so the best that a hypothesis can reach is its score now at the most favorable length.
         unfinished = (position + 1 < limits) & (scores_BK[:, 0] / reachable > best_scores)
         staying, leaving = split_flags(unfinished)
         if not leaving:

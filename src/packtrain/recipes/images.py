@@ -94,7 +94,7 @@ class ImageCopies(Generic[Batches]):
 
     def batches(self, split: str, size: int) -> Batches:
         name = self.split_name(split, size)
-        with self._opening:
+        with self._opening:  # two threads must not make two pools for one split
             if name not in self._open:
                 self._open[name] = self._make(self._pack.split(name), _num_threads())
             return self._open[name]

@@ -157,7 +157,7 @@ def load_pretrained(path: Path, own: Mapping[str, Tensor], field: str) -> dict[s
         given = load_file(path)
     except (SafetensorError, OSError) as error:
         raise Mistake(f"{field}: not a safetensors file ({error})") from error
-    needed = {key for key in own if not key.endswith("num_batches_tracked")}  # a counter that only training uses
+    needed = {key for key in own if not key.endswith("num_batches_tracked")}  # a counter that weights often lack
     if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):
         needed -= {"fc.weight", "fc.bias"}
     return {key: _fitting(given, key, own[key], field) for key in own if key in needed}

@@ -76,7 +76,7 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
             parts[span] += amount * kept if span in COMPUTING else amount
         parts["lost steps"] += computing * (1 - kept)
         ended = records[-1].time
-    useful = sum(parts[span] for span in COMPUTING)
+    useful = sum(parts[span] for span in COMPUTING)  # without lost steps, which were moved to a part of their own
     ranks = tuple(
         RankTime(rank, _total([record for record in spent if record.rank == rank]))
         for rank in sorted({record.rank for record in spent})

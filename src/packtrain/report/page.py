@@ -62,7 +62,7 @@ class Series:
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
     """Draw all series over common axes; return an empty string if there is no finite point to draw."""
     finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
-    drawn = [one for one in finite if one.points]
+    drawn = [one for one in finite if one.points]  # a run that has just started has no evaluations
     if not drawn:
         return ""
     lines = [thin(one.points) for one in drawn]  # a page of a million steps stays small

@@ -93,6 +93,7 @@ class Store(ABC):
         """Try `put_if_absent` on a scratch key: some S3 servers ignore its condition."""
         key = f"scratch/put-if-absent-{uuid.uuid4().hex}"
         try:
+            # A server that ignores the condition accepts the second one, too.
             return self.put_if_absent(key, b"first") and not self.put_if_absent(key, b"second")
         finally:
             self.delete(key)

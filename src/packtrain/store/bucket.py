@@ -221,7 +221,7 @@ class BucketStore(Store):
         with explained(path):
             size = path.stat().st_size
             path.open("rb").close()
-        part_bytes = max(CHUNK_BYTES, size // _MOST_PARTS + 1)
+        part_bytes = max(CHUNK_BYTES, size // _MOST_PARTS + 1)  # larger parts for files beyond 75 GB
         client = self._client_for_files
         self._retry(key, lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS))
 
@@ -239,7 +239,7 @@ class BucketStore(Store):
             return stage(path.parent, obstore.get(self._client_for_files, key).stream(CHUNK_BYTES))
 
         with explained(path):
-            replace(self._retry(key, fetch), path)
+            replace(self._retry(key, fetch), path)  # renamed when it is complete
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
@@ -291,6 +291,7 @@ class BucketStore(Store):
                     raise
 
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:
+        # obstore's threads do not exist in a forked process, and a call would wait for them forever.
         if os.getpid() != self._pid:
             raise StoreError(
                 f"{self.url}: was opened before this process was forked, and obstore would hang in it; "
