@@ -114,7 +114,7 @@ def _require_torch(job: Job) -> None:
 
 
 def _code(loaded: LoadedJob, store: Store) -> bytes:
-    """Return an archive of the directory of a program or an own recipe, else of the job file alone."""
+    """Return an archive of the directory of a program or a user's recipe, or else of the job file alone."""
     recipe, program = loaded.job.recipe, loaded.job.program
     if program is None and (recipe is None or ":" not in recipe):
         return archive({"job.yaml": loaded.text.encode()})

@@ -73,7 +73,7 @@ def pack(
         bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")
     ] = False,
 ) -> None:
-    """Pack the raw data of a job into its store, unless the pack exists."""
+    """Pack a job's raw data into its store, unless the pack exists."""
     from packtrain.cli.packs import ProgressBars, show_stats
     from packtrain.pack.workers import Dask, Processes
     from packtrain.start import load, pack_data

@@ -49,7 +49,7 @@ def is_name(text: str) -> bool:
 
 
 def is_recipe(text: str) -> bool:
-    """True if this can name a recipe, or `module:Class` of an own one."""
+    """True if this can name a recipe, or is the `module:Class` of a user's recipe."""
     return is_name(text) or _OWN_RECIPE.fullmatch(text) is not None
 
 

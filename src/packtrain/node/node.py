@@ -119,7 +119,7 @@ class Node:
         telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
         sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")  # a thread: uploading old logs may take long
         try:
-            # The launcher starts in this directory, so that a program or an own recipe is found by its relative path.
+            # The launcher starts in this directory, so that a program or a user's recipe is found by its relative path.
             (self.directory.path / "code").mkdir()
             unpack(self.run.store.get(self.run.key("code.tar.zst")), self.directory.path / "code")
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")

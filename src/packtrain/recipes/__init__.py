@@ -52,11 +52,11 @@ RECIPES: Mapping[str, str] = {
 
 _REQUIRED_ATTRIBUTES = ("defaults", "unit", "contents", "kind", "best_metric")
 
-_searched: Path | None = None  # the directory of own recipes that is on Python's path now
+_searched: Path | None = None  # the directory of users' recipes that is on Python's path now
 
 
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
-    """Return the class of a recipe. `code` is searched first for own recipes; None searches Python's path alone."""
+    """Return the class of a recipe. `code` is searched first for a user's recipe; None searches only Python's path."""
     if ":" in name:
         return _own_recipe(name, code)
     if name not in RECIPES:
@@ -67,7 +67,7 @@ def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
 
 
 def recipe_of(run: Run) -> type[Recipe]:
-    """Return the recipe of a run on any machine: an own recipe comes from the run's code archive."""
+    """Return the recipe of a run on any machine: a user's recipe comes from the run's code archive."""
     name = run.job.recipe
     if name is None:
         raise Mistake(f"{run.name} runs a program, not a recipe")
@@ -98,7 +98,7 @@ def check_recipe(job: Job, code: Path | None = None) -> None:
     recipe.check(job)
 
 
-# Own recipes.
+# Users' recipes.
 
 
 def _own_recipe(name: str, code: Path | None) -> type[Recipe]:

@@ -136,7 +136,7 @@ class StepDownSettings(ScheduleKind):
         from packtrain.train.progress import multiples
 
         def rate(now: Progress) -> float:
-            # By `multiples`, so that 1 + 9/25 epochs count as 1.36 in spite of rounding.
+            # `multiples` makes up for rounding: 1 + 9/25 epochs count as 1.36.
             downs = multiples(now.in_unit(self.every.unit), self.every.value)
             return self.rate * _warmup_share(self.warmup, now) * float(self.factor**downs)
 
