@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, print_json
+from packtrain.cli.common import (
+    JsonOption,
+    RunArgument,
+    StoreOption,
+    console,
+    default_store,
+    find_run,
+    find_store,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +78,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
     from packtrain.job.kinds import FLEETS, kind_class
     from packtrain.start import load
 
-    place = store or os.environ.get("PACKTRAIN_STORE") or "./store"
+    place = store or default_store()
     word, _, hosts = fleet.partition(":")
     if word in FLEETS:
         from pydantic import ValidationError
