@@ -59,19 +59,6 @@ def doctor(
     sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
 
 
-def attach(
-    name: RunArgument = None,
-    node: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: the run's first machine.")] = None,
-    store: StoreOption = None,
-) -> None:
-    """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
-    from packtrain.fleet import fleet_of
-
-    run = find_run(store, name)
-    command = fleet_of(run.job.fleet.kind).shell(run, node)
-    os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
-
-
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
     """Return the fleet's settings, the store, the variables to pass, and True if addresses may be public."""
     from packtrain.errors import Mistake
@@ -108,6 +95,19 @@ def _print(checks: Sequence[Check]) -> None:
         mark = "[green]ok[/green]" if check.ok else "[yellow]skipped[/yellow]" if check.skipped else "[red]failed[/red]"
         table.add_row(escape(check.machine), check.step, mark, escape(check.detail), escape(check.advice))
     console().print(table)
+
+
+def attach(
+    name: RunArgument = None,
+    node: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: the run's first machine.")] = None,
+    store: StoreOption = None,
+) -> None:
+    """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
+    from packtrain.fleet import fleet_of
+
+    run = find_run(store, name)
+    command = fleet_of(run.job.fleet.kind).shell(run, node)
+    os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
 
 
 def node(
