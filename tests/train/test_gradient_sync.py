@@ -22,11 +22,11 @@ def training(directory_store: Store, forker: WorkerForker, tmp_path: Path) -> Tr
 
 class Training:
     def __init__(self, store: Store, forker: WorkerForker, directory: Path) -> None:
-        self._store, self._forker, self._directory = store, forker, directory
+        self.store, self._forker, self._directory = store, forker, directory
         self._runs = 0
 
     def run(self, ranks: int, sections: dict[str, Any] | None = None, **train: Any) -> Run:
-        run = tiny_run(self._store, tiny_job(train=train, **(sections or {})))
+        run = tiny_run(self.store, tiny_job(train=train, **(sections or {})))
         self.resume(run, ranks)
         return run
 
@@ -117,7 +117,7 @@ def test_the_outer_step_of_local_steps_uses_nesterov_momentum(forker: WorkerFork
 
 
 def test_per_worker_optimizer_state_of_two_workers_resumes_on_three(training: Training) -> None:
-    run = tiny_run(training._store, tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
+    run = tiny_run(training.store, tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
     training.resume(run, 2, stop_at=4)
     assert {file.name for file in committed(run)[-1].files} >= {"optimizer.safetensors", "optimizer-1.safetensors"}
     training.resume(run, 3, generation=2)
@@ -133,7 +133,7 @@ def test_a_bad_sample_is_named_by_every_worker_and_never_saved(
     training: Training, forker: WorkerForker, tmp_path: Path, ranks: int, exchange: dict[str, Any]
 ) -> None:
     run = tiny_run(
-        training._store, tiny_job(train={"exchange": exchange}, checkpoint={"every": "1 steps", "keep_last": 20})
+        training.store, tiny_job(train={"exchange": exchange}, checkpoint={"every": "1 steps", "keep_last": 20})
     )
     where = {"store": run.store.url, "run": run.name, "control": str(tmp_path / "control")}
     exited = forker.run("train", ranks, **where, recipe="poisoned")
