@@ -1,4 +1,4 @@
-"""The operating system: digests of files, file locks, the cache directory, log lines, the end of a parent process."""
+"""The operating system: digests of files, locks, the cache directory, log lines, threads, the end of a parent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import hashlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,3 +88,34 @@ def cache_directory() -> Path:
 def nodes_directory() -> Path:
     """Return the directory in which each node of this machine has a directory of its own."""
     return cache_directory() / "nodes"
+
+
+class Task:
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """True if the work ends within that time, with or without an error."""
+        self._thread.join(seconds)
+        return self.is_done
+
+    def result(self) -> None:
+        """Wait until the work has ended, and raise its error, if any."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

@@ -116,8 +116,8 @@ def test_a_crop_depends_only_on_seed_epoch_and_sample() -> None:
 def test_every_turn_has_another_crop_and_turn_0_is_the_default(
     batches: ImageBatches,
 ) -> None:
-    ids, turns = np.array([0, 1, 0, 1, 0]), np.array([0, 0, 1, 1, 2])
-    seen = batches.random(ids, 1, 0, 40, 0.08, turns)
+    ids, repeats = np.array([0, 1, 0, 1, 0]), np.array([0, 0, 1, 1, 2])
+    seen = batches.random(ids, 1, 0, 40, 0.08, repeats)
     plain = batches.random(ids[:2], 1, 0, 40, 0.08)
     assert np.array_equal(seen[:2], plain)
     assert len({picture.tobytes() for picture in seen}) == len(ids)

@@ -470,15 +470,15 @@ TWICE = Order(COSTS, COSTS, lambda _: 10, 1, sources=(4, 8), weights=(2.0, 1.0))
 
 
 def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = None) -> Iterator[LoadedBatch]:
-    def collate_turns(ids: Ids, epoch: int, turns: Ids) -> Arrays:
-        return {**collate(ids, epoch, turns), "turns": turns}
+    def collate_repeats(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
+        return {**collate(ids, epoch, repeats), "repeats": repeats}
 
-    return rank_batches(TWICE, collate_turns, start, rank, num_ranks, piece)
+    return rank_batches(TWICE, collate_repeats, start, rank, num_ranks, piece)
 
 
 def test_a_sample_that_occurs_twice_in_an_epoch_has_two_turns() -> None:
     epoch = list(islice(in_turns(Position(), 0, 1), len(TWICE.batches(0))))
-    seen = [pair for one in epoch for pair in zip(one.ids.tolist(), one.turns.tolist(), strict=True)]
+    seen = [pair for one in epoch for pair in zip(one.ids.tolist(), one.repeats.tolist(), strict=True)]
     assert sorted(seen) == sorted([*((sample, 0) for sample in range(12)), *((sample, 1) for sample in range(4))])
 
 
@@ -490,8 +490,8 @@ def test_turns_are_the_same_for_any_ranks_micro_batches_and_start(
     start = whole[before - 1].after if before else Position()
     for rank in range(num_ranks):
         for mine, one in zip(islice(in_turns(start, rank, num_ranks, piece), 6), whole[before:], strict=True):
-            assert mine.turns.tolist() == one.turns[rank::num_ranks].tolist()
-            assert np.concatenate([part["turns"] for part in mine.micro_batches]).tolist() == mine.turns.tolist()
+            assert mine.repeats.tolist() == one.repeats[rank::num_ranks].tolist()
+            assert np.concatenate([part["repeats"] for part in mine.micro_batches]).tolist() == mine.repeats.tolist()
 
 
 def test_sources_of_weight_one_change_nothing() -> None:

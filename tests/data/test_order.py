@@ -21,8 +21,8 @@ from packtrain.data.order import (
     mixed_epoch,
     permutation,
     philox_words,
+    repeats_of,
     share,
-    turns_of,
 )
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.vocabulary import Vocabulary
@@ -220,8 +220,8 @@ def test_mixes_never_change() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=40))
 def test_a_turn_is_how_often_a_sample_came_before(ids: list[int]) -> None:
-    turns = turns_of(np.array(ids, np.int64)).tolist()
-    assert turns == [ids[:place].count(sample) for place, sample in enumerate(ids)]
+    repeats = repeats_of(np.array(ids, np.int64)).tolist()
+    assert repeats == [ids[:place].count(sample) for place, sample in enumerate(ids)]
 
 
 def test_every_source_needs_a_weight() -> None:

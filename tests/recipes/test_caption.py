@@ -61,8 +61,8 @@ def test_the_epoch_and_the_sample_alone_decide_which_caption_is_used(recipe: Cap
 def test_a_repeated_image_gets_another_crop_and_possibly_another_caption(
     recipe: Caption,
 ) -> None:
-    two, turns = np.repeat([1, 3, 5, 7], 6), np.tile(np.arange(6), 4)  # those with two captions, six times each
-    batch = recipe.batch(two, 0, turns)
+    two, repeats = np.repeat([1, 3, 5, 7], 6), np.tile(np.arange(6), 4)  # those with two captions, six times each
+    batch = recipe.batch(two, 0, repeats)
     said = np.array(recipe.pack.vocabulary.decode(batch["tokens"].tolist())).reshape(4, 6)
     assert [set(captions) for captions in said.tolist()] == [set(captions_of(*THINGS[sample])) for sample in two[::6]]
     assert len({image.tobytes() for image in batch["pixels"]}) > 12

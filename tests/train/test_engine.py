@@ -122,9 +122,7 @@ class Spoilt(Plain):
 
 
 def spoilt(how: str, **train: Any) -> Engine:
-    engine = engine_of(Spoilt, **train)
-    engine._recipe.how = how  # type: ignore[attr-defined]
-    return engine
+    return engine_of(type("Spoilt", (Spoilt,), {"how": how}), **train)
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])

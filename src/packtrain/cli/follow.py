@@ -16,7 +16,6 @@ from packtrain.cli.common import console, hints
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
 from packtrain.job import Job
-from packtrain.node.workers import Task
 from packtrain.report import report_url, write_report
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
@@ -24,6 +23,7 @@ from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS
 from packtrain.run.records import Point
 from packtrain.run.run import Run
 from packtrain.store import StoreError
+from packtrain.system import Task
 from packtrain.units import Machines, counted, show_count, show_seconds
 
 ASK_FLEET_SECONDS = 30.0

@@ -78,9 +78,9 @@ def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int
     return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
 
 
-def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, turns: Ids | None) -> CropOf:
-    """Return the crops of a batch; without `turns`, all samples are at their first turn."""
-    rows = list(zip(ids.tolist(), (np.zeros_like(ids) if turns is None else turns).tolist(), strict=True))
+def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, repeats: Ids | None) -> CropOf:
+    """Return the crops of a batch; without `repeats`, all samples are at their first turn."""
+    rows = list(zip(ids.tolist(), (np.zeros_like(ids) if repeats is None else repeats).tolist(), strict=True))
     return lambda at, width, height: random_crop(width, height, min_scale, seed, epoch, *rows[at])
 
 
@@ -145,9 +145,11 @@ class ImageBatches:
         self._threads = threads or len(os.sched_getaffinity(0))
         self._pool = single_threaded_pool(self._threads)
 
-    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
+    def random(
+        self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, repeats: Ids | None = None
+    ) -> Pixels:
         """Return random resized crops of size x size, half of them mirrored, for training."""
-        return self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, turns))
+        return self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, repeats))
 
     def centered(self, ids: Ids, height: int, width: int) -> Pixels:
         """Return the center of each image, for validation. The size is square, or that of a RectangularBatch."""

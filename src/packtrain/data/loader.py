@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.backoff import Backoff
-from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, micro_batches, mixed_epoch, share, turns_of
+from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, micro_batches, mixed_epoch, repeats_of, share
 from packtrain.errors import FieldMistake
 from packtrain.store import StoreError
 from packtrain.system import say
@@ -44,13 +44,13 @@ class Position:
 class LoadedBatch:
     """One rank's part of a global batch, in micro-batches.
 
-    `ids`, `turns` and `own_cost` belong to the part, `cost` and `samples` to the whole batch; `at` is its position,
+    `ids`, `repeats` and `own_cost` belong to the part, `cost` and `samples` to the whole batch; `at` is its position,
     `after` the next one. A turn is the number of times that a sample came before in the epoch.
     """
 
     micro_batches: tuple[Arrays, ...]
     ids: Ids
-    turns: Ids
+    repeats: Ids
     cost: int
     own_cost: int
     samples: int
@@ -84,13 +84,13 @@ class Order:
             raise FieldMistake("data.train", NO_SAMPLES)
         return batches
 
-    def turns(self, batches: list[Ids]) -> list[Ids]:
+    def repeats(self, batches: list[Ids]) -> list[Ids]:
         """Return for each sample of the batches how many times it came before in the epoch."""
         # Usually no source is passed over more than once: then there is no need to sort all samples.
         if all(draws(count, weight) <= count for count, weight in zip(self.sources, self.weights, strict=True)):
             return [np.zeros(len(batch), np.int64) for batch in batches]
         ends = np.cumsum([len(batch) for batch in batches])
-        return np.split(turns_of(np.concatenate(batches)), ends[:-1])
+        return np.split(repeats_of(np.concatenate(batches)), ends[:-1])
 
 
 Load = Callable[[], LoadedBatch | None]
@@ -134,7 +134,7 @@ def rank_batches(
 ) -> RankBatches:
     """Return this rank's part of every global batch from `start` on, without end.
 
-    `collate` makes arrays from the ids of samples, the epoch and their turns. A part that costs more than
+    `collate` makes arrays from the ids of samples, the epoch and their repeats. A part that costs more than
     `micro_batch_cost` is divided; with `equal_counts` all ranks have the same number of micro-batches, some of them
     empty. `fetching` is told the samples of an epoch in the order of their use, and prefetches them.
     """
@@ -148,16 +148,18 @@ def rank_batches(
         most = max(len(micro_batches(ids, order.costs, micro_batch_cost)) for ids in shares)
         return own + [batch[:0]] * (most - len(own))
 
-    def load(batches: list[Ids], turns: list[Ids], at: Position) -> LoadedBatch:
+    def load(batches: list[Ids], repeats: list[Ids], at: Position) -> LoadedBatch:
         batch = batches[at.batch]
-        own, own_turns = share(batch, rank, num_ranks), share(turns[at.batch], rank, num_ranks)
+        own, own_repeats = share(batch, rank, num_ranks), share(repeats[at.batch], rank, num_ranks)
         is_last = at.batch + 1 == len(batches)
         parts = divided(batch)
-        turns_of_parts = np.split(own_turns, np.cumsum([len(part) for part in parts])[:-1])
+        repeats_of_parts = np.split(own_repeats, np.cumsum([len(part) for part in parts])[:-1])
         return LoadedBatch(
-            tuple(collate(part, at.epoch, its_turns) for part, its_turns in zip(parts, turns_of_parts, strict=True)),
+            tuple(
+                collate(part, at.epoch, its_repeats) for part, its_repeats in zip(parts, repeats_of_parts, strict=True)
+            ),
             own,
-            own_turns,
+            own_repeats,
             int(order.costs[batch].sum()),
             int(order.costs[own].sum()),
             len(batch),
@@ -174,13 +176,13 @@ def rank_batches(
         epoch, first = start.epoch, start.batch
         while True:
             batches = order.batches(epoch)
-            turns = order.turns(batches)
+            repeats = order.repeats(batches)
             # The stack ends the prefetching of an epoch when the next one begins, or when the generator is closed.
             with ExitStack() as stack:
                 # As a load, so that a store that fails here is retried like one that fails for a batch.
                 yield partial(prefetch, stack, batches[first:], epoch)
                 for number in range(first, len(batches)):
-                    yield partial(load, batches, turns, Position(epoch, number))
+                    yield partial(load, batches, repeats, Position(epoch, number))
             epoch, first = epoch + 1, 0
 
     return RankBatches(loads())

@@ -77,15 +77,15 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
     return ids[permutation(len(ids), seed, epoch, Stream.SAMPLES)]
 
 
-def turns_of(ids: Ids) -> Ids:
+def repeats_of(ids: Ids) -> Ids:
     """Return for each id how many times it occurs before in the array."""
     order = np.argsort(ids, kind="stable")
     places, ordered = np.arange(len(ids)), ids[order]
     is_first = np.ones(len(ids), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
-    turns = np.empty(len(ids), np.int64)
-    turns[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    return turns
+    repeats = np.empty(len(ids), np.int64)
+    repeats[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    return repeats
 
 
 def likeness(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:

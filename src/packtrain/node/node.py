@@ -32,14 +32,14 @@ from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
-from packtrain.node.workers import STOP_GRACE_SECONDS, Task, WorkerGroup, WorkerStop
+from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import Superseded, committed
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
 from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.system import say
+from packtrain.system import Task, say
 from packtrain.units import counted
 
 LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from packtrain.run.checkpoint import Superseded
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import Cause, Generation, LogLine, NodeReport, TellEvent
 from packtrain.run.run import Run
-from packtrain.system import say
+from packtrain.system import Task, say
 from packtrain.train.control import Control
 from packtrain.units import show_seconds
 
@@ -33,37 +33,6 @@ _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its step
 _NOT_COMMITTED = "the program's checkpoint directory could not be committed"
 _LONGEST_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
-
-
-class Task:
-    """Work in a thread of its own."""
-
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """True if the work ends within that time, with or without an error."""
-        self._thread.join(seconds)
-        return self.is_done
-
-    def result(self) -> None:
-        """Wait until the work has ended, and raise its error, if any."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 # Output. Workers write to files, so that a line is on disk whatever happens to the node; the node follows the files.

@@ -94,9 +94,11 @@ def captioner_shape(model: ModelSettings) -> CaptionerShape:
 class CaptionBatches(ImageBatches):
     """Images that still match their captions: neither mirrored, nor cropped in an evaluation."""
 
-    def random(self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, turns: Ids | None = None) -> Pixels:
+    def random(
+        self, ids: Ids, seed: int, epoch: int, size: int, min_scale: float, repeats: Ids | None = None
+    ) -> Pixels:
         """Return random crops for training, not mirrored."""
-        crop_of = random_crops(ids, min_scale, seed, epoch, turns)
+        crop_of = random_crops(ids, min_scale, seed, epoch, repeats)
         return self._batch(ids, size, size, lambda *place: crop_of(*place)._replace(flip=False))
 
     def whole(self, ids: Ids, size: int) -> Pixels:
