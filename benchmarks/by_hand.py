@@ -46,7 +46,7 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-    batches = epoch_batches(recipe.costs, recipe.likeness, job.train.batch.value, 1, 0)
+    batches = epoch_batches(recipe.costs, recipe.sort_keys, job.train.batch.value, 1, 0)
     while True:
         ids = batches[step % len(batches)]
         batch = {name: torch.from_numpy(one) for name, one in recipe.batch(share(ids, rank, ranks), 0).items()}

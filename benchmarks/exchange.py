@@ -70,7 +70,7 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn
     recipe = recipe_of(directory, EXCHANGES[exchange])
     settings = recipe.job.train
     engine = Engine(recipe, settings, world)
-    order = Order(recipe.costs, recipe.likeness, lambda _: settings.batch.value, settings.seed, recipe.lengths)
+    order = Order(recipe.costs, recipe.sort_keys, lambda _: settings.batch.value, settings.seed, recipe.lengths)
     started, tokens = 0.0, 0
     for number, loaded in enumerate(rank_batches(order, recipe.batch, Position(), world.rank, world.num_ranks)):
         if number == WARM_UP_STEPS:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import bench
 from packtrain.data.loader import Order
-from packtrain.data.order import Ids, likeness
+from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import SplitReader, pad
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.manifest import ShardFile
@@ -145,7 +145,7 @@ def padding(source: Ids, target: Ids, batches: Sequence[Ids]) -> float:
 
 
 def order_of(source: Ids, target: Ids, budget: int) -> Order:
-    return Order(target - 1, likeness(source, target), lambda _: budget, 1, np.maximum(source, target))
+    return Order(target - 1, sort_keys(source, target), lambda _: budget, 1, np.maximum(source, target))
 
 
 def notes_on_order(source: Ids, target: Ids, once: int) -> Iterator[str]:

@@ -98,7 +98,7 @@ def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls) -> tuple[float,
     model, optimizer = calls.set_up(*_model_and_optimizer(recipe))
     average = [parameter.detach().clone() for parameter in model.parameters()]
     rate = job.train.schedule.build(recipe.width, job.train.duration)
-    batches = epoch_batches(recipe.costs, recipe.likeness, job.train.batch.value, job.train.seed, 0)
+    batches = epoch_batches(recipe.costs, recipe.sort_keys, job.train.batch.value, job.train.seed, 0)
     timer = Timer()
     for step, ids in enumerate(itertools.islice(batches, steps)):
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}

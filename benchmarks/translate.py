@@ -65,7 +65,7 @@ class Learned:
 
 def endless(recipe: Recipe, budget: int) -> Iterator[Ids]:
     for epoch in itertools.count():
-        yield from epoch_batches(recipe.costs, recipe.likeness, budget, 1, epoch, None, recipe.lengths)
+        yield from epoch_batches(recipe.costs, recipe.sort_keys, budget, 1, epoch, None, recipe.lengths)
 
 
 def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:

@@ -12,7 +12,7 @@ from packtrain.errors import nearest
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
 _QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 _MACHINES = re.compile(r"([0-9]+)(?:\s*\.\.\s*([0-9]+))?", re.ASCII)
-_MOST_MACHINES = 100_000
+_MAX_MACHINES = 100_000
 _LONGEST = 60  # characters of a quantity, and of one that an error repeats
 _LARGEST = 1e15  # whole numbers below are exact as floats
 
@@ -109,8 +109,8 @@ class Machines:
         machines = cls(int(match[1]), int(match[2] or match[1]))
         if machines.least < 1:
             raise ValueError("must be at least 1")
-        if machines.most > _MOST_MACHINES:
-            raise ValueError(f"must be at most {_MOST_MACHINES:,}")
+        if machines.most > _MAX_MACHINES:
+            raise ValueError(f"must be at most {_MAX_MACHINES:,}")
         if machines.least > machines.most:
             raise ValueError(f"{text!r}: the minimum is larger than the maximum; write the smaller number first")
         return machines

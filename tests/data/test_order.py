@@ -17,12 +17,12 @@ from packtrain.data.order import (
     Stream,
     block,
     epoch_batches,
-    likeness,
     mixed_epoch,
     permutation,
     philox_words,
     repeats_of,
     share,
+    sort_keys,
 )
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.vocabulary import Vocabulary
@@ -36,10 +36,10 @@ budgets = st.integers(1, 60)
 
 @st.composite
 def samples(draw: st.DrawFn) -> Samples:
-    """Costs and likenesses of some samples."""
+    """Costs and sort_keys of some samples."""
     costs = draw(st.lists(st.integers(0, 40), max_size=80))
-    likeness = draw(st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs)))
-    return np.array(costs, np.int64), np.array(likeness, np.int64)
+    sort_keys = draw(st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs)))
+    return np.array(costs, np.int64), np.array(sort_keys, np.int64)
 
 
 def lists(batches: list[Ids]) -> list[list[int]]:
@@ -48,16 +48,16 @@ def lists(batches: list[Ids]) -> list[list[int]]:
 
 @given(samples(), budgets, seeds, st.integers(0, 1000))
 def test_every_sample_comes_exactly_once_in_an_epoch(drawn: Samples, budget: int, seed: int, epoch: int) -> None:
-    costs, likeness = drawn
-    batches = lists(epoch_batches(costs, likeness, budget, seed, epoch))
+    costs, sort_keys = drawn
+    batches = lists(epoch_batches(costs, sort_keys, budget, seed, epoch))
     assert sorted(chain.from_iterable(batches)) == list(range(len(costs)))
     assert all(batches)
 
 
 @given(samples(), budgets, seeds)
 def test_a_batch_is_within_the_budget_unless_one_sample_is_not(drawn: Samples, budget: int, seed: int) -> None:
-    costs, likeness = drawn
-    for batch in epoch_batches(costs, likeness, budget, seed, 0):
+    costs, sort_keys = drawn
+    for batch in epoch_batches(costs, sort_keys, budget, seed, 0):
         assert costs[batch].sum() <= budget or len(batch) == 1
 
 
@@ -90,9 +90,9 @@ def test_no_samples_make_no_batches() -> None:
 
 
 def test_similar_samples_share_a_batch_and_batches_are_shuffled() -> None:
-    likeness = np.arange(1000) % 10
-    batches = epoch_batches(np.ones(1000, np.int64), likeness, 100, 1, 0)
-    kinds = [set(likeness[batch].tolist()) for batch in batches]
+    sort_keys = np.arange(1000) % 10
+    batches = epoch_batches(np.ones(1000, np.int64), sort_keys, 100, 1, 0)
+    kinds = [set(sort_keys[batch].tolist()) for batch in batches]
     assert [len(kind) for kind in kinds] == [1] * 10
     order = [kind.pop() for kind in kinds]
     assert order != sorted(order)
@@ -295,7 +295,7 @@ def test_little_of_a_batch_of_the_example_is_padding(
     lengths: Samples, budget: int, record_property: Callable[[str, object], None]
 ) -> None:
     source, target = lengths
-    order = target - 1, likeness(source, target), budget, 1, 0
+    order = target - 1, sort_keys(source, target), budget, 1, 0
     batches = epoch_batches(*order, None, np.maximum(source, target))
     record_property("padding", f"{padding(lengths, batches):.1%}")
     assert padding(lengths, batches) < 0.1
@@ -306,7 +306,7 @@ def test_little_of_a_batch_of_the_example_is_padding(
 
 def test_neighbors_in_the_order_of_likeness_differ_little_in_either_length() -> None:
     source, target = (side.ravel() for side in np.meshgrid(np.arange(1, 60), np.arange(1, 60)))
-    order = np.argsort(likeness(source, target), kind="stable")
+    order = np.argsort(sort_keys(source, target), kind="stable")
     for side in (source, target):
         assert np.abs(np.diff(side[order])).max() == 1
 
@@ -314,12 +314,12 @@ def test_neighbors_in_the_order_of_likeness_differ_little_in_either_length() -> 
 @given(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**20)), min_size=2, max_size=2))
 def test_likeness_is_equal_only_if_both_lengths_are(pairs: list[tuple[int, int]]) -> None:
     source, target = np.array(pairs, np.int64).T
-    one, other = likeness(source, target)
+    one, other = sort_keys(source, target)
     assert (one == other) == (pairs[0] == pairs[1])
 
 
 def test_pairs_are_sorted_by_their_longer_side_first() -> None:
     source, target = np.array([9, 1, 8, 7, 10]), np.array([1, 9, 8, 7, 1])
-    assert np.argsort(likeness(source, target)).tolist()[0] == 3
-    assert np.argsort(likeness(source, target)).tolist()[1] == 2
-    assert np.argsort(likeness(source, target)).tolist()[-1] == 4
+    assert np.argsort(sort_keys(source, target)).tolist()[0] == 3
+    assert np.argsort(sort_keys(source, target)).tolist()[1] == 2
+    assert np.argsort(sort_keys(source, target)).tolist()[-1] == 4

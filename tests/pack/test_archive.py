@@ -274,7 +274,7 @@ def test_a_directory_and_a_missing_file_are_not_tars(tmp_path: Path) -> None:
 
 def test_more_members_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", b"".join(member(str(number)) for number in range(4)) + END)
-    assert "more than 3 members" in refusal(lambda: list(tar_members(Locator(path), most_members=3)))
+    assert "more than 3 members" in refusal(lambda: list(tar_members(Locator(path), max_members=3)))
 
 
 def test_any_number_of_extension_headers_is_read_in_linear_time(tmp_path: Path) -> None:

@@ -192,5 +192,5 @@ def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_large_json_is_refused_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "MOST_JSON_BYTES", 100)
+    monkeypatch.setattr(raw, "MAX_JSON_BYTES", 100)
     assert "split the file" in Reading(tmp_path, PETS).refusal()

@@ -174,6 +174,6 @@ def test_files_that_link_outside_of_the_folder_are_refused(tmp_path: Path) -> No
 
 
 def test_a_too_long_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(raw, "MAX_LINE_BYTES", 1000)
     path = write(tmp_path / "pairs.tsv.gz", gzip.compress(b"a\tb\n" + b"x" * 2000))
     assert "at byte 4; is this a text file?" in refusal(lambda: pairs(path))

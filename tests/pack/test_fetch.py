@@ -371,14 +371,14 @@ def test_a_head_that_reports_another_size_than_get_is_ignored(web: Web, copy: Co
 
 def test_a_file_over_the_limit_is_not_downloaded(web: Web, copy: Copy) -> None:
     with pytest.raises(Mistake, match=r"larger than 1.0 MB, the limit"):
-        copy(f"{web.url}/train.de.gz", most_bytes=10**6)
+        copy(f"{web.url}/train.de.gz", max_bytes=10**6)
     assert web.methods() == ["HEAD"]
 
 
 def test_a_file_of_unknown_size_stops_at_the_limit(web: Web, copy: Copy, tmp_path: Path) -> None:
     web.plan = ["no size", "chunked"]
     with pytest.raises(Mistake, match=r"larger than 1.0 MB, the limit"):
-        copy(f"{web.url}/train.de.gz", most_bytes=10**6)
+        copy(f"{web.url}/train.de.gz", max_bytes=10**6)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -534,4 +534,4 @@ def test_a_path_that_names_no_object_is_refused(address: str, copy: Copy, s3_env
 def test_an_object_over_the_limit_is_not_downloaded(s3_location: str, copy: Copy) -> None:
     open_store(s3_location).put("big", DATA)
     with pytest.raises(Mistake, match="the limit for downloads"):
-        copy(f"{s3_location}/big", most_bytes=1000)
+        copy(f"{s3_location}/big", max_bytes=1000)

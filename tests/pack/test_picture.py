@@ -13,7 +13,7 @@ from PIL.JpegImagePlugin import get_sampling
 
 import packtrain.pack.picture as picture
 from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
-from packtrain.pack.picture import MOST_PIXELS, UnusableImage, to_tiled
+from packtrain.pack.picture import MAX_PIXELS, UnusableImage, to_tiled
 from packtrain.pack.tiles import find_segments
 
 SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
@@ -276,7 +276,7 @@ def test_too_many_pixels_are_refused_before_decoding(monkeypatch: pytest.MonkeyP
         raise AssertionError("decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
-    side = int(MOST_PIXELS**0.5) + 1
+    side = int(MAX_PIXELS**0.5) + 1
     for data in (
         with_size(JPEG, side, side),
         saved(Image.new("1", (8, 8)), "PNG").replace((8).to_bytes(4, "big") * 2, side.to_bytes(4, "big") * 2),

@@ -18,7 +18,7 @@ def learn(recipe: Recipe, steps: int) -> nn.Module:
     """Return the model with the weights that would be exported."""
     train = recipe.job.train
     engine = Engine(recipe, train, World())
-    order = Order(recipe.costs, recipe.likeness, lambda _: train.batch.value, train.seed, recipe.lengths)
+    order = Order(recipe.costs, recipe.sort_keys, lambda _: train.batch.value, train.seed, recipe.lengths)
     for number, loaded in enumerate(islice(rank_batches(order, recipe.batch, Position(), 0, 1), steps)):
         pieces = [{name: torch.from_numpy(rows) for name, rows in piece.items()} for piece in loaded.micro_batches]
         engine.step(Progress(number, float(loaded.at.epoch)), pieces, loaded.cost, loaded.cost)

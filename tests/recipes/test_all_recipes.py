@@ -59,7 +59,7 @@ def test_samples_have_costs_likeness_and_lengths(any_recipe: Recipe) -> None:
     count = any_recipe.count("train")
     assert count > 0
     assert any_recipe.count("nothing") == 0
-    for numbers in (any_recipe.costs, any_recipe.likeness, any_recipe.lengths):
+    for numbers in (any_recipe.costs, any_recipe.sort_keys, any_recipe.lengths):
         assert numbers.shape == (count,)
     assert any_recipe.costs.min() > 0
     assert any_recipe.width > 0

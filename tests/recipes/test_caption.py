@@ -83,7 +83,7 @@ def test_images_are_not_mirrored(make_recipe: MakeRecipe, tmp_path: Path) -> Non
 
 def test_every_sample_costs_one_and_has_the_same_length(recipe: Caption) -> None:
     assert recipe.costs.tolist() == [1] * len(THINGS)
-    assert set(recipe.likeness.tolist()) == {0}
+    assert set(recipe.sort_keys.tolist()) == {0}
     assert recipe.lengths.tolist() == [1] * len(THINGS)
     assert [recipe.count(split) for split in ("train", "valid", "test")] == [8, 5, 0]
 

@@ -95,8 +95,8 @@ def test_cider_clips_repeated_words_and_penalizes_the_length() -> None:
     """Written three times, the word counts once; three words are two more than one."""
     cider = Cider([["dog"], ["cat"]])
     weight = math.log(2)
-    likeness = weight * weight / (3 * weight * weight) * math.exp(-(2**2) / (2 * 6**2))
-    assert cider.score_of("dog dog dog", ["dog"]) == pytest.approx(1000 * likeness / 4)
+    similarity = weight * weight / (3 * weight * weight) * math.exp(-(2**2) / (2 * 6**2))
+    assert cider.score_of("dog dog dog", ["dog"]) == pytest.approx(1000 * similarity / 4)
 
 
 def test_joined_cider_equals_that_of_all_references() -> None:

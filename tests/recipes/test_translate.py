@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pack.corpus import GREETINGS, QUESTIONS
-from packtrain.data.order import Ids, block, likeness, share
+from packtrain.data.order import Ids, block, share, sort_keys
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Recipe, Scores
@@ -68,10 +68,10 @@ def test_a_sample_costs_the_target_tokens_that_are_predicted(recipe: Recipe) -> 
 def test_samples_are_sorted_by_their_longer_side_then_by_the_difference(recipe: Recipe) -> None:
     encode = recipe.pack.vocabulary.encode
     lengths = [(len(encode([source])[0]) + 1, len(encode([target])[0]) + 2) for source, target in GREETINGS]
-    order = recipe.likeness.argsort(kind="stable")
+    order = recipe.sort_keys.argsort(kind="stable")
     longer = [max(lengths[sample]) for sample in order]
     assert longer == sorted(longer)
-    assert recipe.likeness.tolist() == likeness(*np.array(lengths).T).tolist()
+    assert recipe.sort_keys.tolist() == sort_keys(*np.array(lengths).T).tolist()
 
 
 # The loss.

@@ -129,7 +129,7 @@ def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
 def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
     with pytest.raises(Mistake, match=r"is 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
-        snapshot(tmp_path, most_bytes=1000)
+        snapshot(tmp_path, max_bytes=1000)
 
 
 # What comes out.
@@ -169,7 +169,7 @@ def test_a_link_cannot_lead_a_later_file_outside(tmp_path: Path) -> None:
 def test_a_decompression_bomb_is_refused_whatever_size_it_claims(tmp_path: Path, says_its_size: bool) -> None:
     bomb = zstandard.ZstdCompressor(write_content_size=says_its_size).compress(bytes(10_000_000))
     with pytest.raises(PacktrainError, match="is larger than"):
-        unpack(bomb, tmp_path, most_bytes=100_000)
+        unpack(bomb, tmp_path, max_bytes=100_000)
     assert read_files(tmp_path) == {}
 
 

@@ -9,7 +9,7 @@ from packtrain.job.job import TrainSettings
 from packtrain.train.precision import (
     CLEAN_STEPS_TO_DOUBLE,
     FIRST_LOSS_SCALE,
-    LEAST_LOSS_SCALE,
+    MIN_LOSS_SCALE,
     LossScale,
     Precision,
     resolve,
@@ -91,4 +91,4 @@ def test_a_scale_below_the_minimum_is_exhausted() -> None:
     scale = LossScale(enabled=True)
     while not scale.exhausted:
         scale.overflowed()
-    assert scale.value == LEAST_LOSS_SCALE / 2
+    assert scale.value == MIN_LOSS_SCALE / 2

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.train.progress import (
-    LONGEST_SAVE_INTERVAL,
-    SHORTEST_SAVE_INTERVAL,
+    MAX_SAVE_INTERVAL,
+    MIN_SAVE_INTERVAL,
     Progress,
     Recurring,
     reached,
@@ -156,7 +156,5 @@ def test_the_save_interval_grows_with_the_cost_of_a_save_and_shrinks_with_failur
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.integers(0, 1000), st.floats(0, 1e7))
 def test_the_save_interval_stays_within_its_bounds(save: float, commit: float, failures: int, elapsed: float) -> None:
     interval = save_interval(save, commit, failures, elapsed)
-    assert SHORTEST_SAVE_INTERVAL <= interval <= LONGEST_SAVE_INTERVAL
-    assert interval >= min(LONGEST_SAVE_INTERVAL, 2 * commit), (
-        "one is not begun before the one ahead of it is committed"
-    )
+    assert MIN_SAVE_INTERVAL <= interval <= MAX_SAVE_INTERVAL
+    assert interval >= min(MAX_SAVE_INTERVAL, 2 * commit), "one is not begun before the one ahead of it is committed"

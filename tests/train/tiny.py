@@ -85,7 +85,7 @@ class Tiny(Recipe):
         return self.costs
 
     @property
-    def likeness(self) -> NDArray[np.int64]:
+    def sort_keys(self) -> NDArray[np.int64]:
         return np.arange(SAMPLES)
 
     @property

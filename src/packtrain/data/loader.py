@@ -29,7 +29,7 @@ Arrays = dict[str, NDArray[Any]]
 STORE_SECONDS = 600.0  # how long to wait for a store: the watchdog lets a worker wait as long for its data
 _POLL_SECONDS = 0.2  # between two looks at a flag while waiting for the queue
 _CLOSE_SECONDS = 2.0  # for the thread to end; if it waits for the store, that can take a minute
-_LONGEST_PAUSE_SECONDS = 15.0
+_MAX_PAUSE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Order:
     """
 
     costs: NDArray[Any]
-    likeness: NDArray[Any]
+    sort_keys: NDArray[Any]
     budget: Callable[[int], int]
     seed: int
     lengths: NDArray[Any] | None = None
@@ -79,7 +79,7 @@ class Order:
         """Return the global batches of an epoch, at least one."""
         ids = mixed_epoch(self.sources, self.weights, self.seed, epoch) if self.sources else None
         budget = self.budget(epoch)
-        batches = epoch_batches(self.costs, self.likeness, budget, self.seed, epoch, ids, self.lengths)
+        batches = epoch_batches(self.costs, self.sort_keys, budget, self.seed, epoch, ids, self.lengths)
         if not batches:
             raise FieldMistake("data.train", NO_SAMPLES)
         return batches
@@ -225,7 +225,7 @@ class Loader:
     def _load(self, source: Iterator[LoadedBatch]) -> LoadedBatch:
         """Return the next batch, waiting for the store if it does not answer."""
         started, limit = time.monotonic(), self._store_seconds
-        backoff = Backoff(self._pause_seconds, _LONGEST_PAUSE_SECONDS, limit_seconds=limit)
+        backoff = Backoff(self._pause_seconds, _MAX_PAUSE_SECONDS, limit_seconds=limit)
         missing: StoreError | None = None
         while True:
             tried = time.monotonic()

@@ -88,7 +88,7 @@ def repeats_of(ids: Ids) -> Ids:
     return repeats
 
 
-def likeness(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
+def sort_keys(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return sort keys for pairs of these lengths: neighbors need little padding on either side.
 
     The order is a path through all pairs of lengths on which neighbors differ little: shells of equal longer side,
@@ -100,14 +100,14 @@ def likeness(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np
 
 def epoch_batches(
     costs: NDArray[Any],
-    likeness: NDArray[Any],
+    sort_keys: NDArray[Any],
     budget: int,
     seed: int,
     epoch: int,
     ids: Ids | None = None,
     lengths: NDArray[Any] | None = None,
 ) -> list[Ids]:
-    """Return the epoch's global batches: samples of similar `likeness` together, each batch at most `budget` of cost.
+    """Return the epoch's global batches: samples of similar `sort_keys` together, each batch at most `budget` of cost.
 
     `ids` are the shuffled samples of the epoch (mixed_epoch); by default every sample occurs once. With `lengths`, a
     padded batch has at most four times the budget of positions, or proportionally more if samples are longer than
@@ -125,7 +125,7 @@ def epoch_batches(
     batches: list[Ids] = []
     for start in range(0, len(ids), per_pool):
         pool = ids[start : start + per_pool]
-        pool = pool[np.argsort(likeness[pool], kind="stable")]
+        pool = pool[np.argsort(sort_keys[pool], kind="stable")]
         edges = _edges(costs[pool], budget, None if lengths is None else lengths[pool], most_positions)
         batches += [pool[edge:end] for edge, end in pairwise(edges)]
     return [batches[k] for k in permutation(len(batches), seed, epoch, Stream.BATCHES)]

@@ -24,7 +24,7 @@ from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
 from packtrain.system import FileLock
 
-_LEAST_OPEN = 16
+_MIN_OPEN = 16
 GIVEN = "files/"  # the folder of files that model options name, such as pretrained weights, by hash
 
 
@@ -110,7 +110,7 @@ class SplitReader:
         self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
         self._number_type = np.min_scalar_type(len(shards))  # small integers are sorted faster
         self._open: OrderedDict[int, Columns] = OrderedDict()
-        self._most_open = most_open or max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._most_open = most_open or max(_MIN_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._lock = threading.Lock()
         self._prefetches: list[Prefetch] = []
         self._lengths: dict[str, NDArray[np.int64]] = {}

@@ -44,7 +44,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 
 NOTICE_SECONDS = 120  # from Slurm's signal to the time limit
-_LEAST_SECONDS = 300  # a shorter job would spend most of its time on starting and on its last checkpoint
+_MIN_SECONDS = 300  # a shorter job would spend most of its time on starting and on its last checkpoint
 _ASK_SECONDS = 30.0
 _IMMEDIATE_SECONDS = 60  # how long doctor's commands wait for free nodes
 _OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)  # exit codes of a node after which the job is not requeued
@@ -100,8 +100,8 @@ class SlurmSettings(FleetKind):
         for number, option in enumerate(self.options):
             if not option.startswith("--") or "\n" in option:
                 yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
-        if self.time is not None and self.time.value < _LEAST_SECONDS:
-            yield ("time",), f"must be at least {_LEAST_SECONDS // 60} min; 2 min of it are for the last checkpoint"
+        if self.time is not None and self.time.value < _MIN_SECONDS:
+            yield ("time",), f"must be at least {_MIN_SECONDS // 60} min; 2 min of it are for the last checkpoint"
 
     def build(self) -> Fleet:
         return SlurmFleet(self)

@@ -59,7 +59,7 @@ from packtrain.job.part import (
 )
 from packtrain.units import Amount, Duration
 
-SMALLEST_VOCABULARY = 300  # every byte, the special tokens, and a few merges
+MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
 
@@ -71,7 +71,7 @@ class DataSettings(Part):
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
     test: tuple[AnySource, ...] = ()
-    vocabulary: Annotated[int, Field(strict=True, ge=SMALLEST_VOCABULARY, le=1_000_000)] = 8000
+    vocabulary: Annotated[int, Field(strict=True, ge=MIN_VOCABULARY, le=1_000_000)] = 8000
     max_words: Ordinal = 80
     max_ratio: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 9.0
     joint: Boolean = True

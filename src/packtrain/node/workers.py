@@ -31,7 +31,7 @@ STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minut
 LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
 _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
 _NOT_COMMITTED = "the program's checkpoint directory could not be committed"
-_LONGEST_LINE = 10_000
+_MAX_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
 
 
@@ -67,7 +67,7 @@ class FileTail:
             whole, self.rest = [*whole, self.rest], b""
         for line in whole:
             # A progress bar rewrites its line: only its last state is kept.
-            yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_LONGEST_LINE]
+            yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_MAX_LINE]
 
 
 class LogShipper:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.pack.raw import Locator
 
-MOST_MEMBERS = 2_000_000  # all names of an archive are held in memory
+MAX_MEMBERS = 2_000_000  # all names of an archive are held in memory
 _NAME_BYTES = 4096
 
 _BLOCK = 512
@@ -63,7 +63,7 @@ class MemberError(Exception):
     """The reason to refuse a member; the caller adds its name and place."""
 
 
-def tar_members(where: Locator, called: str | None = None, most_members: int = MOST_MEMBERS) -> Iterator[ArchiveMember]:
+def tar_members(where: Locator, called: str | None = None, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
     """Yield the files of a tar in its order. `where` is the tar itself, or the part of a file that is a tar."""
     shown = printable(called or where.path)
     try:
@@ -75,7 +75,7 @@ def tar_members(where: Locator, called: str | None = None, most_members: int = M
             if end > size:
                 raise Mistake(f"{shown}: extends beyond the end of {where.path}; download it again")
             tar = _Tar(file.fileno(), where.offset, end - where.offset, shown)
-            for name, offset, length in tar.members(most_members):
+            for name, offset, length in tar.members(max_members):
                 yield ArchiveMember(name, Locator(where.path, where.offset + offset, length))
     except OSError as error:
         raise Mistake(f"{shown}: {error.strerror or error}") from error
@@ -93,7 +93,7 @@ class _Tar:
     def __init__(self, descriptor: int, start: int, length: int, shown: str) -> None:
         self._descriptor, self._start, self._length, self._shown = descriptor, start, length, shown
 
-    def members(self, most_members: int) -> Iterator[tuple[str, int, int]]:
+    def members(self, max_members: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, offset and length of each file."""
         self._refuse_other_formats()
         seen: set[bytes] = set()
@@ -120,8 +120,8 @@ class _Tar:
             except MemberError as error:
                 raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {error}") from None
             seen.add(name)
-            if len(seen) > most_members:
-                raise self._mistake(f"more than {most_members:,} members; split it into several tars")
+            if len(seen) > max_members:
+                raise self._mistake(f"more than {max_members:,} members; split it into several tars")
             yield _text(name), offset, header.size
             position = offset + _padded(header.size)
 
@@ -283,8 +283,8 @@ def zip_members(path: str) -> Iterator[ArchiveMember]:
     try:
         with zipfile.ZipFile(path) as archive, Path(path).open("rb", buffering=0) as file:
             infos = archive.infolist()
-            if len(infos) > MOST_MEMBERS:
-                raise Mistake(f"{shown}: more than {MOST_MEMBERS:,} members; split it into several zips")
+            if len(infos) > MAX_MEMBERS:
+                raise Mistake(f"{shown}: more than {MAX_MEMBERS:,} members; split it into several zips")
             seen: set[bytes] = set()
             for info in (one for one in infos if not one.is_dir()):
                 try:

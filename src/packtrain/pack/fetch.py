@@ -47,16 +47,16 @@ Result = TypeVar("Result")
 Say = Callable[[str], None]
 """Prints a line for the user."""
 
-MOST_BYTES = 10**12
-MOST_REDIRECTS = 5
+MAX_BYTES = 10**12
+MAX_REDIRECTS = 5
 
-_MOST_CHANGES = 10  # mirrors behind one name may report different versions; one of them will answer twice
+_MAX_CHANGES = 10  # mirrors behind one name may report different versions; one of them will answer twice
 _ABANDONED_SECONDS = 24 * 3600.0
 _NAME_LENGTH = 120
 _CHUNK_BYTES = 1 << 18
 _PROGRESS_BYTES = 1 << 20  # a retry that got less than this counts as no progress: a server could send single bytes
 _PROGRESS_SECONDS = 15.0
-_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 _REDIRECTS = {301, 302, 303, 307, 308}
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-[0-9]{1,18}|\*)/([0-9]{1,18}|\*)")
@@ -79,7 +79,7 @@ def local_copy(
     directory: Path,
     say: Say,
     *,
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
     policy: FetchPolicy | None = None,
 ) -> Path:
     """Return the local file for a source: the path itself, or a copy below `directory`.
@@ -87,23 +87,23 @@ def local_copy(
     Raises `Mistake` if a person must fix something, and a temporary `StoreError` if trying later may help.
     """
     if path.startswith("store:"):
-        return _from_store(store, path.removeprefix("store:"), path, directory, say, most_bytes)
+        return _from_store(store, path.removeprefix("store:"), path, directory, say, max_bytes)
     scheme, separator, rest = path.partition("://")
     if not separator:
         return Path(path)
     if scheme.lower() in ("http", "https"):
-        return _from_web(checked_url(path), Client(policy or FetchPolicy()), directory, say, most_bytes)
+        return _from_web(checked_url(path), Client(policy or FetchPolicy()), directory, say, max_bytes)
     if scheme.lower() == "s3":
         bucket, _, key = rest.partition("/")
         if "?" in key:  # not shown: it may hold a signature
             raise Mistake("an s3:// URL has no '?'; name only the object, or use a signed https:// URL")
         with _lasting_errors_as_mistakes():
-            return _from_store(open_store(f"s3://{bucket}"), key, path, directory, say, most_bytes)
+            return _from_store(open_store(f"s3://{bucket}"), key, path, directory, say, max_bytes)
     hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, s3:// or store:"
     raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
 
 
-def _from_store(store: Store, key: str, address: str, directory: Path, say: Say, most_bytes: int) -> Path:
+def _from_store(store: Store, key: str, address: str, directory: Path, say: Say, max_bytes: int) -> Path:
     if not is_key(key):
         raise Mistake(f"{printable(address[:200])}: must name one object, not a folder; make a tar of the folder")
     with _lasting_errors_as_mistakes():
@@ -112,7 +112,7 @@ def _from_store(store: Store, key: str, address: str, directory: Path, say: Say,
             raise Mistake(f"{address}: not found in {store.url}")
         if store.is_directory:
             return Path(store.url, key)
-        _check_size(address, entry.size, most_bytes)
+        _check_size(address, entry.size, max_bytes)
         target = _target(directory, f"{store.url}/{key}", f"{entry.size} {entry.modified.isoformat()}", key)
         if not target.exists():
             say(f"downloading {address} ({show_bytes(entry.size)})")
@@ -134,10 +134,10 @@ def _lasting_errors_as_mistakes() -> Iterator[None]:
         raise Mistake(str(error)) from error
 
 
-def _from_web(url: str, client: Client, directory: Path, say: Say, most_bytes: int) -> Path:
+def _from_web(url: str, client: Client, directory: Path, say: Say, max_bytes: int) -> Path:
     version = client.retry(url, lambda: _version_of(client, url))
-    for _ in range(_MOST_CHANGES):
-        _check_size(shown(url), version.size, most_bytes)
+    for _ in range(_MAX_CHANGES):
+        _check_size(shown(url), version.size, max_bytes)
         target = _target(directory, url, str(version), unquote(urlsplit(url).path))
         if target.exists() and version.is_known:
             return target
@@ -145,7 +145,7 @@ def _from_web(url: str, client: Client, directory: Path, say: Say, most_bytes: i
         with _partial_file(target, say) as file:
             if target.exists() and version.is_known:  # another process has just downloaded it
                 return target
-            changed = Download(client, url, version, file, target, most_bytes, say).run()
+            changed = Download(client, url, version, file, target, max_bytes, say).run()
             if changed is None:
                 with explained(target):
                     os.fsync(file.fileno())
@@ -275,7 +275,7 @@ class Download:
     version: RemoteVersion
     file: FileIO
     target: Path
-    most_bytes: int
+    max_bytes: int
     say: Say
 
     def run(self) -> RemoteVersion | None:
@@ -313,7 +313,7 @@ class Download:
         here, told = self._size_here(), time.monotonic()
         while chunk := answer.read(_CHUNK_BYTES):
             here += len(chunk)
-            _check_size(shown(self.url), here, self.most_bytes)
+            _check_size(shown(self.url), here, self.max_bytes)
             self.append(chunk)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -350,7 +350,7 @@ class Client:
         """Return the answer after all redirects, whatever its status."""
         always = {"User-Agent": "packtrain", "Accept": "*/*", "Accept-Encoding": "identity"}
         place = url
-        for _ in range(MOST_REDIRECTS + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             request = Request(place, headers={**always, **headers}, method=method)  # noqa: S310 - checked
             answer = self._opener.open(request, timeout=self._policy.answer_seconds)
             assert isinstance(answer, HTTPResponse)
@@ -358,7 +358,7 @@ class Client:
                 return answer
             answer.close()
             place = redirected(place, answer.headers["Location"])
-        raise Mistake(f"{shown(url)}: more than {MOST_REDIRECTS} redirects; check the URL")
+        raise Mistake(f"{shown(url)}: more than {MAX_REDIRECTS} redirects; check the URL")
 
     def retry(
         self,
@@ -371,7 +371,7 @@ class Client:
 
         Failures are counted from the last progress on, because a long download may lose its connection often.
         """
-        backoff = Backoff(self._policy.pause_seconds, _LONGEST_PAUSE_SECONDS, jitter=1.0)
+        backoff = Backoff(self._policy.pause_seconds, _MAX_PAUSE_SECONDS, jitter=1.0)
         failures, furthest = 0, progress()
         while True:
             try:
@@ -386,7 +386,7 @@ class Client:
             if failures >= self._policy.tries:
                 raise StoreError(f"{shown(url)}: {failure}; try again later", temporary=True)
             say(f"downloading {shown(url)}: {failure}; trying again at {show_bytes(here)}")
-            time.sleep(min(failure.pause_seconds, _LONGEST_PAUSE_SECONDS))
+            time.sleep(min(failure.pause_seconds, _MAX_PAUSE_SECONDS))
             backoff.wait()
 
 
@@ -486,9 +486,9 @@ def _check_encoding(answer: HTTPResponse, url: str) -> None:
         raise Mistake(f"{shown(url)}: the server sends it compressed ({coding}); download the file yourself")
 
 
-def _check_size(name: str, size: int | None, most_bytes: int) -> None:
-    if size is not None and size > most_bytes:
-        raise Mistake(f"{name}: larger than {show_bytes(most_bytes)}, the limit for downloads")
+def _check_size(name: str, size: int | None, max_bytes: int) -> None:
+    if size is not None and size > max_bytes:
+        raise Mistake(f"{name}: larger than {show_bytes(max_bytes)}, the limit for downloads")
 
 
 def _explained_failure(error: OSError | HTTPException, url: str) -> _Temporary:

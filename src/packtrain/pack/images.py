@@ -29,7 +29,7 @@ from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
 from packtrain.store import open_store
 
 SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use, large enough for few requests
-_MOST_SAMPLES = 20_000  # in a shard, for images of a few bytes
+_MAX_SAMPLES = 20_000  # in a shard, for images of a few bytes
 
 Read = Callable[[], Iterator[RawImage]]
 
@@ -160,7 +160,7 @@ def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
     for image in images:
         part.append(image)
         size += _bytes_of(image)
-        if size >= SHARD_BYTES or len(part) >= _MOST_SAMPLES:
+        if size >= SHARD_BYTES or len(part) >= _MAX_SAMPLES:
             yield tuple(part)
             part, size = [], 0
     if part:

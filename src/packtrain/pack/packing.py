@@ -27,7 +27,7 @@ PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
     "labels": pack_labels,
     "captions": pack_captions,
 }
-MOST_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
+MAX_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
 _HASHED_BYTES = 4_000_000_000  # larger files are identified by size and time: hashing them would take minutes
 _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
@@ -83,7 +83,7 @@ def _check_drops(split: str, found: Split, allow_drops: bool) -> None:
     if not found.samples:
         raise FieldMistake(f"data.{split}", f"no usable samples{_left_out(found) or ': the source is empty'}")
     lost = sum(drops.count for drops in found.dropped.values())
-    if lost > MOST_DROPPED * (lost + found.samples) and not allow_drops:
+    if lost > MAX_DROPPED * (lost + found.samples) and not allow_drops:
         reason, drops = next(iter(found.dropped.items()))
         raise FieldMistake(
             f"data.{split}",

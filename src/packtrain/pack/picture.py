@@ -31,13 +31,13 @@ import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 
-from packtrain.pack.tiles import LONGEST_SIDE, Coding, Tiled, encode
+from packtrain.pack.tiles import MAX_SIDE, Coding, Tiled, encode
 
-MOST_PIXELS = 89_000_000
+MAX_PIXELS = 89_000_000
 
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_MOST_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
+_MAX_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -77,7 +77,7 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
         pixels = pixels.resize(_shrunk(*pixels.size, short_side), Image.Resampling.LANCZOS)
     if upright in _UPRIGHT:
         pixels = pixels.transpose(_UPRIGHT[upright])
-    if max(pixels.size) > LONGEST_SIDE:
+    if max(pixels.size) > MAX_SIDE:
         raise UnusableImage("too long")
     return encode(pixels, coding)
 
@@ -94,9 +94,9 @@ def _open(data: bytes) -> Image.Image:
         raise UnusableImage("damaged" if data.startswith(_MAGIC) else "not an image") from error
     except Exception as error:  # as above
         raise UnusableImage(_fault(error)) from error
-    if image.width * image.height > MOST_PIXELS:
+    if image.width * image.height > MAX_PIXELS:
         raise UnusableImage("too many pixels")
-    if image.info.get("progressive") and data.count(b"\xff\xda") > _MOST_SCANS:
+    if image.info.get("progressive") and data.count(b"\xff\xda") > _MAX_SCANS:
         raise UnusableImage("damaged")
     return image
 

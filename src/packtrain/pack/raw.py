@@ -30,8 +30,8 @@ Encoding = Literal["utf-8", "windows-1252"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A longer line is not text, and it would have to fit into memory.
-MOST_LINE_BYTES = 16 << 20
-MOST_JSON_BYTES = 1 << 30
+MAX_LINE_BYTES = 16 << 20
+MAX_JSON_BYTES = 1 << 30
 # Bytes 81, 8D, 8F, 90 and 9D have no character in windows-1252; they keep the control characters of ISO-8859-1.
 _WINDOWS_1252 = {
     byte: character for byte in range(0x80, 0xA0) if (character := bytes([byte]).decode("cp1252", "ignore"))
@@ -178,7 +178,7 @@ def read_json(path: Path) -> object:
     """Return the value of a JSON file."""
     try:
         size = path.stat().st_size
-        if size > MOST_JSON_BYTES:
+        if size > MAX_JSON_BYTES:
             raise Mistake(f"{path}: {size:,} bytes of JSON do not fit into memory; split the file")
         data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     except OSError as error:
@@ -218,10 +218,10 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
     try:
         with _open(path) as file:
-            for raw in iter(partial(file.readline, MOST_LINE_BYTES + 1), b""):
-                if len(raw) > MOST_LINE_BYTES:
+            for raw in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
+                if len(raw) > MAX_LINE_BYTES:
                     raise Mistake(
-                        f"{path}: line longer than {MOST_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
+                        f"{path}: line longer than {MAX_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
                     )
                 yield offset, raw
                 offset += len(raw)

@@ -29,7 +29,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"),
     "F32": np.dtype("<f4"),
 }
-_LARGEST_HEADER = 1 << 20  # our own headers have about a kilobyte; a damaged length must not be trusted
+_MAX_HEADER = 1 << 20  # our own headers have about a kilobyte; a damaged length must not be trusted
 
 
 class ShardError(PacktrainError):
@@ -129,7 +129,7 @@ def _map_arrays(path: Path) -> dict[str, Array]:
     try:
         data = np.memmap(path, np.uint8, mode="r")
         header_bytes = int.from_bytes(data[:8].tobytes(), "little")
-        if not 2 <= header_bytes <= min(_LARGEST_HEADER, len(data) - 8):
+        if not 2 <= header_bytes <= min(_MAX_HEADER, len(data) - 8):
             raise ValueError("header length")
         body = data[8 + header_bytes :]
         arrays: dict[str, Array] = {}

@@ -22,7 +22,7 @@ from packtrain.errors import PacktrainError
 Pixels = NDArray[np.uint8]
 
 QUALITY = 92
-LONGEST_SIDE = 65_500  # libjpeg's limit
+MAX_SIDE = 65_500  # libjpeg's limit
 
 # Narrow tiles fit a crop more closely, but each costs a marker and resets the coder. Measured on random crops of the
 # synthetic photographs of benchmarks/input.py, 32 pixels against 64: 12 % less time to decode, 1.7 % more bytes.
@@ -32,8 +32,8 @@ _SEQUENTIAL = (0xC0, 0xC1)
 _STARTS_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _STAND_ALONE = {*range(0xD0, 0xDA), _TEMPORARY}
 MARGIN_PIXELS = 2  # color is stored at half the resolution, and each value is blended with its neighbors
-_MOST_TILES = 1 << 16
-_RESTART_MARKERS = (0xD0 + (np.arange(_MOST_TILES) & 7)).astype(np.uint8)
+_MAX_TILES = 1 << 16
+_RESTART_MARKERS = (0xD0 + (np.arange(_MAX_TILES) & 7)).astype(np.uint8)
 
 
 class BadTiles(PacktrainError):

@@ -126,7 +126,7 @@ class ImageRecipe(Recipe, Generic[Batches]):
         return np.ones(self.count("train"), np.int64)
 
     @property
-    def likeness(self) -> NDArray[np.int64]:
+    def sort_keys(self) -> NDArray[np.int64]:
         return np.zeros(self.count("train"), np.int64)
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, likeness
+from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import Column, pad
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job, ModelSettings
@@ -115,9 +115,9 @@ class PairRecipe(Recipe):
         return self.pairs["train"].target.lengths - 1  # BOS is not predicted
 
     @property
-    def likeness(self) -> NDArray[np.int64]:
+    def sort_keys(self) -> NDArray[np.int64]:
         train = self.pairs["train"]
-        return likeness(train.source.lengths, train.target.lengths)
+        return sort_keys(train.source.lengths, train.target.lengths)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

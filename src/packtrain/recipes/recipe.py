@@ -147,7 +147,7 @@ class Recipe(ABC):
 
     @property
     @abstractmethod
-    def likeness(self) -> NDArray[np.int64]:
+    def sort_keys(self) -> NDArray[np.int64]:
         """Sort key of the training samples: neighbors fit into one batch with little padding."""
 
     @property

@@ -248,11 +248,11 @@ def thumbnail(jpeg: bytes) -> bytes | None:
     """Return a small copy of the image, or None if it cannot be opened."""
     from PIL import Image
 
-    from packtrain.pack.picture import MOST_PIXELS
+    from packtrain.pack.picture import MAX_PIXELS
 
     try:
         with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
-            if image.width * image.height > MOST_PIXELS:
+            if image.width * image.height > MAX_PIXELS:
                 return None
             image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))  # decodes at a reduced size, which is faster
             out = io.BytesIO()

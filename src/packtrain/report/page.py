@@ -36,7 +36,7 @@ figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: bloc
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
 _MAX_POINTS = 300
-_SMALLEST_TICK = 1e-300  # below it, floats run out of digits
+_MIN_TICK = 1e-300  # below it, floats run out of digits
 
 
 def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
@@ -128,7 +128,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` round numbers, from at most `low` to at least `high`."""
     if high <= low:
         low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-    raw = max(high / count - low / count, _SMALLEST_TICK)  # dividing first: the difference may overflow
+    raw = max(high / count - low / count, _MIN_TICK)  # dividing first: the difference may overflow
     exponent = math.floor(math.log10(raw))
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)

@@ -106,7 +106,7 @@ class Flushable(Protocol):
 class Flusher:
     """Flushes writers in the background, so that a slow or absent store never delays the work.
 
-    The interval grows with the age of the run, from `seconds` to `most_seconds`: the start is seen immediately, and a
+    The interval grows with the age of the run, from `seconds` to `max_seconds`: the start is seen immediately, and a
     run of days does not fill its folder with small objects.
     """
 
@@ -115,10 +115,10 @@ class Flusher:
         writers: Sequence[Flushable],
         complain: Callable[[StoreError], None],
         seconds: float = 1.0,
-        most_seconds: float = 10.0,
+        max_seconds: float = 10.0,
     ) -> None:
         self._writers, self._complain = writers, complain
-        self._seconds, self._most_seconds = seconds, most_seconds
+        self._seconds, self._most_seconds = seconds, max_seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="flusher", daemon=True)
         self._thread.start()

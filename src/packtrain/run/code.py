@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
-LARGEST_BYTES = 20_000_000
+MAX_BYTES = 20_000_000
 _NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}  # even if git lists them
 _SECRETS = (
     ".env", ".env.*", ".netrc", ".npmrc", ".pypirc", "credentials", "credentials.*", "*.pem", "*.key", "*.p12", "*.pfx",
@@ -21,7 +21,7 @@ _SECRETS = (
 )  # fmt: skip
 
 
-def snapshot(directory: Path, leave_out: Path | None = None, most_bytes: int = LARGEST_BYTES) -> bytes:
+def snapshot(directory: Path, leave_out: Path | None = None, max_bytes: int = MAX_BYTES) -> bytes:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
     `leave_out` is a folder that is not code, such as a store beside the job file. The same files give the same bytes:
@@ -31,10 +31,10 @@ def snapshot(directory: Path, leave_out: Path | None = None, most_bytes: int = L
     candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
     paths = sorted(path for path in candidates if _wanted(directory, path))
     total = sum(path.stat().st_size for path in paths)
-    if total > most_bytes:
+    if total > max_bytes:
         largest = max(paths, key=lambda path: path.stat().st_size)
         raise Mistake(
-            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(most_bytes)} (largest:"
+            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(max_bytes)} (largest:"
             f" {largest.relative_to(directory)}); point `code:` to a smaller directory or exclude data in .gitignore"
         )
     files = {str(path.relative_to(directory)): path for path in paths}
@@ -54,7 +54,7 @@ def archive(files: Mapping[str, bytes], executable: Set[str] = frozenset()) -> b
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
 
-def unpack(data: bytes, directory: Path, most_bytes: int = 4 * LARGEST_BYTES) -> None:
+def unpack(data: bytes, directory: Path, max_bytes: int = 4 * MAX_BYTES) -> None:
     """Write the snapshot's files. Anything but regular files inside the directory is refused.
 
     The default limit leaves room for many small files, which take more space in a tar.
@@ -63,9 +63,9 @@ def unpack(data: bytes, directory: Path, most_bytes: int = 4 * LARGEST_BYTES) ->
 
     try:
         # Not decompress(): it allocates the size that the data claims.
-        content = zstandard.ZstdDecompressor().stream_reader(data).read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise PacktrainError(f"the run's code is larger than {show_bytes(most_bytes)} unpacked; refusing it")
+        content = zstandard.ZstdDecompressor().stream_reader(data).read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise PacktrainError(f"the run's code is larger than {show_bytes(max_bytes)} unpacked; refusing it")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _PARALLEL_PARTS = 4
-_MOST_PARTS = 9_000  # S3 allows 10,000
+_MAX_PARTS = 9_000  # S3 allows 10,000
 _TRANSFER_SECONDS = 120.0
 _SMALL_BYTES = 1 << 20  # larger objects get the client that is patient with slow lines
 _RETRIES_INSIDE = 4
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 10.0
 _MARK = "packtrain-put"  # the metadata of an object that names the call that created it
 _METADATA_SECONDS = 1.0
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -172,7 +172,7 @@ class BucketStore(Store):
                     "retry_timeout": timedelta(seconds=outage_seconds),
                     "backoff": {
                         "init_backoff": timedelta(seconds=_FIRST_PAUSE_SECONDS),
-                        "max_backoff": timedelta(seconds=_LONGEST_PAUSE_SECONDS),
+                        "max_backoff": timedelta(seconds=_MAX_PAUSE_SECONDS),
                         "base": 2,
                     },
                 },
@@ -221,7 +221,7 @@ class BucketStore(Store):
         with explained(path):
             size = path.stat().st_size
             path.open("rb").close()
-        part_bytes = max(CHUNK_BYTES, size // _MOST_PARTS + 1)  # larger parts for files beyond 75 GB
+        part_bytes = max(CHUNK_BYTES, size // _MAX_PARTS + 1)  # larger parts for files beyond 75 GB
         client = self._client_for_files
         self._retry(key, lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS))
 
@@ -282,7 +282,7 @@ class BucketStore(Store):
 
     def _retry(self, key: str, action: Callable[[], Answer]) -> Answer:
         """Call `action` until it succeeds, fails for good, or the outage has lasted too long."""
-        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
         while True:
             try:
                 return self._once(key, action)

@@ -23,7 +23,7 @@ from packtrain.train.world import World
 Scored = tuple[Snapshot, float | None]
 
 _PLANNED = ("start", "resumed", "joined", "preempted", "ended")  # causes of generations before which nothing was lost
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 30.0
 
 
 class Checkpointer:
@@ -200,7 +200,7 @@ class BackgroundCommitter:
 
         While the store is unreachable the commit is retried, until a newer snapshot makes it pointless.
         """
-        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
         while True:
             try:
                 self._commit(*one)

@@ -10,7 +10,7 @@ import torch
 from packtrain.job.job import TrainSettings
 
 FIRST_LOSS_SCALE = 2.0**14
-LEAST_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too large for fp16, they are wrong
+MIN_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too large for fp16, they are wrong
 CLEAN_STEPS_TO_DOUBLE = 2000
 
 
@@ -55,7 +55,7 @@ class LossScale:
     @property
     def exhausted(self) -> bool:
         """True if halving the scale further would not help."""
-        return not self.enabled or self.value < LEAST_LOSS_SCALE
+        return not self.enabled or self.value < MIN_LOSS_SCALE
 
     def state(self) -> LossScaleState | None:
         return LossScaleState(self.value, self.clean_steps) if self.enabled else None

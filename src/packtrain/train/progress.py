@@ -74,7 +74,7 @@ class Recurring:
         self._since = None
 
 
-SHORTEST_SAVE_INTERVAL, LONGEST_SAVE_INTERVAL = 10.0, 1800.0
+MIN_SAVE_INTERVAL, MAX_SAVE_INTERVAL = 10.0, 1800.0
 _EXPECTED_SECONDS = 4 * 3600.0  # between failures, before any was seen
 
 
@@ -86,4 +86,4 @@ def save_interval(save_seconds: float, commit_seconds: float, failures: int, ela
     """
     between_failures = (_EXPECTED_SECONDS + elapsed_seconds) / (failures + 1)
     best = math.sqrt(2 * save_seconds * between_failures)
-    return min(LONGEST_SAVE_INTERVAL, max(SHORTEST_SAVE_INTERVAL, best, 2 * commit_seconds))
+    return min(MAX_SAVE_INTERVAL, max(MIN_SAVE_INTERVAL, best, 2 * commit_seconds))

@@ -179,7 +179,7 @@ class Trainer:
         settings, recipe = self._job.train, self._recipe
         order = Order(
             recipe.costs,
-            recipe.likeness,
+            recipe.sort_keys,
             lambda epoch: settings.in_epoch(epoch).batch.value,
             settings.seed,
             recipe.lengths,

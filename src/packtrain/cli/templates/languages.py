@@ -73,7 +73,7 @@ class Languages(Recipe):
         return self.pack.split("train").column("source").lengths
 
     @property
-    def likeness(self) -> NDArray[np.int64]:
+    def sort_keys(self) -> NDArray[np.int64]:
         return self.lengths
 
     # The model: the mean of the token embeddings, and a linear layer.
