@@ -158,12 +158,13 @@ def stub_wheel(directory: Path, name: str, version: str) -> None:
             wheel.writestr(file, text)
 
 
-def test_an_environment_is_created_offline_from_a_bundle_and_found_again(
+def test_an_environment_is_created_offline_from_a_bundle_with_our_own_packtrain_and_found_again(
     network: Network, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pip, venv and the wheel of Packtrain are real; the others are stubs, for torch alone would take a minute."""
     for line in environment.constraints():
         stub_wheel(tmp_path, *line.split("=="))
+    stub_wheel(tmp_path, "Packtrain", "99.0")  # somebody else's, which pip would prefer
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert environment.find(remote, None) is None
     made = environment.create(remote, tmp_path)

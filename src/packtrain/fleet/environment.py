@@ -62,7 +62,8 @@ done
 echo 'packtrain is not installed there; was its environment removed?' >&2; exit 1
 """
 
-# $1: the expected identity. $2: -, or "offline". Standard input: a tar of wheels and constraints.txt.
+# $1: the expected identity. $2: -, or "offline". Standard input: a tar of own/ (the wheel of Packtrain), wheels/ and
+# constraints.txt.
 # Another run may create the same environment at the same time, here or on a machine that shares the home directory:
 # each builds in a directory of its own and renames it; the first rename wins, and an environment that fits is kept.
 _CREATE = f"""
@@ -71,15 +72,19 @@ expected=$1
 {_FITS}
 home="{_CACHE}"; mkdir -p "$home"
 part=$(mktemp -d "$home/part-XXXXXX"); trap 'rm -rf "$part"' EXIT
-tar -x -C "$part"
+tar -x -C "$part"; mkdir -p "$part/wheels"
 for python in python3.13 python3.12 python3.11 python3 none; do
   "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
 done
 [ "$python" != none ] || {{ echo 'no Python >= 3.11 with venv; install one, or set fleet.ssh.python' >&2; exit 1; }}
 "$python" -m venv "$part/made"
 offline=; [ "$2" = offline ] && offline=--no-index
+# By its path, never by its name: an index or a bundle may have another, newer package of that name, and the node that
+# starts from this environment is sent the job's secrets.
+wheel=$(echo "$part"/own/*.whl)
 "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
-  --find-links "$part/wheels" --constraint "$part/constraints.txt" 'packtrain[train]' >&2
+  --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+fits "$part/made/bin/python" || {{ echo 'the new environment does not have this Packtrain' >&2; exit 1; }}
 made="$home/$expected"
 if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
   mv -T "$made" "$part/old" && mv -T "$part/made" "$made"
@@ -124,7 +129,7 @@ def _archive(bundle: Path | None) -> bytes:
     pinned = [] if bundle else constraints()  # a bundle has one version of each already
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, data in {f"wheels/{name}": wheel, "constraints.txt": "\n".join([*pinned, ""]).encode()}.items():
+        for path, data in {f"own/{name}": wheel, "constraints.txt": "\n".join([*pinned, ""]).encode()}.items():
             entry = tarfile.TarInfo(path)
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
