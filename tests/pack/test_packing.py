@@ -243,6 +243,37 @@ def test_the_digest_depends_on_every_setting_and_on_the_split_of_each_source(tmp
     assert len(digests) == 8
 
 
+def images(train: str, *, folder: bool) -> str:
+    data = DataSettings.model_validate({"train": [{"folder" if folder else "imagenet": train}]})
+    return digest(settings_of(data, "labels"))
+
+
+def test_the_digest_of_json_lines_depends_on_the_images_that_they_name(tmp_path: Path) -> None:
+    lines = tmp_path / "samples.jsonl"
+    lines.write_text('{"image": "a.jpg", "label": "cat"}\n{"image": "b.jpg", "label": "dog"}\n')
+    found = [images(str(lines), folder=True)]
+    for change in ("a", "ab", "c"):  # an image appears, grows, and is replaced by another of another time
+        (tmp_path / "a.jpg").write_text(change)
+        found.append(images(str(lines), folder=True))
+    (tmp_path / "other.jpg").write_text("not named")
+    assert images(str(lines), folder=True) == found[-1]
+    assert len(set(found)) == len(found)
+
+
+def test_the_digest_of_a_folder_depends_on_linked_classes_and_ends_at_circles(tmp_path: Path) -> None:
+    for name in ("set/cat/1.jpg", "elsewhere/2.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x")
+    found = [images(str(tmp_path / "set"), folder=False)]
+    (tmp_path / "set/dog").symlink_to(tmp_path / "elsewhere")
+    found.append(images(str(tmp_path / "set"), folder=False))
+    (tmp_path / "elsewhere/3.jpg").write_text("y")
+    found.append(images(str(tmp_path / "set"), folder=False))
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "set")
+    images(str(tmp_path / "set"), folder=False)
+    assert len(set(found)) == 3
+
+
 def test_compressed_sources_make_the_same_shards(tmp_path: Path) -> None:
     plain, packed = bitext(tmp_path / "plain"), []
     for path in plain:

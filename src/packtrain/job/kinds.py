@@ -131,6 +131,11 @@ class Source(Part):
     def pack_kind(self) -> Any:
         """Return the kind of pack that is made of it: pairs, labels or captions. May look into the data."""
 
+    def named_files(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the name and path, or None if it is missing, of each file that the paths only name. A pack depends on
+        their content, too."""
+        return iter(())
+
     def pairs(self, drop: Drop) -> Iterator[Any]:
         """Yield each `TextPair` in order."""
         raise NotImplementedError

@@ -57,6 +57,12 @@ class FolderSource(Source):
             return _PACK_KINDS[_shape(record, place)]
         raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")
 
+    def named_files(self) -> Iterator[tuple[str, str | None]]:
+        for place, record in self._records():
+            name = record.get("image")
+            if is_text(name):
+                yield name, file_inside(str(Path(self.path).parent), name, place)
+
     def classes(self) -> tuple[str, ...]:
         """Return the labels, sorted; the index of a label is its number."""
         return sorted_classes((_text(row, "label", place) for place, row in self._rows("label")), self.path)

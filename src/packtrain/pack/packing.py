@@ -107,7 +107,11 @@ def settings_of(data: DataSettings, kind: Kind) -> dict[str, Any]:
         "kind": kind,
         "splits": {
             split: [
-                [source.kind, *(_content_of(Path(path), f"data.{split}.{number}") for path in source.paths)]
+                [
+                    source.kind,
+                    *(_content_of(Path(path), f"data.{split}.{number}") for path in source.paths),
+                    _named_files_digest(source),
+                ]
                 for number, source in enumerate(sources)
             ]
             for split, sources in splits_of(data).items()
@@ -139,13 +143,29 @@ def _content_of(path: Path, field: str) -> str:
         raise FieldMistake(field, f"{path}: {error.strerror}; packing needs the raw data") from error
 
 
-def _listing_digest(folder: Path) -> str:
+def _listing_digest(folder: Path, outer: frozenset[Path] = frozenset()) -> str:
+    """Hash names, sizes and times of all files below a folder and its links; `outer` ends circles of links."""
     hasher = hashlib.sha256()
+    outer |= {folder.resolve()}
     for root, folders, files in os.walk(folder):
         folders.sort()  # in place: os.walk then visits them in this order on every file system
         for name in sorted(files):
             path = Path(root, name)
-            status = path.lstat()
-            line = f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n"
-            hasher.update(line.encode(errors="surrogateescape"))
+            _add_line(hasher, str(path.relative_to(folder)), path.stat() if path.exists() else path.lstat())
+        for path in (Path(root, name) for name in folders):
+            if path.is_symlink() and path.resolve() not in outer:
+                line = f"{path.relative_to(folder)}\0{_listing_digest(path.resolve(), outer)}\n"
+                hasher.update(line.encode(errors="surrogateescape"))
     return hasher.hexdigest()
+
+
+def _named_files_digest(source: Source) -> str:
+    hasher = hashlib.sha256()
+    for name, path in source.named_files():
+        _add_line(hasher, name, None if path is None else Path(path).stat())
+    return hasher.hexdigest()
+
+
+def _add_line(hasher: hashlib._Hash, name: str, status: os.stat_result | None) -> None:
+    what = "missing" if status is None else f"{status.st_size}\0{status.st_mtime_ns}"
+    hasher.update(f"{name}\0{what}\n".encode(errors="surrogateescape"))
