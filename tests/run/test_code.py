@@ -102,6 +102,25 @@ def test_a_deleted_file_that_git_still_knows_is_no_error(repository: Path, tmp_p
         ".ssh/config",
         ".aws/credentials",
         ".netrc",
+        ".envrc",
+        "prod.env",
+        ".git-credentials",
+        ".docker/config.json",
+        ".kube/config",
+        ".huggingface/token",
+        "service-account-1.json",
+        "secrets.yaml",
+        "HOST.PEM",
+        "key.ppk",
+        ".s3cfg",
+        ".pgpass",
+        ".boto",
+        ".vault-token",
+        "main.tfstate",
+        "office.ovpn",
+        "store.jks",
+        "passwords.kdbx",
+        ".bash_history",
     ],
 )
 @pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
@@ -111,6 +130,37 @@ def test_files_that_may_hold_keys_are_left_out(tmp_path: Path, repository: Path,
     if tracked:
         subprocess.run(["git", "-C", directory, "add", "-f", "."], check=True)
     assert kept(directory, tmp_path / "back").keys() == {"train.py"}
+
+
+def test_hidden_folders_are_taken_only_if_git_tracks_them(tmp_path: Path, repository: Path) -> None:
+    write_files(repository, {"train.py": b"", ".settings/train.toml": b"", ".config/gcloud/token.db": b"CANARY"})
+    subprocess.run(["git", "-C", repository, "add", "train.py", ".settings"], check=True)
+    assert kept(repository, tmp_path / "back").keys() == {"train.py", ".settings/train.toml"}
+    write_files(tmp_path / "plain", {"train.py": b"", ".config/gcloud/token.db": b"CANARY"})
+    assert kept(tmp_path / "plain", tmp_path / "plain-back").keys() == {"train.py"}
+
+
+def test_a_file_that_only_its_owner_may_read_stays_so(tmp_path: Path) -> None:
+    write_files(tmp_path / "code", {"private.txt": b"x", "shared.txt": b"x"})
+    (tmp_path / "code/private.txt").chmod(0o600)
+    (tmp_path / "code/shared.txt").chmod(0o664)
+    kept(tmp_path / "code", tmp_path / "back")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()}
+    assert modes == {"private.txt": 0o600, "shared.txt": 0o644}
+
+
+def test_a_repository_cannot_have_git_run_a_program(tmp_path: Path, repository: Path) -> None:
+    ran, monitor = tmp_path / "ran", tmp_path / "monitor"
+    write_files(tmp_path, {"monitor": f"#!/bin/sh\ntouch {ran}\n".encode(), "code/train.py": b""})
+    monitor.chmod(0o755)
+    git = ["git", "-C", str(repository)]
+    subprocess.run([*git, "add", "train.py"], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", str(monitor)], check=True)
+    subprocess.run([*git, "ls-files", "--others"], check=True, capture_output=True)
+    assert ran.exists(), "git runs it unless it is told not to"
+    ran.unlink()
+    assert kept(repository, tmp_path / "back").keys() == {"train.py"}
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", [".git/config", "__pycache__/train.pyc", ".venv/bin/python", "x.egg-info/PKG-INFO"])

@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import tarfile
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -14,16 +14,26 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
 MAX_BYTES = 20_000_000
-_NEVER = {".git", "__pycache__", "node_modules", ".venv", "venv", ".ssh", ".aws", ".gnupg"}  # even if git lists them
+_MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
+_NEVER = {
+    ".git", "__pycache__", "node_modules", ".venv", "venv",
+    ".ssh", ".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".terraform",
+}  # fmt: skip
+"""Folders that are left out even if git tracks them."""
 _SECRETS = (
-    ".env", ".env.*", ".netrc", ".npmrc", ".pypirc", "credentials", "credentials.*", "*.pem", "*.key", "*.p12", "*.pfx",
-    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", ".npmrc", ".pypirc", ".pgpass", ".boto", ".s3cfg", ".htpasswd",
+    ".git-credentials", ".vault-token", ".*_history", "credentials", "credentials.*", "id_rsa*", "id_dsa*", "id_ecdsa*",
+    "id_ed25519*", "secrets.env", "secrets.ini", "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml",
+    "service-account*.json", "service_account*.json", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks",
+    "*.keystore", "*.kdbx", "*.ovpn", "*.tfstate", "*.tfstate.*",
 )  # fmt: skip
+"""Names that may hold keys, in lower case; left out even if git tracks them."""
 
 
 def snapshot(directory: Path, leave_out: Path | None = None, max_bytes: int = MAX_BYTES) -> bytes:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
+    Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there.
     `leave_out` is a folder that is not code, such as a store beside the job file. The same files give the same bytes:
     names are sorted, owners and times omitted.
     """
@@ -38,18 +48,18 @@ def snapshot(directory: Path, leave_out: Path | None = None, max_bytes: int = MA
             f" {largest.relative_to(directory)}); point `code:` to a smaller directory or exclude data in .gitignore"
         )
     files = {str(path.relative_to(directory)): path for path in paths}
-    executable = {name for name, path in files.items() if path.stat().st_mode & 0o100}
-    return archive({name: path.read_bytes() for name, path in files.items()}, executable)
+    modes = {name: path.stat().st_mode & _MODE_BITS for name, path in files.items()}
+    return archive({name: path.read_bytes() for name, path in files.items()}, modes)
 
 
-def archive(files: Mapping[str, bytes], executable: Set[str] = frozenset()) -> bytes:
+def archive(files: Mapping[str, bytes], modes: Mapping[str, int] | None = None) -> bytes:
     import zstandard
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in files.items():
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o755 if name in executable else 0o644
+            entry.size, entry.mode = len(data), (modes or {}).get(name, 0o644)
             tar.addfile(entry, io.BytesIO(data))
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
@@ -77,30 +87,40 @@ def unpack(data: bytes, directory: Path, max_bytes: int = 4 * MAX_BYTES) -> None
                 reader = tar.extractfile(entry)
                 assert reader is not None
                 path.write_bytes(reader.read())
-                path.chmod(0o755 if entry.mode & 0o100 else 0o644)
+                path.chmod(entry.mode & _MODE_BITS | 0o600)
     except (zstandard.ZstdError, tarfile.TarError, OSError, ValueError) as error:
         raise PacktrainError(f"cannot unpack the run's code: {error}") from error
 
 
-def _candidates(directory: Path) -> Iterable[Path]:
+def _candidates(directory: Path) -> list[Path]:
+    tracked, others = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
+    if tracked is None or others is None:
+        tracked, others = [], list(directory.rglob("*"))
+    return [*tracked, *(path for path in others if not _is_hidden(directory, path))]
+
+
+def _git_files(directory: Path, *which: str) -> list[Path] | None:
+    """Return the files that git lists; None if it is not installed, or the directory is not in a repository."""
+    # A repository's own configuration may name a program as its file system monitor, which git would run.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), "ls-files", "-z", *which]
     try:
-        listed = subprocess.run(
-            ["git", "-C", str(directory), "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-            capture_output=True,
-            check=False,
-        )
-    except FileNotFoundError:  # git is not installed
-        return directory.rglob("*")
-    if listed.returncode == 0:
-        return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]
-    return directory.rglob("*")
+        listed = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    if listed.returncode != 0:
+        return None
+    return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]
+
+
+def _is_hidden(directory: Path, path: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(directory).parts[:-1])
 
 
 def _wanted(directory: Path, path: Path) -> bool:
     parts = path.relative_to(directory).parts
     return (
         not any(part in _NEVER or part.endswith(".egg-info") for part in parts)
-        and not any(fnmatchcase(path.name, pattern) for pattern in _SECRETS)
+        and not any(fnmatchcase(path.name.lower(), pattern) for pattern in _SECRETS)
         and path.is_file()
         and not path.is_symlink()
     )
