@@ -13,7 +13,9 @@ import pytest
 
 from fleet.jobs import left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
+from packtrain.fleet.mpi import MpiFleet, MpiSettings
 from packtrain.fleet.remote import Remote, advice, split_destination
+from packtrain.fleet.slurm import SlurmFleet, SlurmSettings
 from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
 from packtrain.run.run import open_run
 from packtrain.store import Store, open_store
@@ -66,6 +68,20 @@ def test_a_plan_names_the_variables_and_holds_no_values(s3_store: Store, monkeyp
     assert {"AWS_SECRET_ACCESS_KEY", "SECRET"} <= set(start.variables)
     assert "canary-of-the-test" not in repr(start)
     assert "secret-of-moto" not in repr(start)
+
+
+def test_keys_of_buckets_stay_here_if_the_store_is_a_directory(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "SECRET"):
+        monkeypatch.setenv(name, "canary-of-the-test")
+    run = new_run(directory_store, program_job(environment=["SECRET"]))
+    for fleet in (
+        SshFleet(SshSettings(hosts=("a",))),
+        MpiFleet(MpiSettings(hosts=("a",))),
+        SlurmFleet(SlurmSettings()),
+    ):
+        assert [start.variables for start in fleet.plan(run)] == [("SECRET",)]
 
 
 @pytest.mark.parametrize(

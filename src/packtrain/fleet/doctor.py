@@ -63,7 +63,8 @@ def examine(
     if not all(found.values()):
         yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
-    store, secrets = open_store(location), values_of(passed_variables(environment_names))
+    store = open_store(location)
+    secrets = values_of(passed_variables(environment_names, store.url))
     with ExitStack() as stack:
         try:
             key = stack.enter_context(visible_object(store))

@@ -147,9 +147,11 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where, *off)
 
 
-def passed_variables(environment: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the variables that remote nodes need: the job's, and the credentials of the store."""
-    return tuple(sorted(name for name in os.environ if name.startswith("AWS_") or name in environment))
+def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
+    """Return the names of the variables that remote nodes need: the job's, and the credentials of a bucket."""
+    is_bucket = store.startswith("s3://")  # a node only reads and writes the store: a directory needs no keys
+    names = (name for name in os.environ if name in environment or (is_bucket and name.startswith("AWS_")))
+    return tuple(sorted(names))
 
 
 def values_of(variables: Sequence[str]) -> dict[str, str]:

@@ -84,7 +84,7 @@ class MpiFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
-        settings, names = self._settings, passed_variables(run.job.environment)
+        settings, names = self._settings, passed_variables(run.job.environment, run.store.url)
         hosts = settings.hosts[: settings.machines.most]
         command = (
             "mpirun",

@@ -155,7 +155,7 @@ class SlurmFleet(Fleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
-        names = passed_variables(run.job.environment)
+        names = passed_variables(run.job.environment, run.store.url)
         arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN_VARIABLES, *names])}")
         return [LaunchPlan("slurm", arguments, names, script(run, run.job, self._settings))]
 

@@ -100,11 +100,11 @@ class SshFleet(Fleet):
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         settings = self._settings
         command = node_arguments(run, settings.python or "python", settings, settings.interface)
-        names = passed_variables(run.job.environment)
+        names = passed_variables(run.job.environment, run.store.url)
         return [LaunchPlan(host, (*Remote(host).arguments(), shlex.join(command)), names) for host in settings.hosts]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
-        _, faults = self.usable_hosts(store.url, passed_variables(job.environment), say)
+        _, faults = self.usable_hosts(store.url, passed_variables(job.environment, store.url), say)
         for fault in faults:
             say(f"{unavailable(fault)}; the run can start without it")
 
