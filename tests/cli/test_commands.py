@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.cli.common import hints
+from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import LogLine, Result
 from packtrain.start import load
@@ -170,6 +171,16 @@ def test_stopping_a_run_that_has_ended_says_so(directory_store: Store) -> None:
     for verb, text in (("stop", "job-1 has already finished\n"), ("resume", "job-1 is already complete\n")):
         done = CliRunner().invoke(app, [verb, run.name, "--store", directory_store.url])
         assert (done.exit_code, done.stdout) == (0, text)
+
+
+def test_resuming_a_running_run_detached_does_not_follow_it(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store)
+    monkeypatch.setattr(liveness, "state_of", lambda _: "running")
+    done = CliRunner().invoke(app, ["resume", run.name, "--detach", "--store", directory_store.url])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("job-1 is already running\n  follow:  packtrain logs -f job-1")
 
 
 def test_hints_name_the_store_only_where_it_is_not_the_default(

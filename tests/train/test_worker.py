@@ -1,6 +1,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +74,21 @@ def test_torch_running_out_of_cpu_memory_is_recognized() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**58)
     assert cause_of(raised.value) == "memory"
+
+
+def test_a_worker_dies_with_its_launcher_also_while_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import time; print('importing', flush=True); time.sleep(120)")
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'packtrain.train'])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen([sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    [worker] = children
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the worker lives on without its launcher"
+        time.sleep(0.05)

@@ -128,6 +128,9 @@ def resume(
         return
     if state == "running":
         # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
+        if detach:
+            console().print(f"{found.name} is already running\n{hints(found, 'follow', 'status', 'stop')}")
+            return
         console().print(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
     _check_modes(foreground, detach, found.job.fleet.kind)

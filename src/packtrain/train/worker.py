@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import torch
 
 from packtrain.data.pack import Pack
@@ -19,7 +17,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.recipes import recipe_class
 from packtrain.run.run import Run
 from packtrain.store import StoreError, open_store
-from packtrain.system import cache_directory, end_with_parent
+from packtrain.system import cache_directory
 from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
@@ -40,14 +38,13 @@ _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def main(stop_signal: StopSignal) -> NoReturn:
+def main(stop_signal: StopSignal, started: float) -> NoReturn:
     """Train until the run is finished or stopped; a failure is reported to the node in one line, and logged."""
-    end_with_parent(signal.SIGKILL)  # of the launcher: without it nothing would supervise this worker
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     trainer: Trainer | None = None
     code = 1
     try:
-        trainer = build_trainer(control, stop_signal)
+        trainer = build_trainer(control, stop_signal, started)
         trainer.train()
         code = 0
     except Exception as error:
@@ -62,7 +59,7 @@ def main(stop_signal: StopSignal) -> NoReturn:
         end_process(code)
 
 
-def build_trainer(control: Control, stop_signal: StopSignal) -> Trainer:
+def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
     run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
     job = run.job
     assert job.recipe is not None
@@ -73,7 +70,8 @@ def build_trainer(control: Control, stop_signal: StopSignal) -> Trainer:
         world = World.join()
     use_deterministic_kernels(world.device)
     clock = clock_of(world.device)
-    clock.add("start", time.time() - psutil.Process().create_time())  # imports took seconds before the clock existed
+    # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.
+    clock.add("start", time.monotonic() - started)
     return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
 
 
