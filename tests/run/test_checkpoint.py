@@ -259,6 +259,23 @@ def test_if_all_manifests_are_unreadable_the_run_does_not_start_over(directory_s
         restore(run, tmp_path / "back")
 
 
+def test_a_manifest_that_arrives_after_its_files_were_removed_does_not_end_the_run(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """Its writer died, the next generation started without it and removed its files, and then the network let it go."""
+    run = new_run(directory_store)
+    late = save(run, tmp_path, step=5)
+    for entry in directory_store.list(run.key(f"checkpoints/{late.name}/files/")):
+        directory_store.delete(entry.key)
+    with pytest.raises(Mistake, match="none of the 1 checkpoints"):
+        restore(run, tmp_path / "lost")
+    run.propose(a_generation(2))
+    found, files, complaints = restore(run, tmp_path / "late")
+    assert (found, files) == (None, {})
+    assert complaints[0].endswith("its commit came after a newer generation had started without it; skipped")
+    assert complaints[1] == "job-1 has no other checkpoint; starting from scratch"
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b'{"format": 3, "parts": []}', b"\xff"])
 def test_a_manifest_that_cannot_be_read_is_skipped_with_a_warning(
     directory_store: Store, tmp_path: Path, data: bytes

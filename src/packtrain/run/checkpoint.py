@@ -137,9 +137,11 @@ def fetch_newest(
     """Fetch the newest valid checkpoint into an empty directory, and complain about those that are skipped.
 
     `check` may refuse a checkpoint: CorruptCheckpoint if it is damaged, Mistake if it belongs to something else. If all
-    are refused, this raises instead of starting over: a person may still be able to fix one.
+    are refused, this raises instead of starting over: a person may still be able to fix one. A manifest that arrived
+    after a newer generation had started without it does not count: that generation removes its files.
     """
     refused: list[str] = []
+    late = 0
 
     def refuse(text: str) -> None:
         complain(f"{text}; skipped")
@@ -149,7 +151,11 @@ def fetch_newest(
         try:
             fetch(run, checkpoint, directory)
         except (CorruptCheckpoint, Mistake) as error:
-            refuse(str(error))
+            if _is_late(run, checkpoint):
+                complain(f"{error}; its commit came after a newer generation had started without it; skipped")
+                late += 1
+            else:
+                refuse(str(error))
         else:
             try:
                 check(directory)
@@ -159,7 +165,13 @@ def fetch_newest(
         _empty(directory)  # the next one must not be mixed with files of this one
     if refused:
         raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
+    if late:
+        complain(f"{run.name} has no other checkpoint; starting from scratch")
     return None
+
+
+def _is_late(run: Run, checkpoint: Checkpoint) -> bool:
+    return any(one.number > checkpoint.generation and one.step < checkpoint.step for one in run.generations())
 
 
 def best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
