@@ -87,7 +87,10 @@ wheel=$(echo "$part"/own/*.whl)
 fits "$part/made/bin/python" || {{ echo 'the new environment does not have this Packtrain' >&2; exit 1; }}
 made="$home/$expected"
 if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
-  mv -T "$made" "$part/old" && mv -T "$part/made" "$made"
+  # What is there was interrupted, and another run may be replacing it, too: then one of them fails here, and either
+  # environment will do.
+  mv -T "$made" "$part/old" 2>/dev/null || true
+  mv -T "$part/made" "$made" 2>/dev/null || fits "$made/bin/python"
 fi
 echo "$made/bin/python"
 """
