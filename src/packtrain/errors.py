@@ -6,6 +6,7 @@ other exception that escapes is a defect of Packtrain and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -15,6 +16,11 @@ EXIT_FAILED = 100
 EXIT_UNFINISHED = 101
 EXIT_NOT_FOUND = 102
 EXIT_STOPPED = 103
+
+# Control characters, separators of lines and paragraphs, overrides of the direction of text; surrogates cannot be
+# encoded. No-break spaces, joiners and the like belong to many languages.
+_COLOR = re.compile(r"\x1b\[[0-9;:]*m")
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class PacktrainError(Exception):
@@ -53,12 +59,22 @@ class NotFound(PacktrainError):
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Return the text as it can be shown and stored: on one line, without control characters, and as valid UTF-8."""
+    """Return a name as it can be shown and stored: on one line, every odd character escaped, and as valid UTF-8."""
     if limit is not None and len(text) > limit:
         text = text[: limit - 3] + "..."
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def harmless(text: str, keep: str = "") -> str:
+    """Return text in any language without color codes, and with what could steer a terminal escaped.
+
+    It is one line, unless newlines are in `keep`.
+    """
+    return _UNSAFE.sub(
+        lambda one: one[0] if one[0] in keep else one[0].encode("unicode_escape").decode("ascii"), _COLOR.sub("", text)
+    )
 
 
 def quoted(text: str, limit: int = 200) -> str:

@@ -188,9 +188,9 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
 ) -> None:
     run = new_run(directory_store)
     monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
-    assert hints(run, "resume") == f"  resume:  packtrain resume job-1 --store {directory_store.url}"
+    assert hints(run, "resume") == [f"  resume:  packtrain resume job-1 --store {directory_store.url}"]
     monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
-    assert hints(run, "follow", "stop") == "  follow:  packtrain logs -f job-1\n  stop:    packtrain stop job-1"
+    assert hints(run, "follow", "stop") == ["  follow:  packtrain logs -f job-1", "  stop:    packtrain stop job-1"]
 
 
 def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(

@@ -15,7 +15,7 @@ import pytest
 from pack.corpus import GREETINGS, job_of, write_pairs
 from pack.rawsets import picture, write, write_classes
 from packtrain.cli import main
-from packtrain.cli.models import shown
+from packtrain.errors import harmless
 from packtrain.job import Job
 from parts.models import commit_model, packed_run
 
@@ -125,7 +125,7 @@ def test_json_has_the_input_and_the_output(predict: Predict) -> None:
     [made] = json.loads(done.out)
     assert made["input"] == "hello"
     again = predict("talk", "hello", "--nucleus", "0.9", "--temperature", "1.5", "--seed", "3")
-    assert again.out == shown(made["output"]) + "\n"
+    assert again.out == harmless(made["output"]) + "\n"
 
 
 @pytest.mark.parametrize("run", ["greetings", "talk"])
@@ -154,8 +154,8 @@ def test_other_scripts_and_control_characters_are_valid_texts(predict: Predict) 
 
 
 def test_control_characters_in_outputs_are_escaped() -> None:
-    assert shown("a\x1b[2Jb\nc") == r"a\x1b[2Jb\nc"
-    assert shown("Größe\u00a0😀 おはよう") == "Größe\u00a0😀 おはよう"
+    assert harmless("a\x1b[2Jb\nc") == r"a\x1b[2Jb\nc"
+    assert harmless("Größe\u00a0😀 おはよう") == "Größe\u00a0😀 おはよう"
 
 
 def test_a_truncated_input_is_noted(predict: Predict) -> None:

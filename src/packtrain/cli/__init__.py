@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from packtrain.cli import jobs, machines, models, runs
+from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
 app = typer.Typer(
@@ -47,10 +48,12 @@ for group in (jobs, runs, machines, models):
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
     try:
-        app()
-    except PacktrainError as error:
-        print(f"packtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        with safe_output():
+            try:
+                app()
+            except PacktrainError as error:
+                print(f"packtrain: {error}", file=sys.stderr)
+                sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited; closing keeps Python from complaining
         sys.stderr.close()
         sys.exit(0)

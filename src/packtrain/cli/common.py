@@ -1,18 +1,27 @@
-"""Options, stores, hints and output that commands share."""
+"""Options, stores, hints and output that commands share.
+
+Everything that a command prints passes `SafeStream` or `Screen`. Logs, events, names and fields of jobs come from
+whoever writes the store, and the answers of hosts from whoever runs there: none of them may steer the terminal.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from packtrain.errors import harmless
 
+if TYPE_CHECKING:
+    from packtrain.cli.screen import Screen
     from packtrain.run.run import Run
     from packtrain.store import Store
 
@@ -37,7 +46,7 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_HINTS = {"follow": "logs -f", "status": "show", "stop": "stop", "resume": "resume"}
+_HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
 
 
 def default_store() -> str:
@@ -56,20 +65,55 @@ def find_run(location: str | None, name: str | None) -> Run:
     return open_run(find_store(location), name)
 
 
-def hints(run: Run, *words: str) -> str:
+def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
     # A hint has --store only if the command would otherwise look elsewhere.
     known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
-    where = "" if run.store.url in known else f" --store {run.store.url}"
-    return "\n".join(f"  {word + ':':<8} packtrain {_HINTS[word]} {run.name}{where}" for word in words)
+    where = [] if run.store.url in known else ["--store", run.store.url]
+    return [f"  {word + ':':<8} {shlex.join(['packtrain', *_HINTS[word], run.name, *where])}" for word in words]
 
 
-def console() -> Console:
-    from rich.console import Console
+class SafeStream(io.TextIOBase):
+    """Standard output or standard error, with what could steer a terminal escaped."""
 
-    # Lines for a pipe are not wrapped.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows escapes for what it cannot show
+            stream.reconfigure(errors="backslashreplace")
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    def write(self, text: str) -> int:
+        self.stream.write(harmless(text, keep="\n\t"))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+@contextmanager
+def safe_output() -> Iterator[None]:
+    """Escape what is printed, to standard output and to standard error."""
+    out, err = (cast("TextIO", SafeStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+
+
+def console() -> Screen:
+    from packtrain.cli.screen import Screen
+
+    return Screen(sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout)
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    # JSON leaves characters above 7f as they are; those that the stream would escape get the escapes of JSON.
+    print("".join(one if one == "\n" or one == harmless(one) else json.dumps(one)[1:-1] for one in text))

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
 from packtrain.cli.common import console, hints
+from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
 from packtrain.job import Job
@@ -48,29 +47,32 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
 
 def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
     screen = console()
-    screen.print(f"[bold]{run.name}[/bold] in {escape(run.store.url)}")
+    screen.say((run.name, "bold"), f" in {run.store.url}")
     follower = Follower(run, nodes, screen)
     try:
         try:
             follower.until_ended()
         except KeyboardInterrupt:
             if not foreground:
-                text = f"\nDetached from [bold]{run.name}[/bold]; it keeps running.\n"
-                screen.print(text + escape(hints(run, "follow", "status", "stop")))
+                screen.say()
+                screen.say("Detached from ", (run.name, "bold"), "; it keeps running.")
+                screen.say_lines(hints(run, "follow", "status", "stop"))
                 return EXIT_UNFINISHED
-            screen.print("\nStopping: waiting for the last checkpoint. Press Ctrl-C again to detach.")
+            screen.say()
+            screen.say("Stopping: waiting for the last checkpoint. Press Ctrl-C again to detach.")
             run.request_stop("stopped by user (Ctrl-C)")
             follower.until_ended()
     except KeyboardInterrupt:
-        text = f"\nDetached from [bold]{run.name}[/bold] before it stopped.\n"
-        screen.print(text + escape(hints(run, "status", "resume")))
+        screen.say()
+        screen.say("Detached from ", (run.name, "bold"), " before it stopped.")
+        screen.say_lines(hints(run, "status", "resume"))
         return EXIT_UNFINISHED
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)
     print_summary(screen, run, summarize(run, state))
     if state != "finished":
-        screen.print(escape(hints(run, "resume")))
+        screen.say_lines(hints(run, "resume"))
     return EXIT_CODES[state]
 
 
@@ -145,7 +147,7 @@ class Follower:
         self,
         run: Run,
         nodes: Sequence[StartedNode],
-        screen: Console,
+        screen: Screen,
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
     ) -> None:
@@ -153,7 +155,7 @@ class Follower:
         self._poll_seconds = poll_seconds
         self._points, self._events = run.points(), run.events()
         self._steps: list[Point] = []
-        self._evaluation = ""
+        self._evaluation: tuple[str, tuple[Part, ...]] = ("", ())
         self._deadline: float | None = None
         self._machines = machines or MachineWatch(run)
         self._shortage: Shortage | None = None
@@ -173,7 +175,7 @@ class Follower:
                 live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
                 if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
                     self._plain_at = time.monotonic()
-                    self._screen.print(line)
+                    self._screen.say(line)
                 if result is not None:
                     # The last machine writes the report after the result; give it time.
                     ended_at = ended_at or time.monotonic()
@@ -200,7 +202,7 @@ class Follower:
         if found != self._shortage:
             self._shortage = found
             if found is not None:
-                self._print("machines", escape(found.text), "yellow")
+                self._print("machines", "yellow", found.text)
 
     def read(self) -> None:
         """Print the events and evaluations since the last call, and note the steps."""
@@ -208,7 +210,7 @@ class Follower:
             if event.kind == "generation":  # a program reports no steps: show how long it has been running
                 self._started = event.time
             if event.display != "report":
-                self._print(event.kind, escape(event.text), "yellow" if event.display == "warning" else "dim")
+                self._print(event.kind, "yellow" if event.display == "warning" else "dim", event.text)
         for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
             if point.kind == "start":
                 self._steps.clear()  # speed and time left are those of the current generation
@@ -219,15 +221,15 @@ class Follower:
                 self._steps = [*self._steps[-_SPEED_STEPS:], point]
             else:
                 scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
-                shown = "  ".join(f"{name} [bold]{value:.3f}[/bold]" for name, value in scores.items())
-                line = f"step {point.step:,}  {shown}"
+                shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
+                line = (f"step {point.step:,}", *(part for pair in shown for part in pair))
                 # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
-                if f"{point.kind} {line}" != self._evaluation:
-                    self._evaluation = f"{point.kind} {line}"
-                    self._print(point.kind, line, "dim")
+                if (point.kind, line) != self._evaluation:
+                    self._evaluation = (point.kind, line)
+                    self._print(point.kind, "dim", *line)
 
-    def _print(self, kind: str, text: str, style: str) -> None:
-        self._screen.print(f"[{style}]{kind:>10}[/{style}]  {text}")
+    def _print(self, kind: str, style: str, *parts: Part) -> None:
+        self._screen.say((f"{kind:>10}", style), "  ", *parts)
 
     def line(self) -> str:
         """Return the live line: a shortage of machines, the progress of training, or `starting`."""
@@ -271,8 +273,11 @@ def _how_it_ended(node: StartedNode) -> str:
     return f"exited with code {code} ({lines[-1] if lines else 'no output'})"
 
 
-def print_summary(screen: Console, run: Run, summary: Summary) -> None:
-    rows = [("run", f"[bold]{summary.run}[/bold]  {escape(summary.outcome)}"), ("job", escape(summary.description))]
+def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
+    rows: list[tuple[str, *tuple[Part, ...]]] = [
+        ("run", (summary.run, "bold"), f"  {summary.outcome}"),
+        ("job", summary.description),
+    ]
     goal = f" of {summary.goal:,}" if summary.goal else ""
     # A program does not report its steps; only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
@@ -281,17 +286,17 @@ def print_summary(screen: Console, run: Run, summary: Summary) -> None:
     if summary.goodput.fraction is not None:
         rows.append(("time", _time_line(summary.goodput)))
     for name, value in summary.scores.items():
-        signature = f"  [dim]{escape(summary.signatures[name])}[/dim]" if name in summary.signatures else ""
-        rows.append((name.replace(".", " "), f"[bold]{value:.2f}[/bold]{signature}"))
+        signature = f"  {summary.signatures[name]}" if name in summary.signatures else ""
+        rows.append((name.replace(".", " "), (f"{value:.2f}", "bold"), (signature, "dim")))
     for machine in summary.machines:
         if machine.working:
             use = f"CPU {machine.cpu_fraction:.0%}, memory {machine.memory_fraction:.0%}"
             rows.append(("machine", f"{machine.node}: {counted(machine.workers, 'worker')}, {use}"))
     if run.store.exists(run.key("report.html")):
-        rows.append(("report", escape(report_url(run))))
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        screen.print(f"[dim]{label:<{width}}[/dim]  {text}")
+        rows.append(("report", report_url(run)))
+    width = max(len(label) for label, *_ in rows)
+    for label, *parts in rows:
+        screen.say((f"{label:<{width}}", "dim"), "  ", *parts)
 
 
 def _time_line(times: Goodput) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,21 +43,19 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented job file, with toy data to try it on."""
-    from rich.markup import escape
-
     from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 
     screen = console()
     if kind is None:
         for word, template in TEMPLATES.items():
-            screen.print(f"[bold]packtrain init {word:<10}[/bold] {template.about}")
+            screen.say((f"packtrain init {word:<10}", "bold"), f" {template.about}")
         return
     job = Path(path or f"{kind}.yaml")
     written = write_job(InitRequest(kind, job, name, data or (), valid or ()))
-    screen.print(escape(f"Wrote {' and '.join(written.files)}"))
-    screen.print(f"  train:   [bold]packtrain run {escape(str(job))}[/bold]")
+    screen.say(f"Wrote {' and '.join(written.files)}")
+    screen.say("  train:   ", (shlex.join(["packtrain", "run", str(job)]), "bold"))
     if written.example:
-        screen.print(f"  predict: [bold]packtrain predict {escape(written.example)}[/bold]")
+        screen.say("  predict: ", (f"packtrain predict {written.example}", "bold"))
 
 
 def pack(
@@ -84,9 +83,9 @@ def pack(
     workers = Dask(dask) if dask else Processes(processes)
     manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
     if manifest is None:
-        screen.print("Nothing to pack: the job runs a program.")
+        screen.say("Nothing to pack: the job runs a program.")
         return
-    screen.print(f"Packed [bold]{manifest.name}[/bold]")
+    screen.say("Packed ", (manifest.name, "bold"))
     if stats:
         show_stats(screen, store, manifest)
 
@@ -124,14 +123,14 @@ def resume(
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
     state = state_of(found)
     if state == "finished":
-        console().print(f"{found.name} is already complete")
+        console().say(f"{found.name} is already complete")
         return
     if state == "running":
         # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
         if detach:
-            console().print(f"{found.name} is already running\n{hints(found, 'follow', 'status', 'stop')}")
+            console().say_lines([f"{found.name} is already running", *hints(found, "follow", "status", "stop")])
             return
-        console().print(f"{found.name} is already running; following it")
+        console().say(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
     _check_modes(foreground, detach, found.job.fleet.kind)
     reopen(found, _print_line)
@@ -156,10 +155,11 @@ def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
 
     nodes = start(found, foreground, _print_line)
     if detach:
-        console().print(f"Started [bold]{found.name}[/bold]\n{hints(found, 'follow', 'status', 'stop')}")
+        console().say("Started ", (found.name, "bold"))
+        console().say_lines(hints(found, "follow", "status", "stop"))
         return
     sys.exit(follow(found, nodes, foreground))
 
 
 def _print_line(text: str) -> None:
-    console().print(f"  {text}", markup=False)
+    console().say(f"  {text}")

@@ -85,15 +85,15 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
 
 
 def _print(checks: Sequence[Check]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("machine", "check", "", "detail", "fix"):
         table.add_column(column)
     for check in checks:
-        mark = "[green]ok[/green]" if check.ok else "[yellow]skipped[/yellow]" if check.skipped else "[red]failed[/red]"
-        table.add_row(escape(check.machine), check.step, mark, escape(check.detail), escape(check.advice))
+        mark, style = ("ok", "green") if check.ok else ("skipped", "yellow") if check.skipped else ("failed", "red")
+        table.add_row(check.machine, check.step, Text(mark, style), check.detail, check.advice)
     console().print(table)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import JsonOption, StoreOption, find_run, print_json
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, harmless
 
 if TYPE_CHECKING:
     from packtrain.export.predict import DecodeOptions, Predictor
@@ -77,7 +76,7 @@ def predict(
         return
     # Standard output has exactly one line per input; everything else goes to standard error.
     for made in predictions:
-        print(shown(made.text))
+        print(harmless(made.text))
     for number, made in enumerate(predictions, 1):
         if made.note:
             print(f"input {number}: {made.note}", file=sys.stderr)
@@ -113,7 +112,7 @@ def _chat(predictor: Predictor, options: DecodeOptions) -> None:
             continue
         if reply.note:
             print(f"({reply.note})", file=sys.stderr)
-        print(shown(reply.text), flush=True)
+        print(harmless(reply.text), flush=True)
         turns.append(reply.text)
 
 
@@ -126,14 +125,6 @@ def _prompted_lines() -> Iterator[str]:
             yield input("> ")
     except (EOFError, KeyboardInterrupt):
         print(file=sys.stderr)
-
-
-def shown(text: str) -> str:
-    """Return the text on one line, with control characters escaped: they could steer the terminal."""
-    return "".join(
-        one.encode("unicode_escape").decode() if unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") else one
-        for one in text
-    )
 
 
 def _as_json(given: str, made: Prediction, attention_map: Path | None) -> dict[str, object]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.progress import ProgressColumn as Column
 from rich.text import Text
 
+from packtrain.cli.screen import Screen
 from packtrain.data.pack import Pack
 from packtrain.pack.build import Advance
 from packtrain.pack.manifest import Manifest, pack_key
@@ -23,7 +22,7 @@ from packtrain.system import cache_directory
 from packtrain.units import show_count
 
 
-def show_stats(screen: Console, store: Store, manifest: Manifest) -> None:
+def show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
     """Print the statistics of a pack, and store a page of samples beside it."""
     pack = Pack(store, manifest.name, cache_directory() / "packs")
 
@@ -37,7 +36,7 @@ def show_stats(screen: Console, store: Store, manifest: Manifest) -> None:
     print_stats(screen, stats)
     key = pack_key(manifest.name, "samples.html")
     store.put(key, sample_page(stats, columns, vocabularies).encode())
-    screen.print(f"samples: {escape(f'{store.url}/{key}')}")
+    screen.say(f"samples: {store.url}/{key}")
 
 
 class _Rate(Column):
@@ -49,18 +48,18 @@ class _Rate(Column):
 class ProgressBars:
     """Progress with rate and time left; where there is no terminal, only the lines are printed."""
 
-    def __init__(self, screen: Console) -> None:
+    def __init__(self, screen: Screen) -> None:
         self._screen = screen
 
     def say(self, text: str) -> None:
         style = "yellow" if text.startswith("warning") else "dim"
-        self._screen.print(f"[{style}]pack[/{style}]  {escape(text)}")
+        self._screen.say(("pack", style), f"  {text}")
 
     @contextmanager
     def track(self, what: str, total: int | None) -> Iterator[Advance]:
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
+            TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         # `transient`: the bar disappears when it is done, and the line that `say` prints remains.
         with RichProgress(*columns, console=self._screen, transient=True, disable=not self._screen.is_terminal) as bars:

@@ -55,15 +55,15 @@ def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     elif listed:
         _print_list(listed)
     elif not unreadable:
-        console().print(f"No runs in {found.url}. Start one: [bold]packtrain run JOB[/bold]")
+        console().say(f"No runs in {found.url}. Start one: ", ("packtrain run JOB", "bold"))
     for error in unreadable:
         print(f"packtrain: {error}", file=sys.stderr)
     sys.exit(EXIT_FAILED if unreadable else EXIT_DONE)
 
 
 def _print_list(listed: Sequence[tuple[Overview, str | None]]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from packtrain.units import show_seconds
 
@@ -72,16 +72,15 @@ def _print_list(listed: Sequence[tuple[Overview, str | None]]) -> None:
     for column in ("run", "state", *queued, "step", "loss", "score", "time", "job"):
         table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
     for one, queue in listed:
-        style = _STATE_STYLES[one.state]
         table.add_row(
-            f"[bold]{one.run}[/bold]",
-            f"[{style}]{one.state}[/{style}]",
+            Text(one.run, "bold"),
+            Text(one.state, _STATE_STYLES[one.state]),
             *([queue or ""] if queued else []),
             f"{one.step:,}",
             "" if one.loss is None else f"{one.loss:.3f}",
             one.headline,
             show_seconds(one.seconds) if one.seconds else "",
-            escape(one.description),
+            one.description,
         )
     console().print(table)
 
@@ -144,7 +143,8 @@ def logs(
             ranks.add(line.rank)
             if rank is None or line.rank == rank:
                 who = "launcher" if line.rank is None else f"rank {line.rank}"
-                print(f"[{who}] {line.text}", flush=True)
+                text = line.text.replace("\n", "\\n")  # a line cannot pretend to be several
+                print(f"[{who}] {text}", flush=True)
         if over:
             break
         time.sleep(1.0)
@@ -162,6 +162,8 @@ def _why_no_lines(ranks: Collection[int | None], rank: int | None, running: bool
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
+    from rich.text import Text
+
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
     from packtrain.run.liveness import states_now
@@ -169,23 +171,23 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     run = find_run(store, name)
     result = run.result()
     if result is not None:
-        console().print(f"{run.name} has already {result.status}")
+        console().say(f"{run.name} has already {result.status}")
         return
     run.request_stop("stopped by user")
     screen = console()
     try:
         fleet_of(run.job.fleet.kind).cancel_queued(run)
     except PacktrainError as error:
-        screen.print(f"Could not cancel queued jobs; they exit when they start: {error}", markup=False)
-    with screen.status(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)"):
+        screen.say(f"Could not cancel queued jobs; they exit when they start: {error}")
+    with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
         while (result := run.result()) is None:
             if states_now([run])[0] in ("interrupted", "waiting"):  # no node is left to write the result
                 _finish_unattended(run)
             else:
                 time.sleep(_STOP_POLL_SECONDS)
-    screen.print(f"{run.name} {result.status} at step {result.step:,}")
+    screen.say(f"{run.name} {result.status} at step {result.step:,}")
     if result.status != "finished":
-        screen.print(hints(run, "resume"), markup=False)
+        screen.say_lines(hints(run, "resume"))
 
 
 def _finish_unattended(run: Run) -> None:
