@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +72,24 @@ def test_a_directory_store_is_read_in_place(directory_store: Store, tmp_path: Pa
     manifest = put_pack(directory_store, ROWS, 2)
     assert rows_of(Pack(directory_store, NAME, tmp_path / "cache")) == ROWS
     assert not any((tmp_path / "cache" / shard.sha256).exists() for shard in manifest.splits["train"].shards)
+
+
+@pytest.mark.parametrize("change", [{"names": "other"}, {"samples": 3}])
+def test_a_pack_whose_copies_have_other_samples_is_refused(
+    directory_store: Store, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    manifest = put_pack(directory_store, ROWS, 2)
+    train = manifest.splits["train"]
+
+    def put(*shards: ShardFile) -> None:
+        splits = {"train": train, "train@16": replace(train, shards=shards)}
+        directory_store.put(pack_key(NAME, "manifest.json"), replace(manifest, splits=splits).to_json())
+
+    put(*train.shards)
+    assert len(Pack(directory_store, NAME, tmp_path / "cache").split("train@16")) == len(ROWS)
+    put(replace(train.shards[0], **change), *train.shards[1:])
+    with pytest.raises(PacktrainError, match=f"^pack {NAME}: train@16 has other samples than train; delete the pack"):
+        Pack(directory_store, NAME, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["train-00001", "vocabulary.json"])

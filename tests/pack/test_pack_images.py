@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -135,6 +136,76 @@ def test_copies_in_other_sizes_have_the_same_samples(directory_store: Store, tmp
     [small] = columns(directory_store, manifest, "train@16", tmp_path)
     assert (set(small.plain["width"].tolist()), set(small.plain["height"].tolist())) == ({20}, {16})
     assert small.plain["label"].tolist() == [0] * 6 + [1] * 6
+
+
+def names(store: Store, manifest: Manifest, split: str, folder: Path) -> list[str]:
+    return [
+        bytes(shard.ragged["name"][row]).decode()
+        for shard in columns(store, manifest, split, folder)
+        for row in range(len(shard))
+    ]
+
+
+def captions_with_one_long_picture(folder: Path) -> list[str]:
+    """Captions of 150 images, of which one is too long for a JPEG unless it is reduced."""
+    source = captions_in(folder, 150)
+    Image.new("RGB", (66_000, 150)).save(folder / "images" / "3.jpg", "PNG")
+    return source
+
+
+def test_an_image_that_is_unusable_in_one_size_is_left_out_of_all(directory_store: Store, tmp_path: Path) -> None:
+    said: list[str] = []
+    source = captions_with_one_long_picture(tmp_path / "coco")
+    manifest = packed(directory_store, None, said, train=[{"coco": source}], sizes=[16])
+    expected = [f"{number}.jpg" for number in range(150) if number != 3]
+    assert names(directory_store, manifest, "train", tmp_path) == expected
+    assert names(directory_store, manifest, "train@16", tmp_path) == expected
+    assert said == ["train: 149 images with captions; left out 1 (too long)"]
+
+
+class Losing(Workers):
+    """Removes a file after every task, as a file system with read errors may."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = iter(paths)
+
+    def do(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        for task in tasks:
+            yield work(task)
+            next(self._paths).unlink()
+
+
+def test_an_image_that_cannot_be_read_again_is_still_in_all_sizes(directory_store: Store, tmp_path: Path) -> None:
+    source = captions_in(tmp_path / "coco", 5)
+    losing = Losing([tmp_path / "coco" / "images" / f"{number}.jpg" for number in range(5)])
+    manifest = packed(directory_store, losing, train=[{"coco": source}], sizes=[16, 24])
+    expected = [f"{number}.jpg" for number in range(5)]
+    for split in ("train", "train@16", "train@24"):
+        assert names(directory_store, manifest, split, tmp_path) == expected
+
+
+def test_copies_of_an_interrupted_shard_are_made_again_with_it(directory_store: Store, tmp_path: Path) -> None:
+    train = [{"imagenet": classes_in(tmp_path / "train", each=120)}]
+    first = tmp_path / "train" / "a" / "0.jpg"
+    kept = first.read_bytes()
+    status = first.stat()
+
+    def change(data: bytes) -> None:  # of the same size and time, so that the pack has the same name
+        first.write_bytes(data)
+        os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    change(bytes(len(kept)))
+    with pytest.raises(KeyboardInterrupt):
+        packed(directory_store, Interrupted(1), train=train, sizes=[16])
+    # As if it had been killed between the shard and its copy.
+    for entry in directory_store.list(""):
+        if "making/" in entry.key or "@16" in entry.key:
+            directory_store.delete(entry.key)
+    change(kept)
+    manifest = packed(directory_store, train=train, sizes=[16])
+    found = names(directory_store, manifest, "train", tmp_path)
+    assert len(found) == 240
+    assert names(directory_store, manifest, "train@16", tmp_path) == found
 
 
 def test_captions_of_an_image_stay_together(directory_store: Store, tmp_path: Path) -> None:

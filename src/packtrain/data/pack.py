@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from packtrain.data.cache import FileCache, Prefetch
 from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.pack.manifest import Manifest, PackFile, ShardFile, pack_key, read_manifest
+from packtrain.pack.manifest import Manifest, PackFile, ShardFile, check_copies, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
@@ -35,6 +35,7 @@ class Pack:
         self._store, self.name = store, name
         self._cache = FileCache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
+        check_copies(self.manifest)
         self._hold: FileLock | None = None  # while it lives, the cache keeps the files of this pack
         self._splits: dict[str, SplitReader] = {}
 

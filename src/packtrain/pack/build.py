@@ -11,16 +11,16 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
-from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key
+from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key, sized_split
 from packtrain.pack.raw import DropCounter
-from packtrain.pack.shard import Columns, encode_shard
+from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
 from packtrain.store import Store
 
@@ -65,7 +65,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard in the store. `fingerprints` are hashes of its raw samples, to find samples shared by two splits."""
+    """A shard in the store, with its copies in other sizes: they have the same samples, so they are finished together.
+
+    `fingerprints` are hashes of its raw samples, to find samples shared by two splits.
+    """
 
     split: str
     number: int
@@ -73,6 +76,7 @@ class FinishedShard:
     shard: ShardFile
     dropped: dict[str, Drops]
     fingerprints: tuple[int, ...] = ()
+    copies: dict[int, ShardFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,11 @@ class ShardTarget:
     number: int
     source: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.number:05d}.safetensors"
+    def _name(self, split: str) -> str:
+        return f"{split}-{self.number:05d}.safetensors"
 
     def _note(self) -> str:
-        return pack_key(self.pack, f"making/{self.name}.json")
+        return pack_key(self.pack, f"making/{self._name(self.split)}.json")
 
     def find(self, store: Store) -> FinishedShard | None:
         """Return the shard if an interrupted build has stored it."""
@@ -103,14 +106,26 @@ class ShardTarget:
             return None
 
     def put(
-        self, store: Store, columns: Columns, dropped: DropCounter, fingerprints: Iterable[int] = ()
+        self,
+        store: Store,
+        columns: Columns,
+        dropped: DropCounter,
+        fingerprints: Iterable[int] = (),
+        copies: Mapping[int, Columns] | None = None,
     ) -> FinishedShard:
-        file = put_file(store, self.pack, self.name, encode_shard(columns))
-        shard = ShardFile(file.name, file.bytes, file.sha256, len(columns))
-        finished = FinishedShard(self.split, self.number, self.source, shard, drops_of(dropped), tuple(fingerprints))
-        # After the shard: a note means that the whole shard is in the store.
+        shard = self._put(store, self.split, columns)
+        sized = {size: self._put(store, sized_split(self.split, size), copy) for size, copy in (copies or {}).items()}
+        finished = FinishedShard(
+            self.split, self.number, self.source, shard, drops_of(dropped), tuple(fingerprints), sized
+        )
+        # After the shard and all its copies: if the build is interrupted before, another try may drop other samples,
+        # and must then drop them from every copy.
         store.put(self._note(), json.dumps(asdict(finished)).encode())
         return finished
+
+    def _put(self, store: Store, split: str, columns: Columns) -> ShardFile:
+        file = put_file(store, self.pack, self._name(split), encode_shard(columns))
+        return ShardFile(file.name, file.bytes, file.sha256, len(columns), names_digest(columns))
 
 
 def put_file(store: Store, pack: str, name: str, data: bytes) -> PackFile:
@@ -137,8 +152,7 @@ class SplitBuild:
     dropped: DropCounter = field(default_factory=DropCounter)
 
     def finish(self) -> Split:
-        # Workers finish in any order; the manifest must not depend on it.
-        ordered = sorted(self.shards, key=lambda finished: finished.number)
+        ordered = self._ordered()
         counts = [0] * self.sources
         for finished in ordered:
             counts[finished.source] += finished.shard.samples
@@ -149,6 +163,15 @@ class SplitBuild:
             tuple(counts),
             tuple(finished.shard for finished in ordered if finished.shard.samples),
         )
+
+    def finish_copy(self, size: int) -> Split:
+        """Return the same split in another size."""
+        shards = tuple(finished.copies[size] for finished in self._ordered() if finished.shard.samples)
+        return replace(self.finish(), shards=shards)
+
+    def _ordered(self) -> list[FinishedShard]:
+        # Workers finish in any order; the manifest must not depend on it.
+        return sorted(self.shards, key=lambda finished: finished.number)
 
 
 def _merged(parts: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:

@@ -16,12 +16,11 @@ from packtrain.pack.build import (
     PackContents,
     Packing,
     ShardTarget,
-    SplitBuild,
     empty_contents,
     put_file,
     splits_of,
 )
-from packtrain.pack.picture import UnusableImage, to_tiled
+from packtrain.pack.picture import UnusableImage, to_copies
 from packtrain.pack.raw import DropCounter, RawImage
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
@@ -67,67 +66,66 @@ def _make_shards(
     packing: Packing, contents: PackContents, split: str, reads: Sequence[Read], vocabulary: str | None
 ) -> None:
     """Make the shards of a split and of its copies in other sizes."""
-    for size in packing.data.sizes:
-        contents.splits[_sized(split, size)] = SplitBuild(len(reads))
     with packing.progress.track(f"packing {split}", None) as advance:
         for finished in packing.workers.do(make_shard, _tasks(packing, split, reads, vocabulary)):
-            contents.splits[finished.split].shards.append(finished)
-            if finished.split == split:
-                contents.fingerprints[split].extend(finished.fingerprints)
-                advance(finished.shard.samples)
+            contents.splits[split].shards.append(finished)
+            contents.fingerprints[split].extend(finished.fingerprints)
+            advance(finished.shard.samples)
 
 
 def _tasks(packing: Packing, split: str, reads: Sequence[Read], vocabulary: str | None) -> Iterator[ImageTask]:
     number = 0
     for index, read in enumerate(reads):
         for part in shards_of(read()):
-            # Copies in other sizes have the same images in the same shards, so they share the numbers.
-            for size in (None, *packing.data.sizes):
-                target = ShardTarget(packing.name, _sized(split, size), number, index)
-                yield ImageTask(packing.store.url, target, part, size, vocabulary)
+            target = ShardTarget(packing.name, split, number, index)
+            yield ImageTask(packing.store.url, target, part, packing.data.sizes, vocabulary)
             number += 1
-
-
-def _sized(split: str, size: int | None) -> str:
-    return split if size is None else f"{split}@{size}"
 
 
 @dataclass(frozen=True)
 class ImageTask:
-    """A shard to make: a plain value that can be sent to another process or machine."""
+    """A shard to make, in all sizes: a plain value that can be sent to another process or machine."""
 
     store: str
     target: ShardTarget
     images: tuple[RawImage, ...]
-    short_side: int | None
+    sizes: tuple[int, ...]
     vocabulary: str | None
 
 
 def make_shard(task: ImageTask) -> FinishedShard:
-    """Make the shard, unless an interrupted build has already stored it."""
+    """Make the shard and its copies in other sizes, unless an interrupted build has already stored them.
+
+    An image is read once, and is in all copies or in none: training takes a sample's pixels from one copy and its
+    caption from another, both by its number.
+    """
     store = open_store(task.store)  # by each task: a client of a store cannot be sent to another process
     finished = task.target.find(store)
     if finished is not None:
         return finished
     dropped = DropCounter()
     kept: list[RawImage] = []
-    tiled: list[Tiled] = []
+    tiled: list[list[Tiled]] = []
     fingerprints: list[int] = []
     for image in task.images:
         try:
             data = image.where.read()
-            tiled.append(to_tiled(data, task.short_side))
+            copies = to_copies(data, (None, *task.sizes))
         except UnusableImage as error:
             dropped(error.reason, image.name)
         except OSError as error:
             dropped(f"unreadable: {error.strerror}", image.name)
         else:
             kept.append(image)
+            tiled.append(copies)
             fingerprints.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big"))
-    return task.target.put(store, _columns(kept, tiled, task.vocabulary), dropped, fingerprints)
+    about = _about(kept, task.vocabulary)
+    original, *others = (_columns(about, [copies[which] for copies in tiled]) for which in range(1 + len(task.sizes)))
+    return task.target.put(store, original, dropped, fingerprints, dict(zip(task.sizes, others, strict=True)))
 
 
-def _columns(images: list[RawImage], tiled: list[Tiled], vocabulary: str | None) -> Columns:
+def _columns(about: Columns, tiled: list[Tiled]) -> Columns:
+    """Return the columns of a shard: pixels in one size, and what is the same in all sizes."""
     ragged = {
         "jpeg": Ragged.from_arrays([np.frombuffer(one.jpeg, np.uint8) for one in tiled], np.dtype("u1")),
         "segments": Ragged.from_arrays([one.segments for one in tiled], np.dtype("<u4")),
@@ -136,9 +134,15 @@ def _columns(images: list[RawImage], tiled: list[Tiled], vocabulary: str | None)
         "width": np.array([one.width for one in tiled], "<i4"),
         "height": np.array([one.height for one in tiled], "<i4"),
     }
+    return Columns({**about.ragged, **ragged}, {**about.plain, **plain})
+
+
+def _about(images: list[RawImage], vocabulary: str | None) -> Columns:
+    """Return the columns that do not depend on the size: names, and labels or captions."""
+    names = [np.frombuffer(image.name.encode(), np.uint8) for image in images]
+    ragged = {"name": Ragged.from_arrays(names, np.dtype("u1"))}
     if vocabulary is None:
-        plain["label"] = np.array([image.label for image in images], "<i4")
-        return Columns(ragged, plain)
+        return Columns(ragged, {"label": np.array([image.label for image in images], "<i4")})
     encoder = Vocabulary.from_json(vocabulary)
     texts = encoder.encode([caption for image in images for caption in image.captions])
     tokens = iter([BOS, *row, EOS] for row in texts)
@@ -147,7 +151,7 @@ def _columns(images: list[RawImage], tiled: list[Tiled], vocabulary: str | None)
         [[token for row in rows for token in row] for rows in captions], encoder.dtype
     )
     ragged["caption_lengths"] = Ragged.from_rows([[len(row) for row in rows] for rows in captions], np.dtype("<u2"))
-    return Columns(ragged, plain)
+    return Columns(ragged)
 
 
 def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.store import Store, is_key
 
-FORMAT = 2
+FORMAT = 3
 
 Kind = Literal["pairs", "labels", "captions"]
 
@@ -39,7 +39,10 @@ class PackFile:
 
 @dataclass(frozen=True)
 class ShardFile(PackFile):
+    """A shard. `names` is the hash of its images' names, in order, by which copies in other sizes are compared."""
+
     samples: int
+    names: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ class Split:
 class Manifest:
     """`name` is the pack's folder: the name of the job and the digest of sources and settings.
 
-    Pairs have token columns `source` and `target`. Images have `jpeg`, `segments`, `width` and `height`, with the
-    class in `label`, or with `captions` (tokens of all captions of an image) and `caption_lengths` (of each).
+    Pairs have token columns `source` and `target`. Images have `name`, `jpeg`, `segments`, `width` and `height`, with
+    the class in `label`, or with `captions` (tokens of all captions of an image) and `caption_lengths` (of each).
     Without `target_vocabulary` both sides of a pair use `vocabulary`. The split `train@160` has the samples of `train`
-    with at most 160 pixels on the short side.
+    with at most 160 pixels on the short side, in the same shards and the same order.
     """
 
     format: int
@@ -85,6 +88,28 @@ class Manifest:
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
+
+
+def sized_split(split: str, size: int) -> str:
+    """Return the name of a split's copy in another size."""
+    return f"{split}@{size}"
+
+
+def check_copies(manifest: Manifest) -> None:
+    """Refuse a pack whose copies in other sizes do not have the samples of their originals.
+
+    A sample is read by its number, with its label or caption from one split and its pixels from another.
+    """
+    for name, copy in manifest.splits.items():
+        original, is_copy, _ = name.partition("@")
+        if is_copy and (original not in manifest.splits or _samples(copy) != _samples(manifest.splits[original])):
+            raise PacktrainError(
+                f"pack {manifest.name}: {name} has other samples than {original}; delete the pack and pack again"
+            )
+
+
+def _samples(split: Split) -> list[tuple[int, str]]:
+    return [(shard.samples, shard.names) for shard in split.shards]
 
 
 def pack_key(pack: str, name: str) -> str:

@@ -16,7 +16,7 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.images import pack_captions, pack_labels
-from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key
+from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key, sized_split
 from packtrain.pack.pairs import pack_pairs
 from packtrain.pack.workers import Workers
 from packtrain.store import Store
@@ -45,10 +45,12 @@ def pack(
         progress.say(f"pack {folder} already exists")
         return existing
     contents = PACKERS[kind](Packing(folder, data, store, workers, progress))
-    splits = {split: build.finish() for split, build in contents.splits.items()}
-    for split, found in splits.items():
+    splits: dict[str, Split] = {}
+    for split, build in contents.splits.items():
+        splits[split] = found = build.finish()
         _check_drops(split, found, allow_drops)
         progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found)}")
+        splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
     _warn_of_overlap(contents, progress)
     manifest = Manifest(
         FORMAT, folder, kind, settings, splits, contents.classes, contents.vocabulary, contents.target_vocabulary

@@ -23,7 +23,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -61,6 +61,11 @@ class UnusableImage(Exception):
 
 def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
     """Convert the bytes of an image file; a longer short side is reduced to `short_side` pixels."""
+    return to_copies(data, (short_side,))[0]
+
+
+def to_copies(data: bytes, short_sides: Sequence[int | None]) -> list[Tiled]:
+    """Convert the bytes of an image file to several sizes; an image that is unusable in one is unusable in all."""
     with _quiet():
         image = _open(data)
         # Everything that decodes is inside, because Pillow decodes lazily and damage shows only then.
@@ -72,11 +77,15 @@ def to_tiled(data: bytes, short_side: int | None = None) -> Tiled:
             raise
         except Exception as error:  # Pillow's decoders raise anything on hostile bytes
             raise UnusableImage(_fault(error)) from error
+    return [_tiled(pixels, coding, _UPRIGHT.get(upright), short_side) for short_side in short_sides]
+
+
+def _tiled(pixels: Image.Image, coding: Coding, turn: Image.Transpose | None, short_side: int | None) -> Tiled:
     if short_side is not None and min(pixels.size) > short_side:
         coding = Coding()
         pixels = pixels.resize(_shrunk(*pixels.size, short_side), Image.Resampling.LANCZOS)
-    if upright in _UPRIGHT:
-        pixels = pixels.transpose(_UPRIGHT[upright])
+    if turn is not None:
+        pixels = pixels.transpose(turn)
     if max(pixels.size) > MAX_SIDE:
         raise UnusableImage("too long")
     return encode(pixels, coding)

@@ -7,6 +7,7 @@ A column with one number per row is one array.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,14 @@ class Columns:
 
     def lengths(self) -> list[int]:
         return [*map(len, self.ragged.values()), *map(len, self.plain.values())]
+
+
+def names_digest(columns: Columns) -> str:
+    """Return the hash of the column `name`, or nothing if there is none."""
+    names = columns.ragged.get("name")
+    if names is None:
+        return ""
+    return hashlib.sha256(names.offsets.tobytes() + names.values.tobytes()).hexdigest()
 
 
 def encode_shard(columns: Columns) -> bytes:
