@@ -17,7 +17,7 @@ from packtrain.job import Job
 from packtrain.job.document import scalar
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
-from packtrain.job.secrets import has_secret, names_secret
+from packtrain.job.secrets import find_secret, has_secret, names_secret
 from packtrain.train.schedule import ConstantSettings, NoamSettings
 from packtrain.units import Duration
 
@@ -245,6 +245,14 @@ AWS_KEY = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzzzzzz0KE"
         ("program: [a.py, --hf-token, 12345]", "a.yaml:15: program.2: ", "12345"),
         ("program: [a.py, -c, 'x --api-key hunter2']", "a.yaml:15: program.2: ", "hunter2"),
         ("program: [a.py, DB_PASSWORD=hunter2]", "a.yaml:15: program.1: ", "hunter2"),
+        ("program: [a.py, --wandb-key, hunter2]", "a.yaml:15: program.2: ", "hunter2"),
+        ("program: [a.py, --sas-token=hunter2]", "a.yaml:15: program.1: ", "hunter2"),
+        ("program: [a.py, --header, 'Authorization: Basic aHVudGVyMg']", "a.yaml:15: program.2: ", "aHVudGVyMg"),
+        ("program: [a.py, Bearer hunter22]", "a.yaml:15: program.1: ", "hunter22"),
+        ("budget: {wandb_key: hunter2}", "a.yaml:15: budget.wandb_key: ", "hunter2"),
+        ("store: https://host/x?X-Goog-Signature=abcdef", "a.yaml:15: store: ", "abcdef"),
+        ("store: https://host/x?X-Amz-Credential=abcdef", "a.yaml:15: store: ", "abcdef"),
+        ("store: https://host/x?se=1&sig=abcdef", "a.yaml:15: store: ", "abcdef"),
     ],
 )
 def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, line: str, secret: str) -> None:
@@ -263,7 +271,7 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str) -> 
     [
         "25000 tokens", "--eos-token=</s>", "--token-budget=4096", "--max-tokens 100", "s3://bucket/a:b/c",
         "http://host:8080/x", "0123456789abcdef0123456789abcdef01234567", "--password=$PASSWORD", "task-" + "a" * 30,
-        "--password-file=x", "https://host/a@b", "train.en",
+        "--password-file=x", "https://host/a@b", "train.en", "--sort-key=length", "Bearer $TOKEN", "bearer of news",
     ],
 )  # fmt: skip
 def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:
@@ -271,8 +279,52 @@ def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:
 
 
 def test_names_that_only_resemble_secrets_are_accepted() -> None:
-    assert not any(map(names_secret, ("max_tokens", "tokenizer", "vocabulary", "key", "passes")))
+    assert not any(map(names_secret, ("max_tokens", "tokenizer", "vocabulary", "key", "sort_key", "passes")))
     assert all(map(names_secret, ("token", "api_key", "apiKey", "AWS_ACCESS_KEY_ID", "authToken", "my.password")))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{'b3Bl' * 10}", "a private key"),
+        (f'"private_key": "-----BEGIN PRIVATE KEY-----\\n{"MIIE" * 10}', "a private key"),
+        (f"key = {AWS_ID!r}", "an AWS access key"),
+        (f"aws_secret_access_key = {AWS_KEY}", "an AWS secret key"),
+        (f"ghp_{'a1' * 18}", "a GitHub token"),
+        (f"github_pat_{'a1' * 11}_{'b' * 59}", "a GitHub token"),
+        (f"glpat-{'a1' * 10}", "a GitLab token"),
+        (f"token='hf_{'aB' * 17}'", "a Hugging Face token"),
+        ("xoxb-" + "1234567890-abcdefghijkl", "a Slack token"),
+        (f"sk-{'a1B' * 16}", "an API key"),
+        (f"sk-proj-{'a_B-' * 16}", "an API key"),
+        (f"AIza{'a1B' * 11}zz", "an API key"),
+        (f"AccountName=me;AccountKey={'a1' * 43}==", "an Azure key"),
+        (f"eyJ{'a' * 20}.eyJ{'b' * 20}.{'c' * 30}", "a JSON web token"),
+        (f"https://host/x?X-Amz-Expires=9&X-Amz-Signature={'a1' * 32}", "a signed URL"),
+        (f"https://host/x?X-Goog-Signature={'a1' * 32}", "a signed URL"),
+        (f"https://host/x?se=1&sig={'a1' * 21}%3D", "a signed URL"),
+        (f'{{"Authorization": "Bearer {"a1" * 12}"}}', "an authorization header"),
+        (f"curl -H 'Authorization: Basic {'a1' * 12}'", "an authorization header"),
+        ("postgres://me:hunter" + "2@db.internal/x", "a password in a URL"),
+    ],
+)
+def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
+    assert find_secret(f"first line\n{text}\nlast line") == kind
+    assert has_secret(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'if line == "-----BEGIN PRIVATE KEY-----":', "-----BEGIN CERTIFICATE-----\n" + "MIIE" * 20,
+        "AKIA" + "IOSFODNN7EXAMPLE", "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", "sk-estimator-doc-link-with-a-long-name-of-css",
+        "postgres://user:password@host/x", "f'https://{user}:{password}@{host}'", "headers['Authorization'] = f'Bearer {token}'",
+        "hf_token = os.environ['HF_TOKEN']", "git@github.com:me/x.git", "0123456789abcdef0123456789abcdef01234567",
+        "data:image/png;base64,AKIA" + "iVBORw0KGgoAAAANSUhEUgAA", "https://host/x?sig=abc",
+    ],
+)  # fmt: skip
+def test_ordinary_code_has_no_secret(text: str) -> None:
+    assert find_secret(text) is None
 
 
 # Overrides and defaults.
