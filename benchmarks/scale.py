@@ -35,7 +35,7 @@ from packtrain.run.code import archive
 from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Telemetry
 from packtrain.run.run import Run, create_run
-from packtrain.store import Entry, Store, open_store
+from packtrain.store import RECORD_BYTES, Entry, Store, open_store
 
 Answer = TypeVar("Answer")
 _AT_ONCE = 16
@@ -72,13 +72,13 @@ class CountingStore(Store):
         self._count(True, path.stat().st_size)
         self._inner.put_file(key, path)
 
-    def find(self, key: str) -> bytes | None:
-        data = self._inner.find(key)
+    def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
+        data = self._inner.find(key, limit)
         self._count(False, len(data or b""))
         return data
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._inner.get_file(key, path)
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
+        self._inner.get_file(key, path, limit)
         self._count(False, path.stat().st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> list[Entry]:

@@ -16,6 +16,8 @@ from packtrain.run.run import Run, open_run
 from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 
+_MAX_REPORT_BYTES = 256 << 20
+
 
 class RunHandle:
     """A run in Python. Every method reads the store when it is called."""
@@ -32,7 +34,7 @@ class RunHandle:
         from html import escape
 
         write_report(self._run)  # the stored one may be older than the run
-        page = self._run.store.get(self._run.key("report.html")).decode()
+        page = self._run.store.get(self._run.key("report.html"), _MAX_REPORT_BYTES).decode()
         return f'<iframe sandbox srcdoc="{escape(page)}" style="width:100%;height:640px;border:0"></iframe>'
 
     def state(self) -> State:

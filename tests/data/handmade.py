@@ -26,10 +26,10 @@ class Remote(DirectoryStore):
         super().__init__(root)
         self.notes = root.parent / f"{root.name}.fetched"
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
         with self.notes.open("a") as notes:
             notes.write(key.rpartition("/")[2] + "\n")
-        super().get_file(key, path)
+        super().get_file(key, path, limit)
 
     @property
     def fetched(self) -> list[str]:

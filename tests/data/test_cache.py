@@ -31,11 +31,11 @@ from packtrain.pack.manifest import PackFile, pack_key
 root, cache, name, size, sha256, pause = sys.argv[1:]
 
 class Slow(Remote):
-    def get_file(self, key, path):
+    def get_file(self, key, path, limit=None):
         (path.parent / ".tmp-half").write_bytes(b"half of it")
         print("fetching", flush=True)
         time.sleep(float(pause))
-        super().get_file(key, path)
+        super().get_file(key, path, limit)
 
 wanted = PackFile(name, int(size), sha256)
 print(FileCache(Path(cache)).path_of(Slow(Path(root)), pack_key(NAME, name), wanted).read_text())
@@ -175,8 +175,8 @@ def test_a_file_that_arrives_damaged_is_downloaded_again(
     file = put_file(remote, "a", b"apple")
     get_file = remote.get_file
 
-    def unsteady(key: str, path: Path) -> None:
-        get_file(key, path)
+    def unsteady(key: str, path: Path, limit: int | None = None) -> None:
+        get_file(key, path, limit)
         if len(remote.fetched) < 3:
             damage(path)
 

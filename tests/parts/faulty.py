@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store import Entry, Store, StoreError
+from packtrain.store import RECORD_BYTES, Entry, Store, StoreError
 
 Answer = TypeVar("Answer")
 CHANGES = {"put", "put_if_absent", "put_file", "delete"}
@@ -61,11 +61,11 @@ class FaultyStore(Store):
     def put_file(self, key: str, path: Path) -> None:
         self._do("put_file", key, lambda: self._inner.put_file(key, path))
 
-    def find(self, key: str) -> bytes | None:
-        return self._do("find", key, lambda: self._inner.find(key))
+    def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
+        return self._do("find", key, lambda: self._inner.find(key, limit))
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._do("get_file", key, lambda: self._inner.get_file(key, path))
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
+        self._do("get_file", key, lambda: self._inner.get_file(key, path, limit))
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         return self._do("list", prefix, lambda: self._inner.list(prefix, after))

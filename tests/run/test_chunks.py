@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import PacktrainError
-from packtrain.run.chunks import ChunkReader, ChunkWriter, Flusher
+from packtrain.run.chunks import MAX_CHUNK_BYTES, ChunkReader, ChunkWriter, Flusher
 from packtrain.store import Store, StoreError
 from parts.faulty import FaultyStore
 
@@ -72,6 +72,25 @@ def test_a_reader_that_starts_late_sees_all(any_store: Store) -> None:
         note(writing, number)
         writing.flush()
     assert numbers(reader(any_store).read()) == list(range(12))
+
+
+def test_what_a_long_outage_gathered_becomes_chunks_that_readers_accept(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    writing = writer(store)
+    for number in range(100):
+        writing.append(Note(number, "x" * (MAX_CHUNK_BYTES // 20)))
+    writing.append(Note(100, "y" * MAX_CHUNK_BYTES))  # a record alone may be as long as a chunk
+    store.fault = lambda _, key: StoreError("away", temporary=True) if key.endswith("2.jsonl") else None
+    store.answers_get_lost = True
+    with pytest.raises(StoreError):
+        writing.flush()
+    store.fault = lambda _operation, _key: None
+    note(writing, 101)
+    writing.flush()
+    sizes = [entry.size for entry in store.list("runs/job-1/notes")]
+    assert len(sizes) == 8
+    assert max(sizes) < 1.1 * MAX_CHUNK_BYTES
+    assert numbers(reader(store).read()) == list(range(102))
 
 
 def test_the_end_of_a_stream_is_read_without_the_rest(directory_store: Store) -> None:

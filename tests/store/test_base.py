@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.errors import EXIT_NOT_FOUND, NotFound
-from packtrain.store import Store, StoreError
+from packtrain.errors import EXIT_FAILED, EXIT_NOT_FOUND, NotFound
+from packtrain.store import RECORD_BYTES, DamagedObject, Store, StoreError
 from packtrain.store.base import is_key
 from parts.stores import MEGABYTE, keys, noise
 
@@ -50,6 +50,22 @@ def test_a_missing_object_is_reported_by_every_way_to_read_it(store: Store, tmp_
             assert caught.value.exit_code == EXIT_NOT_FOUND
             assert not caught.value.temporary
     assert not (tmp_path / "file").exists()
+
+
+def test_an_object_of_an_absurd_size_is_refused_before_it_is_read(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.truncate(RECORD_BYTES + 1)
+    store.put_file("runs/a-1/job.json", source)
+    for read in (store.get, store.find):
+        with pytest.raises(DamagedObject, match=r"object 'runs/a-1/job.json' is damaged: it has 16.8 MB, .* delete it"):
+            read("runs/a-1/job.json")
+    with pytest.raises(DamagedObject, match="at most 10 B are expected") as caught:
+        store.get_file("runs/a-1/job.json", tmp_path / "file", limit=10)
+    assert caught.value.exit_code == EXIT_FAILED
+    assert not caught.value.temporary
+    assert not (tmp_path / "file").exists()
+    assert len(store.get("runs/a-1/job.json", limit=RECORD_BYTES + 1)) == RECORD_BYTES + 1
 
 
 def test_an_object_can_be_deleted_twice_and_its_empty_folder_disappears(store: Store) -> None:

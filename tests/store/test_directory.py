@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.store import Store, StoreError, open_store
+from packtrain.store import DamagedObject, Store, StoreError, open_store
 from parts.presence import need
 from parts.stores import MEGABYTE, keys, output_of, python
 
@@ -54,6 +54,14 @@ def test_files_follow_the_umask(directory_store: Store, tmp_path: Path) -> None:
         os.umask(before)
     for path in (tmp_path / "store/a/b", tmp_path / "store/a/c", tmp_path / "file"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_an_object_with_a_huge_hole_is_refused_without_memory_for_it(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with (tmp_path / "store" / "job.json").open("wb") as file:
+        file.truncate(6 << 40)
+    with pytest.raises(DamagedObject, match="it has 6597 GB"):
+        open_store(str(tmp_path / "store")).get("job.json")
 
 
 def test_an_object_cannot_be_put_below_another(directory_store: Store) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import PackFile
-from packtrain.store import Store
+from packtrain.store import DamagedObject, Store
 from packtrain.store.errors import explained
 from packtrain.system import FileLock, sha256_of
 
@@ -94,8 +94,9 @@ class FileCache:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
                 arrived = folder / "file"
-                store.get_file(key, arrived)
-                if arrived.stat().st_size == wanted.bytes and sha256_of(arrived) == wanted.sha256:
+                with suppress(DamagedObject):
+                    store.get_file(key, arrived, limit=wanted.bytes)
+                if arrived.exists() and arrived.stat().st_size == wanted.bytes and sha256_of(arrived) == wanted.sha256:
                     arrived.replace(self._directory / wanted.sha256)
                     return
         finally:

@@ -135,7 +135,7 @@ def _take_over(run: Run, node: str, path: Path, tell: TellEvent | None) -> None:
 
 
 def _ship_rest(run: Run, node: str, path: Path) -> int:
-    """Ship the lines that the store lacks. They arrive as one object or not at all, so a second try knows which."""
+    """Ship the lines that the store lacks. They arrive in order, so a second try knows which are missing."""
     generations = {generation.number: generation for generation in run.generations()}
     writer = run.log_writer(f"{node}{_RECOVERED}{uuid.uuid4().hex[:8]}")
     # Files are shipped from their start, so the number of lines in the store says where to continue.

@@ -12,6 +12,7 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.store import Store, is_key
 
 FORMAT = 3
+_MAX_BYTES = 128 << 20  # of a manifest: more than 10 TB of images
 
 Kind = Literal["pairs", "labels", "captions"]
 
@@ -117,7 +118,7 @@ def pack_key(pack: str, name: str) -> str:
 
 
 def find_manifest(store: Store, pack: str) -> Manifest | None:
-    data = store.find(pack_key(pack, "manifest.json"))
+    data = store.find(pack_key(pack, "manifest.json"), _MAX_BYTES)
     if data is None:
         return None
     try:

@@ -21,7 +21,7 @@ from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
-from packtrain.run.code import unpack
+from packtrain.run.code import MAX_SNAPSHOT_BYTES, unpack
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
 
@@ -157,7 +157,7 @@ def _import(module: str, code: Path | None) -> ModuleType:
 
 def unpacked_code(run: Run) -> Path:
     """Return the directory on this machine with the run's code, unpacked on first use."""
-    data = run.store.get(run.key("code.tar.zst"))
+    data = run.store.get(run.key("code.tar.zst"), MAX_SNAPSHOT_BYTES)
     directory = cache_directory() / "code" / hashlib.sha256(data).hexdigest()
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.run import Run
-from packtrain.store import ObjectNotFound, is_key
+from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
 
 FORMAT = 2
@@ -94,12 +94,12 @@ def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> lis
     """
     found = []
     for name in run.store.folders(run.key("checkpoints/")):
-        data = run.store.find(_manifest_key(run, name))
-        if data is not None:
-            try:
+        try:
+            data = run.store.find(_manifest_key(run, name))
+            if data is not None:
                 found.append(_read_manifest(name, data))
-            except CorruptCheckpoint as error:
-                complain(str(error))
+        except (CorruptCheckpoint, DamagedObject) as error:
+            complain(str(error))
     return sorted(found, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
 
 
@@ -124,9 +124,11 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
         path = directory / _safe(file.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            run.store.get_file(_file_key(run, checkpoint.name, file.name), path)
+            run.store.get_file(_file_key(run, checkpoint.name, file.name), path, limit=file.bytes)
         except ObjectNotFound as error:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} is missing") from error
+        except DamagedObject as error:
+            raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} is larger than it was") from error
         if sha256_of(path) != file.sha256:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not match its digest")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
@@ -17,6 +18,9 @@ from packtrain.errors import PacktrainError
 from packtrain.store import Store, StoreError
 
 Record = TypeVar("Record")
+
+MAX_CHUNK_BYTES = 4 << 20
+"""What gathers while a store is away becomes several chunks: readers refuse an object of more than `RECORD_BYTES`."""
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
@@ -36,14 +40,17 @@ class ChunkWriter(Generic[Record]):
 
     def __init__(self, store: Store, stream: str, writer: str) -> None:
         self._store, self._folder = store, f"{stream}/{writer}"
-        self._records: list[str] = []
-        self._chunk, self._unsure = 0, b""  # the next chunk's number, and bytes whose put may have failed
+        self._lines: list[bytes] = []
+        self._chunk = 0  # the number of the next chunk
+        self._unsure: deque[bytes] = (
+            deque()
+        )  # chunks from that number on, of which the put of the first may have failed
         self._collecting, self._flushing = threading.Lock(), threading.Lock()
 
     def append(self, record: Record) -> None:
         line = json.dumps(vars(record), default=vars, ensure_ascii=False)  # without the copies that asdict makes
         with self._collecting:
-            self._records.append(line)
+            self._lines.append(f"{line}\n".encode(errors="replace"))
 
     def flush(self) -> None:
         """Put what was collected; what fails is kept for the next flush.
@@ -51,16 +58,29 @@ class ChunkWriter(Generic[Record]):
         A put that failed may have reached the store and been read there, so exactly the same bytes are put again.
         """
         with self._flushing:
-            self._put(self._unsure)  # first, under the number that it had
+            self._put_chunks()  # first what failed, under the numbers that it had
             with self._collecting:  # not held while putting: a slow store must not block `append`
-                self._unsure = "".join(f"{line}\n" for line in self._records).encode(errors="replace")
-                self._records.clear()
-            self._put(self._unsure)
+                lines, self._lines = self._lines, []
+            self._unsure.extend(_joined(lines))
+            self._put_chunks()
 
-    def _put(self, chunk: bytes) -> None:
-        if chunk:
-            self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", chunk)
-            self._chunk, self._unsure = self._chunk + 1, b""
+    def _put_chunks(self) -> None:
+        while self._unsure:
+            self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", self._unsure[0])
+            self._unsure.popleft()
+            self._chunk += 1
+
+
+def _joined(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines as chunks of at most `MAX_CHUNK_BYTES`, or of a single line."""
+    chunk = bytearray()
+    for line in lines:
+        if chunk and len(chunk) + len(line) > MAX_CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+        chunk += line
+    if chunk:
+        yield bytes(chunk)
 
 
 class ChunkReader(Generic[Record]):

@@ -14,6 +14,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.units import show_bytes
 
 MAX_BYTES = 20_000_000
+MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
 _NEVER = {
     ".git", "__pycache__", "node_modules", ".venv", "venv",
@@ -64,11 +65,8 @@ def archive(files: Mapping[str, bytes], modes: Mapping[str, int] | None = None) 
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
 
-def unpack(data: bytes, directory: Path, max_bytes: int = 4 * MAX_BYTES) -> None:
-    """Write the snapshot's files. Anything but regular files inside the directory is refused.
-
-    The default limit leaves room for many small files, which take more space in a tar.
-    """
+def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) -> None:
+    """Write the snapshot's files. Anything but regular files inside the directory is refused."""
     import zstandard
 
     try:

@@ -11,11 +11,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from packtrain.errors import Mistake
-from packtrain.store.base import Entry, Store, is_key
+from packtrain.store.base import RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
-from packtrain.store.errors import ObjectNotFound, StoreError
+from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreError
 
-__all__ = ["Entry", "ObjectNotFound", "Store", "StoreError", "is_key", "open_store"]
+__all__ = ["RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreError", "is_key", "open_store"]
 
 
 def open_store(location: str, *, outage_seconds: float = 60.0, answer_seconds: float = 15.0) -> Store:

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from packtrain.store.errors import ObjectNotFound
+from packtrain.store.errors import DamagedObject, ObjectNotFound
+from packtrain.units import show_bytes
+
+RECORD_BYTES = 16 << 20
+"""The most that one object may have to be read into memory, unless a caller expects more."""
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of files that are not objects (yet)."""
@@ -53,12 +57,19 @@ class Store(ABC):
     def put_file(self, key: str, path: Path) -> None: ...
 
     @abstractmethod
-    def find(self, key: str) -> bytes | None:
-        """Return the object's data; None if there is no object."""
+    def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
+        """Return the object's data; None if there is no object.
+
+        Others may write to the store: the size is checked before anything is read, and `DamagedObject` raised if the
+        object has more than `limit` bytes.
+        """
 
     @abstractmethod
-    def get_file(self, key: str, path: Path) -> None:
-        """Download the object; `path` is created or replaced only when the whole object has arrived."""
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
+        """Download the object; `path` is created or replaced only when the whole object has arrived.
+
+        With a `limit`, nothing of an object with more bytes is downloaded.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
@@ -79,8 +90,8 @@ class Store(ABC):
     def exists(self, key: str) -> bool:
         return self.entry(key) is not None
 
-    def get(self, key: str) -> bytes:
-        data = self.find(key)
+    def get(self, key: str, limit: int = RECORD_BYTES) -> bytes:
+        data = self.find(key, limit)
         if data is None:
             raise self.not_found(key)
         return data
@@ -88,6 +99,13 @@ class Store(ABC):
     def not_found(self, key: str) -> ObjectNotFound:
         """Return the error for an object that does not exist."""
         return ObjectNotFound(f"{self.url}: object {key!r} not found")
+
+    def check_size(self, key: str, size: int, limit: int | None) -> None:
+        if limit is not None and size > limit:
+            raise DamagedObject(
+                f"{self.url}: object {key!r} is damaged: it has {show_bytes(size)}, and at most {show_bytes(limit)} are"
+                " expected; delete it"
+            )
 
     def supports_put_if_absent(self) -> bool:
         """Try `put_if_absent` on a scratch key: some S3 servers ignore its condition."""

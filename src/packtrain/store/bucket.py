@@ -21,7 +21,7 @@ from obstore.store import S3Store
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
-from packtrain.store.base import Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checked_prefix, is_key
 from packtrain.store.directory import CHUNK_BYTES, replace, stage
 from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
 
@@ -225,18 +225,26 @@ class BucketStore(Store):
         client = self._client_for_files
         self._retry(key, lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS))
 
-    def find(self, key: str) -> bytes | None:
+    def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         checked_key(key)
+
+        def read() -> bytes:
+            found = obstore.get(self._client, key)
+            self.check_size(key, found.meta["size"], limit)
+            return found.bytes().to_bytes()
+
         try:
-            return self._retry(key, lambda: obstore.get(self._client, key).bytes().to_bytes())
+            return self._retry(key, read)
         except ObjectNotFound:
             return None
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
         checked_key(key)
 
         def fetch() -> Path:
-            return stage(path.parent, obstore.get(self._client_for_files, key).stream(CHUNK_BYTES))
+            found = obstore.get(self._client_for_files, key)
+            self.check_size(key, found.meta["size"], limit)
+            return stage(path.parent, found.stream(CHUNK_BYTES))
 
         with explained(path):
             replace(self._retry(key, fetch), path)  # renamed when it is complete

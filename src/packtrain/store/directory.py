@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store.base import TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.base import RECORD_BYTES, TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
 from packtrain.store.errors import StoreError, explained
 
 Published = TypeVar("Published")
@@ -46,17 +46,20 @@ class DirectoryStore(Store):
             path.open("rb").close()
         self._publish(key, lambda: _chunks_of(path), replace)
 
-    def find(self, key: str) -> bytes | None:
-        with self._explained(key):
-            try:
-                return self._readable(key).read_bytes()
-            except _ABSENT:
-                return None
-
-    def get_file(self, key: str, path: Path) -> None:
+    def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         with self._explained(key):
             try:
                 source = self._readable(key)
+                self.check_size(key, source.stat().st_size, limit)
+                return source.read_bytes()
+            except _ABSENT:
+                return None
+
+    def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
+        with self._explained(key):
+            try:
+                source = self._readable(key)
+                self.check_size(key, source.stat().st_size, limit)
             except _ABSENT:
                 raise self.not_found(key) from None
             with explained(path):

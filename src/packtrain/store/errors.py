@@ -32,6 +32,12 @@ class ObjectNotFound(StoreError, NotFound):
     exit_code = EXIT_NOT_FOUND
 
 
+class DamagedObject(StoreError):
+    """An object that cannot be what its key says."""
+
+    exit_code = EXIT_FAILED
+
+
 # Errors of the system.
 
 _FORBIDDEN = "permission denied; check owner and mode, or use another store"
