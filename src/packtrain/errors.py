@@ -16,6 +16,7 @@ EXIT_FAILED = 100
 EXIT_UNFINISHED = 101
 EXIT_NOT_FOUND = 102
 EXIT_STOPPED = 103
+EXIT_ALREADY_JOINED = 104
 
 # Control characters, separators of lines and paragraphs, overrides of the direction of text; surrogates cannot be
 # encoded. No-break spaces, joiners and the like belong to many languages.
@@ -52,6 +53,12 @@ class RunFailed(PacktrainError):
 
 class NotFinished(PacktrainError):
     exit_code = EXIT_UNFINISHED
+
+
+class AlreadyJoined(PacktrainError):
+    """The machine already has a node of this run: another client has started it."""
+
+    exit_code = EXIT_ALREADY_JOINED
 
 
 class NotFound(PacktrainError):

@@ -1,4 +1,4 @@
-"""The operating system: digests of files, locks, the cache directory, log lines, threads, the end of a parent."""
+"""The operating system: digests of files, locks, this machine, its cache, log lines, threads, the end of a parent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -75,6 +76,16 @@ def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel signal this process when its parent ends, even by SIGKILL. Does nothing outside of Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def machine_id() -> str:
+    """Return a name that all processes of this machine share, and that no other machine has.
+
+    Containers share the boot id of their machine but not the hostname, and cloned machines the hostname but not the
+    boot id.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux only
+    return f"{socket.gethostname()}-{boot.read_text()[:8]}" if boot.exists() else socket.gethostname()
 
 
 def cache_directory() -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from packtrain.cli.common import console
 from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, progress_line, shortage
-from packtrain.errors import EXIT_UNFINISHED, NotFinished
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
-from packtrain.fleet.local import LocalFleet
+from packtrain.fleet.local import LocalFleet, start_process
 from packtrain.run.records import Event, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -194,3 +197,16 @@ def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: 
     ]  # fmt: skip
     line = progress_line(recipe_job(train={"duration": duration}), steps, 90.0)
     assert line.split(" ", 1)[1] == f"step 10  loss 2.000  lr 0.001  4 samples/s  {left}  budget 1 min 30 s"
+
+
+def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    run = new_run(directory_store)
+    node = start_process((sys.executable, "-c", f"raise SystemExit({EXIT_ALREADY_JOINED})"), tied=False)
+    node.process.wait()
+    run.store.put(run.key("report.html"), b"")
+    threading.Timer(0.5, lambda: run.finish(Result("finished", "it is done", 1, 1.0))).start()
+    assert follow(run, [node], foreground=False) == EXIT_DONE
+    assert capsys.readouterr().out.count("job-1 already has its node here") == 1

@@ -99,12 +99,13 @@ def losses(run: Run) -> list[tuple[int, float]]:
 def left_on(network: Network | Sequence[Host]) -> list[str]:
     """Return the command lines that still run on hosts some time after the end of a run."""
     deadline = time.monotonic() + 60
-    while (found := _commands(network)) and time.monotonic() < deadline:
+    while (found := commands_on(network)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found
 
 
-def _commands(network: Network | Sequence[Host]) -> list[str]:
+def commands_on(network: Network | Sequence[Host]) -> list[str]:
+    """Return the command lines of all processes on hosts, except for Slurm's own."""
     found = []
     for process in [process for host in network for process in host.processes()]:
         with suppress(psutil.NoSuchProcess):  # a zombie is one of these

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from fleet.jobs import left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
+from fleet.jobs import commands_on, left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
 from packtrain.fleet.mpi import MpiFleet, MpiSettings
 from packtrain.fleet.remote import Remote, advice, split_destination
 from packtrain.fleet.slurm import SlurmFleet, SlurmSettings
 from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
+from packtrain.pack.build import PlainProgress
 from packtrain.run.run import open_run
+from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from parts import hosts
 from parts.host_run import bucket_on
@@ -237,6 +239,27 @@ def test_nodes_outlive_the_client_and_can_be_listed_and_ended(
     kind.end(run)
     assert {machine.state for machine in kind.list(run)} == {"ended"}
     kind.end(run)  # a second time does nothing
+    assert left_on(network) == []
+
+
+def test_resumes_at_the_same_moment_start_one_node_on_each_host(
+    network: Network, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    store = network.shared / "together"
+    fleet = "{ssh: {hosts: [host1, host2], machines: 1..2}, workers: 1}"
+    job = write_program(tmp_path / "together", store, fleet, "import time\ntime.sleep(600)\n")
+    run = create(load(job), PlainProgress(lambda _: None))
+    command = [sys.executable, "-m", "packtrain", "resume", run.name, "--store", str(store), "--detach"]
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [client.communicate()[0] for client in clients]
+    assert [client.returncode for client in clients] == [0, 0], said
+    nodes = [line for line in commands_on(network) if f"node {run.name}" in line]
+    wait_until(lambda: any(len(one.members) == 2 for one in run.generations()), "both hosts to take part")
+    assert len(nodes) == len(run.leases()) == 2
+    assert sum(words.count("already has its node there") for words in said) == 2, said
+    assert packtrain("stop", run.name, "--store", store, directory=tmp_path, environment=environment).returncode == 0
     assert left_on(network) == []
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from packtrain.node.assembly import GenerationStart, excluded, newcomer, proposal
-from packtrain.run.records import Generation, Member
+from packtrain.run.records import Generation, Lease, Member
 from packtrain.units import Machines
 from parts.runs import a_generation, a_lease
 
@@ -81,10 +81,45 @@ def test_a_machine_that_ended_two_generations_in_a_row_is_excluded() -> None:
     assert excluded([None, "a", "a", None, "b", "c", "c"]) == {"a", "c"}
 
 
-def test_a_second_node_on_one_machine_comes_after_all_machines() -> None:
-    old = replace(a_lease("a-old"), hostname="a")
-    leases = [old, replace(a_lease("a-new", joined=5), hostname="a"), replace(a_lease("b-new", joined=5), hostname="b")]
-    for most, members in ((2, ["a-old", "b-new"]), (3, ["a-old", "a-new", "b-new"])):
-        proposed = proposal(None, leases, Machines(2, most), GenerationStart("resumed", "resumed"))
-        assert proposed is not None
-        assert [member.node for member in proposed.members] == members
+def on(machine: str, name: str, joined: int = 1) -> Lease:
+    return replace(a_lease(name, joined=joined), machine=machine)
+
+
+def members(proposed: Generation | None) -> list[str]:
+    return [member.node for member in proposed.members] if proposed is not None else []
+
+
+def test_a_second_node_on_one_machine_takes_part_only_if_there_are_too_few_machines() -> None:
+    start = GenerationStart("resumed", "resumed")
+    alone = [on("a", "a-old"), on("a", "a-new", joined=5)]
+    leases = [*alone, on("b", "b-new", joined=5)]
+    for machines, expected in (
+        (Machines(1, 2), ["a-old", "b-new"]),
+        (Machines(2, 2), ["a-old", "b-new"]),
+        (Machines(2, 3), ["a-old", "b-new"]),
+        (Machines(3, 3), ["a-old", "a-new", "b-new"]),
+    ):
+        assert members(proposal(None, leases, machines, start)) == expected
+    assert members(proposal(None, alone, Machines(1, 2), start)) == ["a-old"]
+    assert members(proposal(None, alone, Machines(2, 2), start)) == ["a-old", "a-new"]
+
+
+def test_an_excluded_machine_comes_before_a_second_node_of_another() -> None:
+    leases = [on("a", "a-old"), on("a", "a-new", joined=5), on("b", "b-new", joined=5)]
+    proposed = proposal(None, leases, Machines(2, 2), GenerationStart("program", "it broke"), {"b-new"})
+    assert members(proposed) == ["a-old", "b-new"]
+
+
+def test_only_a_machine_without_a_member_joins_also_in_place_of_a_second_node() -> None:
+    old, new, other = on("a", "a-old"), on("a", "a-new", joined=2), on("b", "b-new", joined=3)
+    assert newcomer(a_generation(1, "a-old"), [old, new], Machines(1, 2)) is None
+    assert newcomer(a_generation(1, "a-old"), [old, new, other], Machines(1, 2)) == other
+    both = a_generation(1, "a-old", "a-new")
+    assert newcomer(both, [old, new, other], Machines(2, 2)) == other
+    assert newcomer(a_generation(1, "a-old", "b-new"), [old, new, other], Machines(1, 2)) is None
+
+
+def test_nodes_that_share_a_machine_on_purpose_count_as_machines() -> None:
+    parts = [on("", "part-1"), on("", "part-2")]
+    assert members(proposal(None, parts, Machines(1, 2), GenerationStart("start", "start"))) == ["part-1", "part-2"]
+    assert newcomer(a_generation(1, "part-1"), parts, Machines(1, 2)) == parts[1]

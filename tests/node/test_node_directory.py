@@ -12,15 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.errors import Mistake
-from packtrain.node.directory import NodeDirectory, owner_of, remove_orphans, sweep
+from packtrain.errors import AlreadyJoined, Mistake
+from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, remove_orphans, sweep
 from packtrain.run.checkpoint import commit, committed
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import nodes_directory
 from packtrain.train.control import CONTROL_VARIABLE
 from parts.faulty import FaultyStore
-from parts.runs import a_generation, a_lease, new_run
+from parts.runs import a_generation, a_lease, new_run, program_job
+from parts.sandbox import wait_until
 
 LIVING = """
 import sys, time
@@ -201,6 +202,65 @@ def test_a_directory_is_removed_with_its_node(run: Run) -> None:
     assert (owner.run, owner.node) == (run.name, "mine")
     directory.remove()
     assert list(nodes_directory().iterdir()) == []
+
+
+# How many nodes of a run a machine has.
+
+
+def test_a_machine_has_one_node_of_a_run(directory_store: Store) -> None:
+    run, other = (new_run(directory_store, program_job(fleet={"ssh": {"hosts": ["a", "b"]}})) for _ in range(2))
+    slots = [NodeSlot(run), NodeSlot(other)]
+    with pytest.raises(AlreadyJoined, match=r"job-1 already has its node on this machine"):
+        NodeSlot(run, patience=0)
+    slots[0].close()
+    slots[0].close()
+    slots += [NodeSlot(run, patience=0)]
+    for slot in slots:
+        slot.close()
+    assert list(nodes_directory().iterdir()) == []
+
+
+def test_the_nodes_of_a_local_fleet_stand_for_as_many_machines_and_no_more(directory_store: Store) -> None:
+    run = new_run(directory_store, program_job(fleet={"local": {"machines": "1..2"}}))
+    slots = [NodeSlot(run), NodeSlot(run)]
+    with pytest.raises(AlreadyJoined):
+        NodeSlot(run, patience=0)
+    slots.pop().close()
+    slots.append(NodeSlot(run, patience=0))
+    for slot in slots:
+        slot.close()
+
+
+def test_a_node_that_joins_while_another_leaves_waits_for_it(run: Run) -> None:
+    leaving = NodeSlot(run)
+    threading.Timer(0.3, leaving.close).start()
+    NodeSlot(run).close()
+
+
+def test_only_one_of_many_clients_that_start_a_node_at_the_same_moment_succeeds(run: Run) -> None:
+    script = (
+        "import sys\nfrom packtrain.node.directory import NodeSlot\nfrom packtrain.run.run import Run\n"
+        "from packtrain.store import open_store\nsys.stdin.readline()\n"
+        f"slot = NodeSlot(Run(open_store({run.store.url!r}), {run.name!r}), patience=0)\nprint('joined', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        for _ in range(4)
+    ]
+    for client in clients:
+        assert client.stdin is not None
+        client.stdin.write(b"\n")
+        client.stdin.flush()
+    wait_until(lambda: sum(client.poll() is not None for client in clients) == 3, "the others to be refused")
+    [winner] = [client for client in clients if client.poll() is None]
+    winner.kill()
+    said = [client.communicate()[0] for client in clients]
+    assert sorted(said) == [b"", b"", b"", b"joined\n"]
+    sweep(run, lambda *_: None)
+    assert list(nodes_directory().iterdir()) == [], "the slot of a node that was killed is removed"
 
 
 # Checkpoints that were begun and never committed.

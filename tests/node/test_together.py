@@ -77,6 +77,31 @@ def test_a_program_takes_in_another_machine_after_a_fixed_time(
         assert group.stop is not None
 
 
+def test_two_nodes_of_one_machine_do_not_take_the_place_of_another_that_starts_later(make: Make) -> None:
+    cluster = make("1..2", 0)
+    for _ in range(2):
+        cluster.add(machine="a")
+    cluster.wait(3)
+    cluster.add(machine="b")
+    cluster.wait(8)
+    assert cluster.members() == [0, 2]
+
+
+def test_a_machine_that_comes_late_replaces_the_second_node_of_another(make: Make) -> None:
+    cluster = make(2, 0)
+    for _ in range(2):
+        cluster.add(machine="a")
+    cluster.wait(10)
+    assert cluster.members() == [0, 1], "better than none, if no other machine comes"
+    cluster.add(machine="b")
+    made_first_step(cluster, 1, seconds_ago=46)
+    cluster.wait(40)
+    cluster.end_workers(0)
+    cluster.wait(40)
+    assert cluster.members() == [0, 2]
+    assert cluster.causes() == ["start", "joined"], "and the other node does not join again"
+
+
 def test_machines_started_together_form_one_generation(make: Make) -> None:
     cluster = make("1..3", 3)
     cluster.wait(8)

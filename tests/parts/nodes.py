@@ -93,9 +93,11 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
 
-    def add(self, store: Store | None = None, clock: Callable[[], float] | None = None) -> Node:
+    def add(
+        self, store: Store | None = None, clock: Callable[[], float] | None = None, machine: str | None = None
+    ) -> Node:
         run = Run(store, self.run.name) if store is not None else self.run
-        node = fake_node(run, f"m{len(self.nodes):04d}", clock=clock or (lambda: self.now))
+        node = fake_node(run, f"m{len(self.nodes):04d}", clock=clock or (lambda: self.now), machine=machine)
         self.nodes.append(node)
         return node
 

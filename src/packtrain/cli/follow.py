@@ -12,7 +12,7 @@ from rich.text import Text
 
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
-from packtrain.errors import EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
@@ -181,7 +181,7 @@ class Follower:
                     ended_at = ended_at or time.monotonic()
                     if self._all_gone() or time.monotonic() - ended_at > LEASE_LOST_SECONDS:
                         return
-                elif self._nodes and self._all_gone() and self._run.result() is None:
+                elif self._has_died() and self._run.result() is None:
                     # A node writes a result before it exits, so this one was killed or crashed.
                     raise RunFailed(
                         f"the node {_how_it_ended(self._nodes[0])} without a result;"
@@ -193,6 +193,15 @@ class Follower:
         if self._nodes:
             return all(node.exit_code() is not None for node in self._nodes)
         return self._run.store.exists(self._run.key("report.html"))
+
+    def _has_died(self) -> bool:
+        """True if the nodes of this client are gone. One that found another client's node in its place is not counted:
+        that node does its work, and the store shows it."""
+        own = [node for node in self._nodes if node.exit_code() != EXIT_ALREADY_JOINED]
+        if len(own) < len(self._nodes):
+            self._print("machine", f"{self._run.name} already has its node here; another client has started it", "dim")
+        self._nodes = own
+        return bool(own) and all(node.exit_code() is not None for node in own)
 
     def _check_machines(self) -> None:
         found = self._machines.look()

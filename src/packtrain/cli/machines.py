@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from packtrain.fleet.doctor import Check
     from packtrain.job.kinds import FleetKind
+    from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
     from packtrain.run.run import Run
 
@@ -126,17 +127,19 @@ def node(
     ] = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
-    from packtrain.errors import Mistake, NotFound
+    from packtrain.errors import AlreadyJoined, Mistake, NotFound
+    from packtrain.node.directory import NodeSlot
     from packtrain.node.preemption import record_crash, switch_off
     from packtrain.report import write_report
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
 
-    run, joined = Run(find_store(store), name), None
+    run, slot, joined = Run(find_store(store), name), None, None
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
         power_off = power_off or run.job.fleet.kind.power_off
-        joined = _node(run, address, interface, workers)
+        slot = NodeSlot(run)
+        joined = _node(run, address, interface, workers, slot)
         joined.work()
         over = joined.has_done_its_part
         result = run.result()
@@ -144,6 +147,9 @@ def node(
             over = True
             write_report(run)
     except KeyboardInterrupt:
+        over = False
+        raise
+    except AlreadyJoined:  # the other node does this machine's part
         over = False
         raise
     except Mistake:
@@ -157,11 +163,13 @@ def node(
             record_crash(run, error)
         raise
     finally:
+        if slot is not None:
+            slot.close()
         switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
 
 
-def _node(run: Run, address: str | None, interface: str | None, workers: int | None) -> Node:
+def _node(run: Run, address: str | None, interface: str | None, workers: int | None, slot: NodeSlot) -> Node:
     from packtrain.fleet import fleet_of
     from packtrain.node.address import check_private, choose_address
     from packtrain.node.node import Node
@@ -171,7 +179,7 @@ def _node(run: Run, address: str | None, interface: str | None, workers: int | N
     own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
-    return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices())
+    return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices(), slot=slot)
 
 
 def _some_addresses(run: Run) -> list[str]:

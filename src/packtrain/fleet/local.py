@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from psutil import Process
 
-from packtrain.errors import Mistake, PacktrainError
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts, gather
 from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, Target, node_arguments, silent
 from packtrain.fleet.remote import end_with_client, last_line, secrets_line
@@ -45,6 +45,8 @@ _KEEP_LOGS_SECONDS = 7 * 24 * 3600.0
 
 class LocalSettings(FleetKind):
     """This machine; several nodes on it stand for as many machines."""
+
+    shares_machines = True
 
     def build(self) -> Fleet:
         return LocalFleet(self)
@@ -172,7 +174,10 @@ def session_name(run: str) -> str:
 
 
 def start_node(run: str, arguments: list[str], tied: bool) -> None:
-    """Become the node of a run if tied; else fork it, wait until it has joined, and print where it is."""
+    """Become the node of a run if tied; else fork it, wait until it has joined, and print where it is.
+
+    The pid is null if the run already has its node on this machine.
+    """
     log = new_log(run)
     os.environ.setdefault(SECONDS_VARIABLE, f"{END_SECONDS:.0f}")
     if tied:  # no fork: the node is this process, and its standard input is the connection
@@ -190,13 +195,15 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     _show_in_tmux(run, child, log)
     # A node that fails early would otherwise leave the client waiting for it without a reason.
     deadline, text = time.monotonic() + _JOIN_SECONDS, ""
-    while time.monotonic() < deadline and "has joined" not in text:
-        ended = os.waitpid(child, os.WNOHANG) != (0, 0)  # before the log is read, so that it is complete
+    already = False
+    while not already and time.monotonic() < deadline and "has joined" not in text:
+        ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
         text = log.read_text(errors="replace") if log.exists() else ""
-        if ended and "has joined" not in text:
+        already = bool(ended) and os.waitstatus_to_exitcode(status) == EXIT_ALREADY_JOINED
+        if ended and not already and "has joined" not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
         time.sleep(0.1)
-    print(json.dumps({"pid": child, "log": str(log)}), flush=True)
+    print(json.dumps({"pid": None if already else child, "log": str(log)}), flush=True)
 
 
 def _become_node(arguments: list[str], log: Path) -> None:
@@ -210,7 +217,7 @@ def _become_node(arguments: list[str], log: Path) -> None:
         code = ending.code
     finally:
         sys.stdout.flush()
-        if code == 0:
+        if code in (EXIT_DONE, EXIT_ALREADY_JOINED):
             log.unlink(missing_ok=True)
     os._exit(code if isinstance(code, int) else 1)  # never return into the code that forked
 

@@ -88,6 +88,8 @@ exit "$code"
 class SlurmSettings(FleetKind):
     """Nodes of a Slurm cluster. `time` is the limit of one job, which is requeued; `gpus` are per machine."""
 
+    shares_machines = True  # with `gpus`, Slurm may put several jobs of an array on one of its nodes
+
     partition: Word | None = None
     account: Word | None = None
     time: Seconds | None = None

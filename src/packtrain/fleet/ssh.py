@@ -91,6 +91,10 @@ class UsableHost:
     python: str
 
 
+class AlreadyThere(Unreachable):
+    """A host on which the run already has its node."""
+
+
 class SshFleet(Fleet):
     programs = ("ssh",)
 
@@ -125,11 +129,16 @@ class SshFleet(Fleet):
             chosen,
             1 if tied else _CONNECTIONS,
         )
-        if len(started) < machines.least:
+        already = [fault for fault in faults if isinstance(fault, AlreadyThere)]
+        failed = [fault for fault in faults if not isinstance(fault, AlreadyThere)]
+        for fault in already:
+            say(f"{fault}; another client has started it")
+        if len(started) + len(already) < machines.least:
             # On hosts where the start failed, too: the node may run, and only the answer was lost.
-            _in_parallel(lambda host: _end(Remote(host.name), host.python, run), chosen)
-            raise faults[0]
-        for fault in faults:
+            own = [host for host in chosen if host.name not in {fault.host for fault in already}]
+            _in_parallel(lambda host: _end(Remote(host.name), host.python, run), own)
+            raise failed[0]
+        for fault in failed:
             say(f"{unavailable(fault)}; continuing without it")
         return [node for node in started if node is not None]
 
@@ -214,14 +223,19 @@ class SshTarget(Target):
 def start_node(
     host: UsableHost, run: Run, arguments: Sequence[str], secrets: dict[str, str], tied: bool
 ) -> StartedNode | None:
-    """Start a node on a host. A tied one is held by its connection; any other is followed through the store."""
+    """Start a node on a host. A tied one is held by its connection; any other is followed through the store.
+
+    Raises AlreadyThere if the run has its node there: the machine decides, because several clients may start it at the
+    same moment.
+    """
     remote = Remote(host.name)
     options = ["--run", run.name, *(["--tied"] if tied else []), "--", *arguments]
     if tied:
         log = new_log(run.name)
         command = verb_command(host.python, "start", options)
         return StartedNode(remote.hold(command, secrets_line(secrets), log), log)
-    remote.ask(host.python, "start", options, secrets)
+    if remote.ask(host.python, "start", options, secrets)["pid"] is None:
+        raise AlreadyThere(host.name, f"{run.name} already has its node there")
     return None
 
 

@@ -90,10 +90,12 @@ def default_kind(kinds: Mapping[str, str], word: str) -> Any:
 class FleetKind(Part):
     """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
 
-    A kind that knows what its machines cost sets `price`, in dollars per machine and hour.
+    A kind that knows what its machines cost sets `price`, in dollars per machine and hour. `shares_machines`: several
+    nodes of one run may be on one machine, each with a part of it, and each counts as a machine.
     """
 
     price: ClassVar[float | None] = None
+    shares_machines: ClassVar[bool] = False
 
     machines: MachineCount = Machines(1, 1)
     power_off: Boolean = False

@@ -67,12 +67,13 @@ def proposal(
 ) -> Generation | None:
     """Return the next generation, of the nodes that came first; None while there are not enough machines.
 
-    Nodes that are `excluded` take part only if there are too few others, and so does a second node on one machine.
+    Nodes that are `excluded` take part only if there are too few other machines, and so does a second node on one
+    machine.
     """
     staying = sorted((lease for lease in alive if not lease.leaving), key=_by_age)
     wanted = [lease for lease in staying if lease.node not in excluded]
-    # With too few others, a node that failed twice is better than none.
-    chosen = _spread(wanted if len(wanted) >= machines.least else staying, machines.most)
+    # With too few others, a machine that failed twice is better than none.
+    chosen = _spread(wanted if _count_machines(wanted) >= machines.least else staying, machines)
     if len(chosen) < machines.least:
         return None
     members = tuple(Member(lease.node, lease.address, lease.workers) for lease in chosen)
@@ -83,10 +84,15 @@ def proposal(
 def newcomer(
     current: Generation, alive: Iterable[Lease], machines: Machines, excluded: Collection[str] = ()
 ) -> Lease | None:
-    """Return the node that has waited longest beside a generation with room for it."""
-    if len(current.members) >= machines.most:
+    """Return the node that has waited longest beside a generation with room for its machine.
+
+    A second node on one machine leaves its place to another machine, and never joins.
+    """
+    known = {lease.node: lease for lease in alive}
+    taken = {_machine(known[one.node]) if one.node in known else one.node for one in current.members}
+    if len(taken) >= machines.most:
         return None
-    others = [lease for lease in alive if current.rank_of(lease.node) is None and lease.node not in excluded]
+    others = [lease for lease in known.values() if _machine(lease) not in taken and lease.node not in excluded]
     return min((lease for lease in others if not lease.leaving), key=_by_age, default=None)
 
 
@@ -95,13 +101,22 @@ def _by_age(lease: Lease) -> tuple[int, str]:
     return lease.joined, lease.node
 
 
-def _spread(leases: Sequence[Lease], most: int) -> list[Lease]:
-    """Return the oldest nodes, each on a machine of its own as far as possible, ordered by age."""
-    first_there: dict[str, Lease] = {}
+def _machine(lease: Lease) -> str:
+    return lease.machine or lease.node
+
+
+def _count_machines(leases: Iterable[Lease]) -> int:
+    return len({_machine(lease) for lease in leases})
+
+
+def _spread(leases: Sequence[Lease], machines: Machines) -> list[Lease]:
+    """Return the oldest node of each machine, and second nodes only up to the least number; ordered by age."""
+    oldest: dict[str, Lease] = {}
     for lease in leases:
-        first_there.setdefault(lease.hostname, lease)
-    alone = list(first_there.values())
-    return sorted([*alone, *(lease for lease in leases if lease not in alone)][:most], key=_by_age)
+        oldest.setdefault(_machine(lease), lease)
+    chosen = list(oldest.values())[: machines.most]
+    seconds = [lease for lease in leases if lease not in oldest.values()]
+    return sorted([*chosen, *seconds[: max(0, machines.least - len(chosen))]], key=_by_age)
 
 
 @dataclass(frozen=True)
@@ -249,7 +264,7 @@ class Assembly:
                 return given_up
         culprit = None if latest is None else self._culprit(latest, own)
         alive = self.alive()
-        if self._is_gathering(1 if latest is None else latest.number + 1, len(alive), ended):
+        if self._is_gathering(1 if latest is None else latest.number + 1, alive, ended):
             return None
         start = replace(self._start_after(ended, step, len(alive)), culprit=culprit)
         culprits = [] if latest is None else self._culprits(latest)
@@ -322,14 +337,14 @@ class Assembly:
             self._tell("excluded", f"{culprit} failed two generations in a row; continuing without it: {report.text}")
         return culprit
 
-    def _is_gathering(self, number: int, count: int, ended: NodeReport) -> bool:
-        """True while more nodes may be alive than are known to be.
+    def _is_gathering(self, number: int, alive: Sequence[Lease], ended: NodeReport) -> bool:
+        """True while more machines may be alive than are known to be.
 
         Machines that are started together appear one after the other, and a lease that was seen only once may be of a
         dead node.
         """
-        if count >= self._machines.most or count < self._machines.least:  # waiting longer would change nothing
-            return False
+        if _count_machines(alive) >= self._machines.most or len(alive) < self._machines.least:
+            return False  # waiting longer would change nothing
         now = self._clock()
         if self._gathering[0] != number:
             self._gathering = (number, now)

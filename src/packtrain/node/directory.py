@@ -5,21 +5,26 @@ directory whose lock can be taken belongs to a dead node: its logs are uploaded 
 
 Several machines may share one cache on a network file system, where each may see only its own locks: directories of
 another machine are left alone.
+
+A second lock limits how many nodes of a run a machine has: clients that resume the run at the same moment each start
+one, and only the first gets the slot.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from packtrain.errors import Mistake
+from packtrain.errors import AlreadyJoined, Mistake
 from packtrain.node.launch import kill_marked
 from packtrain.node.workers import LogShipper, source_of
 from packtrain.run.checkpoint import generation_of
@@ -27,10 +32,13 @@ from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, TellEvent
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.system import FileLock, nodes_directory, say
+from packtrain.system import FileLock, machine_id, nodes_directory, say
 
 _RECOVERED = "-recovered-"  # in the names of writers that upload the logs of a dead node
 _PART = ".part"  # the suffix of a directory that is being made
+_SLOT = ".slot"
+_SLOT_SECONDS = 3.0  # for a node that has just seen the end of the run to leave, if it is resumed at that moment
+_SLOT_POLL_SECONDS = 0.1
 _FOREIGN_SECONDS = 7 * 24 * 3600.0
 
 
@@ -42,6 +50,52 @@ class Owner:
     run: str
     node: str
     hostname: str
+
+
+class NodeSlot:
+    """One of the places that a machine has for the nodes of a run, held as long as the node takes part."""
+
+    def __init__(self, run: Run, patience: float = _SLOT_SECONDS) -> None:
+        """Raise AlreadyJoined if all are taken: one, or as many as the run has machines where nodes share them."""
+        kind = run.job.fleet.kind
+        stem = f"{run.name}-{_short_digest(run.store.url)}-{_short_digest(machine_id())}"
+        paths = [
+            nodes_directory() / f"{stem}-{number}{_SLOT}"
+            for number in range(kind.machines.most if kind.shares_machines else 1)
+        ]
+        deadline = time.monotonic() + patience
+        try:
+            nodes_directory().mkdir(parents=True, exist_ok=True)
+            while (held := self._first_free(paths)) is None:
+                if time.monotonic() >= deadline:
+                    raise AlreadyJoined(f"{run.name} already has its node on this machine; nothing was started")
+                time.sleep(_SLOT_POLL_SECONDS)
+        except OSError as error:
+            raise _no_locks(error) from None
+        self._path, self._lock = held
+
+    @staticmethod
+    def _first_free(paths: Sequence[Path]) -> tuple[Path, FileLock] | None:
+        for path in paths:
+            with suppress(BlockingIOError):
+                return path, FileLock(path, wait=False, mode=0o600)
+        return None
+
+    def close(self) -> None:
+        if self._lock.fileno() >= 0:
+            self._path.unlink(missing_ok=True)  # before the lock is released: afterwards it may be another node's
+            self._lock.close()
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _no_locks(error: OSError) -> Mistake:
+    return Mistake(
+        f"{nodes_directory()}: cannot create a locked directory ({error.strerror or error}); "
+        "set PACKTRAIN_CACHE to a directory on a local disk"
+    )
 
 
 class NodeDirectory:
@@ -60,10 +114,7 @@ class NodeDirectory:
             part.rename(path)  # only when it is complete and locked: a sweep skips it until then
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
-            raise Mistake(
-                f"{nodes_directory()}: cannot create a locked directory ({error.strerror or error}); "
-                "set PACKTRAIN_CACHE to a directory on a local disk"
-            ) from None
+            raise _no_locks(error) from None
         return cls(path, lock)
 
     def remove(self) -> None:
@@ -90,6 +141,8 @@ def sweep(run: Run, tell: TellEvent) -> None:
     directory = nodes_directory()
     for path in sorted(directory.iterdir()) if directory.exists() else ():
         try:
+            if path.suffix == _SLOT:
+                _remove_slot(path)
             owner = owner_of(path)
             if not path.is_dir() or not _is_ours(run, path, owner):
                 continue
@@ -105,6 +158,14 @@ def sweep(run: Run, tell: TellEvent) -> None:
                 lock.close()
                 continue
         NodeDirectory(path, lock).remove()  # last: while it exists and is locked, no other sweep touches it
+
+
+def _remove_slot(path: Path) -> None:
+    """Remove the slot of a node that was killed. Those of other machines, and from before a reboot, have to be old."""
+    is_here = f"-{_short_digest(machine_id())}-" in path.name
+    if is_here or time.time() - path.stat().st_mtime >= _FOREIGN_SECONDS:
+        with FileLock(path, wait=False):
+            path.unlink(missing_ok=True)
 
 
 def _is_ours(run: Run, path: Path, owner: Owner | None) -> bool:

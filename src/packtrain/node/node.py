@@ -26,7 +26,7 @@ from packtrain.errors import Mistake
 from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
-from packtrain.node.directory import NodeDirectory, remove_orphans, sweep
+from packtrain.node.directory import NodeDirectory, NodeSlot, remove_orphans, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
@@ -39,7 +39,7 @@ from packtrain.run.code import MAX_SNAPSHOT_BYTES, unpack
 from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.system import Task, say
+from packtrain.system import Task, machine_id, say
 from packtrain.units import counted
 
 LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...
@@ -53,7 +53,8 @@ _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one 
 class Node:
     """One machine's part of a run. `work` is its loop, `look` one round of it.
 
-    Tests pass `launchers`, `sampler` and `name`. Without `background` the caller renews the lease and calls `look`.
+    Tests pass `launchers`, `sampler`, `name` and `machine`. Without `background` the caller renews the lease and calls
+    `look`.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class Node:
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
         name: str | None = None,
+        machine: str | None = None,
+        slot: NodeSlot | None = None,
         launchers: Launchers | None = None,
         sampler: TelemetrySampler | None = None,
     ) -> None:
-        self.run, self._job, self._clock = run, run.job, clock
+        self.run, self._job, self._clock, self._slot = run, run.job, clock, slot
         self.name = name or f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
         self.directory = NodeDirectory.create(run, self.name)
         self.launchers = launchers or Launchers(run, self.directory.path, inherited)
@@ -78,7 +81,9 @@ class Node:
         # `joined` orders nodes by age: those from before the latest generation come before those after it.
         latest = run.latest_generation()
         joined = 1 + (latest.number if latest is not None else 0)
-        lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0)
+        if machine is None:
+            machine = "" if self._job.fleet.kind.shares_machines else machine_id()
+        lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0, machine)
         sampler = sampler or TelemetrySampler(self.directory.path)
         # A store client of its own: the node's may wait a minute for an answer, and the lease expires after 12 s.
         lease_run = hurried(run) if background else run
@@ -132,6 +137,8 @@ class Node:
                     retry.failed(error)
                 self._pause(retry.seconds)
         finally:
+            if self._slot is not None:
+                self._slot.close()  # first: a client that resumes the run now needs another node here
             run_all(  # the lease is given up last: until then other nodes wait for what is still being written
                 self.preemption.close,
                 self.end_workers,

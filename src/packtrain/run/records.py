@@ -111,6 +111,7 @@ class NodeReport:
 class Lease:
     """A node's lease. `renewal` counts up; readers judge its age by their own clock.
 
+    `machine` is the same for all nodes of one machine, and empty if the fleet gives each node a part of a machine.
     `joined` is the number of the first generation that the node could be part of. `left`: the node has ended.
     `leaving`: it got a preemption notice, and asks its generation to commit. `stopping` is the generation whose
     workers it has asked to commit and exit; nodes that watch it do the same. `machine_seconds` is how long it has been
@@ -125,6 +126,7 @@ class Lease:
     joined: int
     renewal: int
     used_seconds: float
+    machine: str = ""
     left: bool = False
     leaving: bool = False
     stopping: int = 0
