@@ -199,7 +199,7 @@ class Follower:
         that node does its work, and the store shows it."""
         own = [node for node in self._nodes if node.exit_code() != EXIT_ALREADY_JOINED]
         if len(own) < len(self._nodes):
-            self._print("machine", f"{self._run.name} already has its node here; another client has started it", "dim")
+            self._print("machine", "dim", f"{self._run.name} already has its node here; another client has started it")
         self._nodes = own
         return bool(own) and all(node.exit_code() is not None for node in own)
 
