@@ -15,6 +15,7 @@ from packtrain.fleet.fleet import Say
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
+from packtrain.pack.archive import split_member
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy
 from packtrain.pack.manifest import Manifest
@@ -48,7 +49,13 @@ def pack_data(
         return None
     try:
         directory = cache_directory() / "sources"  # remote files are downloaded once per machine
-        data = loaded.job.data.map_paths(lambda path: str(local_copy(path, store, directory, progress.say)))
+
+        def copied(path: str) -> str:
+            archive, member = split_member(path)
+            copy = local_copy(archive, store, directory, progress.say)
+            return f"{copy}#{member}" if member else str(copy)
+
+        data = loaded.job.data.map_paths(copied)
         return pack(loaded.job.name, data, store, workers, progress, allow_drops)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None

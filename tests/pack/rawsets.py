@@ -15,6 +15,7 @@ from PIL import Image
 
 from packtrain.errors import Mistake
 
+MANY = 10**6  # more bytes than any sample of the tests has
 SEPARATOR = " +++$+++ "
 
 

@@ -6,7 +6,6 @@ import io
 import lzma
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pack.rawsets import END, header, member, refusal, tar, with_checksum, write
+from pack.rawsets import END, MANY, header, member, refusal, tar, with_checksum, write, zipped
 from packtrain.errors import printable
-from packtrain.pack.archive import tar_members
-from packtrain.pack.raw import Locator
+from packtrain.pack.archive import Locator, archive_members, find_member, is_archive, split_member, tar_members
+from packtrain.pack.raw import read_lines
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
 
 def contents(path: Path | str) -> list[tuple[str, bytes]]:
-    return [(found.name, found.where.read()) for found in tar_members(Locator(str(path)))]
+    return [(found.name, found.where.read(MANY)) for found in tar_members(Locator(str(path)))]
 
 
 def refused(folder: Path, data: bytes) -> str:
@@ -59,7 +58,7 @@ def test_members_are_those_that_tarfile_lists(files: list[tuple[str, bytes]], fo
         file.flush()
         found = list(tar_members(Locator(file.name)))
         assert [(one.name, one.where.offset, one.where.length) for one in found] == expected
-        assert [(one.name, one.where.read()) for one in found] == files
+        assert [(one.name, one.where.read(MANY)) for one in found] == files
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -84,7 +83,7 @@ def test_a_tar_inside_a_tar_is_read_in_place(tmp_path: Path) -> None:
     inner = [tar([("1.jpg", b"one"), ("2.jpg", b"two")]), tar([("1.jpg", b"uno")])]
     path = write(tmp_path / "a.tar", tar([("x.tar", inner[0]), ("y.tar", inner[1])]))
     found = [
-        (outer.name, one.name, one.where.path, one.where.read())
+        (outer.name, one.name, one.where.path, one.where.read(MANY))
         for outer in tar_members(Locator(path))
         for one in tar_members(outer.where, outer.name)
     ]
@@ -245,16 +244,14 @@ def test_a_header_that_renames_all_members_is_refused(tmp_path: Path) -> None:
     assert "all members one name" in refused(tmp_path, data)
 
 
-def zipped(data: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a", data)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("compress", "program"),
-    [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2"), (lzma.compress, "unxz"), (zipped, "unzip")],
+    [
+        (gzip.compress, "gunzip"),
+        (bz2.compress, "bunzip2"),
+        (lzma.compress, "unxz"),
+        (lambda data: zipped([("a", data)]), "unzip"),
+    ],
 )
 def test_a_compressed_tar_is_refused_with_the_program_to_use(
     tmp_path: Path, compress: Callable[[bytes], bytes], program: str
@@ -331,3 +328,70 @@ def test_an_error_shows_a_long_name_in_full(tmp_path: Path) -> None:
 
 def test_control_characters_in_a_name_are_escaped_in_the_error(tmp_path: Path) -> None:
     assert "\\n\\x1b[2J" in refused(tmp_path, member("/a\n\x1b[2J") + END)
+
+
+FILES = [("set/a.txt", b"one\ntwo\n"), ("set/deep/b.txt", b"three\n"), ("set/c.bin", bytes(range(256)) * 100)]
+KINDS = {
+    "a.tar": tar(FILES),
+    "a.tgz": gzip.compress(tar(FILES)),
+    "a.tar.gz": gzip.compress(tar(FILES)),
+    "a.zip": zipped(FILES),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_kinds_of_archives_have_the_same_members(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, KINDS[name])
+    assert is_archive(path)
+    assert [(one.name, one.where.read(MANY)) for one in archive_members(path)] == FILES
+    assert [(one.name, one.where.read(MANY)) for one in archive_members(path, MANY)] == FILES
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_member_is_named_after_its_archive(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, KINDS[name])
+    assert find_member(f"{path}#set/deep/b.txt").where.read(MANY) == b"three\n"
+    assert find_member(f"{path}#deep/b.txt").where.read(MANY) == b"three\n"
+    assert list(read_lines(Path(f"{path}#a.txt"))) == ["one", "two"]
+    assert refusal(lambda: find_member(f"{path}#set/a.txd")) == (
+        f"{path}: has no member 'set/a.txd'; did you mean 'set/a.txt'?"
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_is_named_after_its_archive(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, KINDS[name])
+    assert [one.name for one in archive_members(f"{path}#set/deep/")] == ["b.txt"]
+    assert refusal(lambda: list(archive_members(f"{path}#other"))) == f"{path}: has no folder 'other', or no file in it"
+
+
+def test_a_member_that_two_folders_have_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", tar([("one/x", b"1"), ("two/x", b"2")]))
+    assert "has several members 'x'; include the folder in the name" in refusal(lambda: find_member(f"{path}#x"))
+
+
+def test_a_compressed_member_of_a_compressed_tar_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tgz", gzip.compress(tar([("a.gz", gzip.compress(b"one\n"))])))
+    assert list(read_lines(Path(f"{path}#a.gz"))) == ["one"]
+
+
+def test_a_file_with_a_number_sign_in_its_name_is_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar#b", b"one\n")
+    assert split_member(path) == (path, "")
+    assert list(read_lines(Path(path))) == ["one"]
+    assert split_member("https://host/a.zip?version=1#b/c") == ("https://host/a.zip?version=1", "b/c")
+    assert split_member("c#/data") == ("c#/data", "")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-200], lambda data: data[:3000] + b"????" + data[3004:]])
+def test_a_damaged_compressed_tar_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    files = [("a", bytes(5000)), ("b", bytes(5000))]
+    # Stored as they are, so that only the checksum shows the change.
+    path = write(tmp_path / "a.tgz", damage(gzip.compress(tar(files), compresslevel=0)))
+    for read in (lambda: list(archive_members(path, MANY)), lambda: find_member(f"{path}#a")):
+        assert refusal(read) == f"{path}: damaged or incomplete gzip file; download it again"
+
+
+def test_only_archives_look_like_archives(tmp_path: Path) -> None:
+    for data in (b"", b"PK", bytes(2048), b"490\n361\n" * 200, gzip.compress(b"text"), b"\x1f\x8bnot gzip"):
+        assert not is_archive(write(tmp_path / "file", data))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pack.rawsets import coco, picture, refusal, tar, write, zipped
+from pack.rawsets import MANY, coco, picture, refusal, tar, write, zipped
 from packtrain.pack import raw
 from packtrain.pack.coco import ONLY_FILTERED, PRECANNED, REJECTED, CocoSource
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, DropCounter, RawImage
@@ -41,7 +41,7 @@ class Reading:
 def test_images_keep_the_order_of_the_file_and_all_captions(tmp_path: Path) -> None:
     reading = Reading(tmp_path, PETS)
     assert list(reading.captions().items()) == [("b.jpg", ("a dog",)), ("a.jpg", ("a cat", "a tabby"))]
-    assert reading.samples()[1].where.read() == picture(0)
+    assert reading.samples()[1].where.read(MANY) == picture(0)
     assert not reading.dropped.counts
     assert not reading.filtered.counts
 
@@ -167,7 +167,7 @@ def test_images_may_be_in_an_archive_with_or_without_their_folder(tmp_path: Path
     reading = Reading(tmp_path, coco([(0, "a.jpg"), (1, "deep/b.jpg"), (2, "c.jpg")], [(0, "x"), (1, "y"), (2, "z")]))
     members = [(f"{top}a.jpg", picture(5)), (f"{top}deep/b.jpg", picture(6)), (f"{top}notes.txt", b"none")]
     reading.images = write(tmp_path / "archive", ARCHIVES[form](members))  # the content decides, not the name
-    assert [(one.name, one.where.read()) for one in reading.samples()] == [
+    assert [(one.name, one.where.read(MANY)) for one in reading.samples()] == [
         ("a.jpg", picture(5)), ("deep/b.jpg", picture(6)),
     ]  # fmt: skip
     assert reading.dropped.names == {MISSING_FILE: ["c.jpg"]}

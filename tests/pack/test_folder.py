@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pack.rawsets import json_lines, picture, refusal, write
+from pack.rawsets import MANY, json_lines, picture, refusal, write
 from packtrain.pack.folder import FolderSource
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, DropCounter
 
@@ -55,7 +55,7 @@ def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
 
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
     first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), DropCounter()))
-    assert first.where.read() == picture(1)
+    assert first.where.read(MANY) == picture(1)
 
 
 def test_images_have_one_caption_or_several(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pack.rawsets import zipped
 from packtrain.errors import FieldMistake
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
 from packtrain.pack.build import PlainProgress
-from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.manifest import Drops, Manifest, pack_key
 from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns, open_shard
 from packtrain.pack.tiles import Box, decode_crop
@@ -296,3 +298,22 @@ def test_packing_again_does_nothing(directory_store: Store, tmp_path: Path) -> N
     assert packed(directory_store, None, said, train=train) == first
     assert said == [f"pack {first.name} already exists"]
     assert directory_store.list("") == before
+
+
+def test_a_picture_of_terabytes_is_left_out_without_being_read(directory_store: Store, tmp_path: Path) -> None:
+    source = Path(classes_in(tmp_path / "train", each=60))
+    with (source / "a" / "0.jpg").open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: it takes no space
+    split = packed(directory_store, train=[{"imagenet": str(source)}]).splits["train"]
+    assert split.samples == 119
+    assert split.dropped == {"unreadable: more than 300 MB": Drops(1, ("a/0.jpg",))}
+
+
+def test_a_changed_member_of_a_zip_is_left_out(directory_store: Store, tmp_path: Path) -> None:
+    captions, _ = captions_in(tmp_path / "coco", 150)
+    archive = bytearray(zipped(((f"{number}.jpg", picture(number)) for number in range(150)), zipfile.ZIP_STORED))
+    archive[archive.index(picture(1)) + 500] ^= 1
+    images_zip = tmp_path / "images.zip"
+    images_zip.write_bytes(archive)
+    split = packed(directory_store, train=[{"coco": [captions, str(images_zip)]}]).splits["train"]
+    assert (split.samples, split.dropped) == (149, {"unreadable: damaged in its archive": Drops(1, ("1.jpg",))})

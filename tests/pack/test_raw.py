@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from pack.rawsets import refusal, write
+from pack.rawsets import MANY, refusal, write
 from packtrain.errors import printable
-from packtrain.pack.raw import DropCounter, Locator, class_number, file_inside, sorted_classes
+from packtrain.pack.archive import Locator
+from packtrain.pack.raw import DropCounter, class_number, file_inside, sorted_classes
 
 
 def test_a_locator_reads_a_file_or_a_part_of_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a", b"0123456789")
-    assert Locator(path).read() == b"0123456789"
-    assert Locator(path, 2, 3).read() == b"234"
-    assert Locator(path, 2, 0).read() == b""
+    assert Locator(path).read(MANY) == b"0123456789"
+    assert Locator(path, 2, 3).read(MANY) == b"234"
+    assert Locator(path, 2, 0).read(MANY) == b""
 
 
 def test_drops_are_counted_by_reason_and_the_first_ten_named() -> None:

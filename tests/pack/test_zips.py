@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pack.rawsets import picture, refusal, write, zipped
+from pack.rawsets import MANY, picture, refusal, write, zipped
 from packtrain.pack.archive import is_zip, zip_members
 
 PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
@@ -20,17 +20,17 @@ PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
 def test_members_are_read_as_they_are(tmp_path: Path, method: int) -> None:
     path = write(tmp_path / "some.zip", zipped([*PICTURES, ("deep/", b"")], method))
     assert is_zip(path)
-    assert [(one.name, one.where.read()) for one in zip_members(path)] == PICTURES
+    assert [(one.name, one.where.read(MANY)) for one in zip_members(path)] == PICTURES
 
 
 def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "self-extracting", b"#!/bin/sh\n" + zipped(PICTURES))
-    assert [one.where.read() for one in zip_members(path)] == [data for _, data in PICTURES]
+    assert [one.where.read(MANY) for one in zip_members(path)] == [data for _, data in PICTURES]
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive, archive.open("a.jpg", "w", force_zip64=True) as member:
         member.write(picture())
     [found] = zip_members(write(tmp_path / "large.zip", file.getvalue()))
-    assert found.where.read() == picture()
+    assert found.where.read(MANY) == picture()
 
 
 def test_an_empty_zip_has_no_members(tmp_path: Path) -> None:
@@ -86,7 +86,6 @@ def changed(data: bytes, mark: bytes, place: int, new: bytes) -> bytes:
     [
         (8, b"\x01\x00", "is encrypted; unpack it first"),
         (10, b"\x0c\x00", "uses an unsupported compression"),
-        (24, b"\xff\xff\xff\x7f", "unpacks to 2,147,483,647 bytes, more than any image"),
         (20, b"\xff\xff\xff\x0f", "is not where the zip's directory says; download the file again"),
         (42, b"\xff\xff\xff\x0f", "is beyond the end of the file; download it again"),
         (42, b"\x02\x00\x00\x00", "is not where the zip's directory says; download the file again"),
@@ -114,4 +113,31 @@ def test_a_member_never_unpacks_to_more_than_it_claims(tmp_path: Path) -> None:
     bomb = changed(zipped([("a.jpg", bytes(10_000_000))]), b"PK\x01\x02", 24, b"\x64\0\0\0")
     [member] = zip_members(write(tmp_path / "bomb.zip", bomb))
     with pytest.raises(OSError, match="damaged in its archive"):
-        member.where.read()
+        member.where.read(MANY)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_changed_member_is_damaged(tmp_path: Path, method: int) -> None:
+    data = bytearray(zipped([("a.jpg", picture(1)), ("b.jpg", picture(2))], method))
+    [first, _] = zip_members(write(tmp_path / "whole.zip", bytes(data)))
+    data[first.where.offset + 200] ^= 1
+    [changed_one, other] = zip_members(write(tmp_path / "changed.zip", bytes(data)))
+    with pytest.raises(OSError, match="damaged in its archive"):
+        changed_one.where.read(MANY)
+    assert other.where.read(MANY) == picture(2)
+
+
+def test_a_large_member_is_read_as_a_stream_and_refused_as_a_whole(tmp_path: Path) -> None:
+    lines = b"".join(b"line %d\n" % number for number in range(200_000))
+    [member] = zip_members(write(tmp_path / "text.zip", zipped([("a.txt", lines)])))
+    with pytest.raises(OSError, match="more than 1 MB"):
+        member.where.read(MANY)
+    with member.where.open() as file:
+        assert list(file) == lines.splitlines(keepends=True)
+
+
+def test_a_member_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:
+    claims = changed(zipped([("a.jpg", picture())]), b"PK\x01\x02", 24, b"\xff\xff\xff\x7f")
+    [member] = zip_members(write(tmp_path / "some.zip", claims))
+    with pytest.raises(OSError, match="more than 1 MB"):
+        member.where.read(MANY)

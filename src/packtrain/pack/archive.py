@@ -1,31 +1,43 @@
-"""The members of tars and zips, located by their headers: nothing is unpacked, and the data is never read.
+"""The members of tars and zips, located by their headers: nothing is unpacked.
 
-A member that is itself a tar is listed in place, so ImageNet's tar of tars needs no extra disk space. An archive comes
-from an untrusted source: it may contain only files and directories, and anything that points outside or claims more
-bytes than the file has is refused.
+A member that is itself a tar is listed in place, so ImageNet's tar of tars needs no extra disk space. A compressed tar
+can only be read from its start to its end. A job names a member, or a folder of members, after the archive:
+`annotations_trainval2014.zip#annotations/captions_train2014.json`.
+
+An archive comes from an untrusted source: it may contain only files and directories, and anything that points outside
+or claims more bytes than the file has is refused.
 """
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
 import os
 import re
 import stat
 import struct
+import sys
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
-from packtrain.errors import Mistake, printable, quoted
-from packtrain.pack.raw import Locator
+from packtrain.errors import Mistake, nearest, printable, quoted
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_MEMBERS = 2_000_000  # all names of an archive are held in memory
 _NAME_BYTES = 4096
+_SHOWN_MEMBERS = 200  # of which an error names the nearest
 
 _BLOCK = 512
 _EXTENSION_BYTES = 1 << 20  # of one extension header: a long name, or extended attributes
 _PADDING_BYTES = 64 << 20  # writers fill the last record with zeros; no record is larger
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
 _FILES = (b"0", b"\0", b"7")
 _DIRECTORY = b"5"
 _LONG_NAME, _LONG_LINK = b"L", b"K"
@@ -40,8 +52,9 @@ _REFUSED_KINDS = {
     b"M": "continues from another volume",
 }
 _OCTAL = re.compile(rb" *([0-7]*) *")
+_GZIP = b"\x1f\x8b"
 _COMPRESSED = {
-    b"\x1f\x8b": "gunzip",
+    _GZIP: "gunzip",
     b"BZh": "bunzip2",
     b"\xfd7zXZ\0": "unxz",
     b"\x28\xb5\x2f\xfd": "unzstd",
@@ -51,7 +64,97 @@ _COMPRESSED = {
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
 _ZIP_ENCRYPTED = 0x1
-_INFLATED_BYTES = 1 << 30
+
+_NAMED_IN = re.compile(r"\.(?:zip|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE)  # perhaps after the query of a URL
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """The place of a sample's bytes: a file, or a part of one (a member of an archive that is not unpacked).
+
+    `inflated` is the unpacked size of a part that is compressed, and `crc` the checksum of its bytes: zips have both.
+    `is_gzip`: the whole file is compressed, and offset and length are those in what it unpacks to. `held` are the bytes
+    themselves, if they were read while passing by.
+    """
+
+    path: str
+    offset: int = 0
+    length: int | None = None
+    inflated: int | None = None
+    crc: int | None = None
+    is_gzip: bool = False
+    held: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that `read` returns."""
+        if self.inflated is not None:
+            return self.inflated
+        return Path(self.path).stat().st_size if self.length is None else self.length
+
+    def read(self, max_bytes: int) -> bytes:
+        """Return all bytes; raise OSError if they are damaged, or more than `max_bytes`, which are then not read."""
+        size = self.size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"more than {max_bytes // 1_000_000:,} MB")
+        if self.held is not None:
+            return self.held
+        with self.open() as file:
+            return file.read(size)
+
+    def open(self) -> BinaryIO:
+        """Return the bytes as a stream, which raises OSError where they are damaged."""
+        file = _opened(self.path, self.is_gzip)
+        return file if self.length is None else io.BufferedReader(_Part(file, self, self.length), _READ_BYTES)
+
+
+def _opened(path: str, is_gzip: bool) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if is_gzip else Path(path).open("rb")
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a stream: bounded by the size that its archive says, and checked against its checksum."""
+
+    def __init__(self, file: BinaryIO, where: Locator, packed: int) -> None:
+        self._file = file
+        file.seek(where.offset)
+        self._inflater = None if where.inflated is None else zlib.decompressobj(-zlib.MAX_WBITS)
+        self._packed, self._left = packed, where.size
+        self._crc, self._expected_crc = 0, where.crc
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        with memoryview(buffer).cast("B") as view:
+            size = min(len(view), self._left)
+            try:
+                data = self._inflated(size) if self._inflater is not None else self._file.read(size)
+            except (zlib.error, EOFError):
+                data = b""
+            view[: len(data)] = data
+        self._left -= len(data)
+        self._crc = zlib.crc32(data, self._crc)
+        if (size and not data) or (not self._left and self._expected_crc not in (None, self._crc)):
+            raise OSError(errno.EIO, "damaged in its archive")
+        return len(data)
+
+    def _inflated(self, size: int) -> bytes:
+        """Return the next bytes, never more than `size`, whatever the data would unpack to."""
+        assert self._inflater is not None
+        while size:
+            packed = self._inflater.unconsumed_tail
+            if not packed:
+                packed = self._file.read(min(self._packed, _READ_BYTES))
+                self._packed -= len(packed)
+            data = self._inflater.decompress(packed, size)
+            if data or not packed:
+                return data
+        return b""
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class ArchiveMember(NamedTuple):
@@ -63,6 +166,59 @@ class MemberError(Exception):
     """The reason to refuse a member; the caller adds its name and place."""
 
 
+def split_member(path: str) -> tuple[str, str]:
+    """Return the archive of `archive.zip#inner`, and what is named in it; nothing if the path is the file itself."""
+    match = _NAMED_IN.search(path)
+    if match is None or Path(path).exists():
+        return path, ""
+    return path[: match.start(1)], path[match.end(1) :]
+
+
+def find_member(path: str) -> ArchiveMember:
+    """Return the member that `archive.zip#member` names; the folder that the archive was made of may be omitted."""
+    archive, name = split_member(path)
+    exact: list[ArchiveMember] = []
+    below: list[ArchiveMember] = []
+    known: list[str] = []
+    for member in archive_members(archive):  # to the end, where the checksum of a compressed tar is
+        if member.name == name:
+            exact.append(member)
+        elif member.name.partition("/")[2] == name:
+            below.append(member)
+        if len(known) < _SHOWN_MEMBERS:
+            known.append(member.name)
+    if exact or len(below) == 1:
+        return (exact or below)[0]
+    if below:
+        raise Mistake(f"{printable(archive)}: has several members {quoted(name)}; include the folder in the name")
+    raise Mistake(f"{printable(archive)}: has no member {quoted(name)}; {printable(nearest(name, known), 300)}")
+
+
+def archive_members(path: str, hold_bytes: int = 0) -> Iterator[ArchiveMember]:
+    """Yield the files of a tar, a compressed tar or a zip; of `archive.zip#folder`, those below the folder.
+
+    Members of a compressed tar of at most `hold_bytes` hold their bytes: to get back to one would unpack all before it.
+    """
+    archive, folder = split_member(path)
+    if is_zip(archive):
+        found = zip_members(archive)
+    elif _starts_with(archive, _GZIP):
+        found = _compressed_members(archive, hold_bytes)
+    else:
+        found = tar_members(Locator(archive))
+    if not folder:
+        yield from found
+        return
+    below = folder.strip("/") + "/"
+    is_empty = True
+    for member in found:
+        if member.name.startswith(below):
+            is_empty = False
+            yield ArchiveMember(member.name.removeprefix(below), member.where)
+    if is_empty:
+        raise Mistake(f"{printable(archive)}: has no folder {quoted(folder)}, or no file in it")
+
+
 def tar_members(where: Locator, called: str | None = None, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
     """Yield the files of a tar in its order. `where` is the tar itself, or the part of a file that is a tar."""
     shown = printable(called or where.path)
@@ -70,13 +226,37 @@ def tar_members(where: Locator, called: str | None = None, max_members: int = MA
         if not stat.S_ISREG(Path(where.path).stat().st_mode):
             raise Mistake(f"{shown}: not a file; expected a tar")
         with Path(where.path).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
             end = size if where.length is None else where.offset + where.length
             if end > size:
                 raise Mistake(f"{shown}: extends beyond the end of {where.path}; download it again")
-            tar = _Tar(file.fileno(), where.offset, end - where.offset, shown)
+            start = where.offset
+            tar = _Tar(lambda at, count: os.pread(descriptor, count, start + at), end - start, shown)
             for name, offset, length in tar.members(max_members):
-                yield ArchiveMember(name, Locator(where.path, where.offset + offset, length))
+                yield ArchiveMember(name, Locator(where.path, start + offset, length))
+    except OSError as error:
+        raise Mistake(f"{shown}: {error.strerror or error}") from error
+
+
+def _compressed_members(path: str, hold_bytes: int) -> Iterator[ArchiveMember]:
+    shown = printable(path)
+    try:
+        with gzip.open(path) as file:
+
+            def read_at(position: int, count: int) -> bytes:
+                file.seek(position)  # forward, except from the first header to the first header
+                return file.read(count)
+
+            for name, offset, length in _Tar(read_at, None, shown).members(MAX_MEMBERS):
+                held = None
+                if length <= hold_bytes:
+                    held = read_at(offset, length)
+                    if len(held) != length:
+                        raise EOFError
+                yield ArchiveMember(name, Locator(path, offset, length, is_gzip=True, held=held))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise Mistake(f"{shown}: damaged or incomplete gzip file; download it again") from error
     except OSError as error:
         raise Mistake(f"{shown}: {error.strerror or error}") from error
 
@@ -88,10 +268,11 @@ class TarHeader(NamedTuple):
 
 
 class _Tar:
-    """The part of a file that is a tar. Positions count from its start."""
+    """A tar, read by a function of position and size. The length is None if only reading to the end would tell it."""
 
-    def __init__(self, descriptor: int, start: int, length: int, shown: str) -> None:
-        self._descriptor, self._start, self._length, self._shown = descriptor, start, length, shown
+    def __init__(self, read_at: Callable[[int, int], bytes], length: int | None, shown: str) -> None:
+        self._read_at, self._shown = read_at, shown
+        self._length = sys.maxsize if length is None else length
 
     def members(self, max_members: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, offset and length of each file."""
@@ -164,16 +345,16 @@ class _Tar:
 
     def _read(self, position: int, size: int) -> bytes:
         # Checked before reading: a header may claim any size.
-        is_inside = position + size <= self._length
-        data = os.pread(self._descriptor, size, self._start + position) if is_inside else b""
+        data = self._read_at(position, size) if position + size <= self._length else b""
         if len(data) != size:
-            raise self._mistake(f"truncated at byte {self._length:,}; download it again")
+            end = position + len(data) if self._length == sys.maxsize else self._length
+            raise self._mistake(f"truncated at byte {end:,}; download it again")
         return data
 
     def _refuse_other_formats(self) -> None:
         if not self._length:
             raise self._mistake("empty file, not a tar; download it again")
-        start = os.pread(self._descriptor, min(_BLOCK, self._length), self._start)
+        start = self._read_at(0, min(_BLOCK, self._length))
         for magic, program in _COMPRESSED.items():
             if start.startswith(magic):
                 raise self._mistake(f"compressed, so its members cannot be located; decompress it first ({program})")
@@ -185,13 +366,13 @@ class _Tar:
 
     def _refuse_trailing_data(self, position: int) -> None:
         """Refuse tars that were appended to each other: all but the first would be lost."""
-        if self._length - position > _PADDING_BYTES:
-            raise self._mistake(f"{self._length - position:,} bytes follow the end mark; make one tar of it")
-        while position < self._length:
-            data = os.pread(self._descriptor, min(_READ_BYTES, self._length - position), self._start + position)
-            if any(data) or not data:
+        end = min(self._length, position + _PADDING_BYTES)
+        while position < end and (data := self._read_at(position, min(_READ_BYTES, end - position))):
+            if any(data):
                 raise self._mistake(f"more data follows the end mark at byte {position:,}; make one tar of it")
             position += len(data)
+        if position < self._length and self._read_at(position, 1):
+            raise self._mistake(f"more than {_PADDING_BYTES:,} bytes follow the end mark; make one tar of it")
 
     def _mistake(self, text: str) -> Mistake:
         return Mistake(f"{self._shown}: {text}")
@@ -269,10 +450,26 @@ def safe_name(name: bytes) -> bytes:
 
 
 def is_zip(path: str) -> bool:
-    """True if the file starts like a zip."""
+    return _starts_with(path, _ZIP_START, _ZIP_EMPTY)
+
+
+def is_archive(path: str) -> bool:
+    """True if the file starts like a zip or a tar, compressed or not."""
+    if _starts_with(path, _ZIP_START, _ZIP_EMPTY):
+        return True
+    try:
+        with _opened(path, _starts_with(path, _GZIP)) as file:
+            block = file.read(_BLOCK)
+        parse_tar_header(block)
+    except (MemberError, IndexError, EOFError, zlib.error, OSError):
+        return False
+    return any(block)
+
+
+def _starts_with(path: str, *starts: bytes) -> bool:
     try:
         with Path(path).open("rb") as file:
-            return file.read(4) in (_ZIP_START, _ZIP_EMPTY)
+            return file.read(4).startswith(starts)
     except OSError as error:
         raise Mistake(f"{printable(path)}: {error.strerror or error}") from error
 
@@ -311,8 +508,6 @@ def _located(info: zipfile.ZipInfo, descriptor: int, path: str) -> Locator:
         raise MemberError("is a symbolic link")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise MemberError("uses an unsupported compression; unpack it first")
-    if info.file_size > _INFLATED_BYTES:
-        raise MemberError(f"unpacks to {info.file_size:,} bytes, more than any image")
     header = os.pread(descriptor, _ZIP_HEADER.size, info.header_offset) if 0 <= info.header_offset < end else b""
     if len(header) < _ZIP_HEADER.size:
         raise MemberError("is beyond the end of the file; download it again")
@@ -323,4 +518,4 @@ def _located(info: zipfile.ZipInfo, descriptor: int, path: str) -> Locator:
     is_stored = info.compress_type == zipfile.ZIP_STORED
     if is_stored and info.file_size != info.compress_size:
         raise MemberError("has two sizes; download the file again")
-    return Locator(path, offset, info.compress_size, None if is_stored else info.file_size)
+    return Locator(path, offset, info.compress_size, None if is_stored else info.file_size, info.CRC)

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop, Source
-from packtrain.pack.archive import is_zip, tar_members, zip_members
+from packtrain.pack.archive import Locator, archive_members
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
-    Locator,
     RawImage,
     check_inside,
     file_inside,
@@ -91,7 +90,9 @@ def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
         return in_folder
     if not Path(images).exists():
         raise Mistake(f"{images}: not found; expected a folder, tar or zip of images")
-    members = {one.name: one.where for one in (zip_members(images) if is_zip(images) else tar_members(Locator(images)))}
+    members = {one.name: one.where for one in archive_members(images)}
+    if any(where.is_gzip for where in members.values()):
+        raise Mistake(f"{images}: compressed, so its images cannot be found by name; decompress it first (gunzip)")
     below: dict[str, list[Locator]] = {}  # an archive of a folder has the folder's name in front of all others
     for path, where in members.items():
         below.setdefault(path.partition("/")[2], []).append(where)

@@ -15,12 +15,12 @@ from typing import Literal
 
 from packtrain.errors import Mistake, nearest, printable, quoted
 from packtrain.job.kinds import Drop, Source
+from packtrain.pack.archive import Locator
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
-    Locator,
     RawImage,
     TextPair,
     class_number,

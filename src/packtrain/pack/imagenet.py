@@ -18,11 +18,10 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop, Source
-from packtrain.pack.archive import ArchiveMember, tar_members
+from packtrain.pack.archive import ArchiveMember, Locator, tar_members
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     MISSING_FILE,
-    Locator,
     RawImage,
     check_link,
     class_number,

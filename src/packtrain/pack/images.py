@@ -20,7 +20,7 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.picture import UnusableImage, to_copies
+from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_copies
 from packtrain.pack.raw import DropCounter, RawImage
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
@@ -109,7 +109,7 @@ def make_shard(task: ImageTask) -> FinishedShard:
     fingerprints: list[int] = []
     for image in task.images:
         try:
-            data = image.where.read()
+            data = image.where.read(MAX_BYTES)
             copies = to_copies(data, (None, *task.sizes))
         except UnusableImage as error:
             dropped(error.reason, image.name)

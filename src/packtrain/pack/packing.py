@@ -14,6 +14,7 @@ import numpy as np
 from packtrain.errors import FieldMistake
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
+from packtrain.pack.archive import split_member
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key, sized_split
@@ -111,7 +112,7 @@ def settings_of(data: DataSettings, kind: Kind) -> dict[str, Any]:
             split: [
                 [
                     source.kind,
-                    *(_content_of(Path(path), f"data.{split}.{number}") for path in source.paths),
+                    *(_content_of(path, f"data.{split}.{number}") for path in source.paths),
                     _named_files_digest(source),
                 ]
                 for number, source in enumerate(sources)
@@ -132,15 +133,16 @@ def digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _content_of(path: Path, field: str) -> str:
+def _content_of(place: str, field: str) -> str:
     """Return the hash of a file; for a folder or a very large file, of names, sizes and times, which is faster."""
+    archive, member = split_member(place)
+    path = Path(archive)
     try:
         if path.is_dir():
             return _listing_digest(path)
         status = path.stat()
-        if status.st_size > _HASHED_BYTES:
-            return f"{status.st_size}-{status.st_mtime_ns}"
-        return sha256_of(path)
+        content = f"{status.st_size}-{status.st_mtime_ns}" if status.st_size > _HASHED_BYTES else sha256_of(path)
+        return f"{content}#{member}" if member else content
     except OSError as error:
         raise FieldMistake(field, f"{path}: {error.strerror}; packing needs the raw data") from error
 

@@ -34,6 +34,7 @@ from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 from packtrain.pack.tiles import MAX_SIDE, Coding, Tiled, encode
 
 MAX_PIXELS = 89_000_000
+MAX_BYTES = 300_000_000  # of a file: 89 million pixels with 8 bits for each color, uncompressed, have fewer
 
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

@@ -5,7 +5,6 @@ Lines end at line feeds and nowhere else, so that no other character can shift a
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake, printable, quoted
+from packtrain.pack.archive import Locator, find_member, split_member
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
@@ -36,36 +36,6 @@ MAX_JSON_BYTES = 1 << 30
 _WINDOWS_1252 = {
     byte: character for byte in range(0x80, 0xA0) if (character := bytes([byte]).decode("cp1252", "ignore"))
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Locator:
-    """The place of a sample's bytes: a file, or a part of one (a member of an archive that is not unpacked).
-
-    `inflated` is the unpacked size of a part that is compressed, as it may be in a zip.
-    """
-
-    path: str
-    offset: int = 0
-    length: int | None = None
-    inflated: int | None = None
-
-    def read(self) -> bytes:
-        with Path(self.path).open("rb") as file:
-            file.seek(self.offset)
-            data = file.read() if self.length is None else file.read(self.length)
-        return data if self.inflated is None else _inflated(data, self.inflated)
-
-
-def _inflated(data: bytes, size: int) -> bytes:
-    """Unpack the data, and never more than one byte beyond that size, whatever it would unpack to."""
-    try:
-        found = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
-    except zlib.error:
-        found = b""
-    if len(found) != size:
-        raise OSError(errno.EIO, "damaged in its archive")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +147,10 @@ def encoding_of(path: Path) -> Encoding:
 def read_json(path: Path) -> object:
     """Return the value of a JSON file."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise Mistake(f"{path}: {size:,} bytes of JSON do not fit into memory; split the file")
-        data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
+        where = _located(path)
+        if where.size > MAX_JSON_BYTES:
+            raise Mistake(f"{path}: {where.size:,} bytes of JSON do not fit into memory; split the file")
+        data = where.read(MAX_JSON_BYTES).removeprefix(_BYTE_ORDER_MARK)
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror or error}") from error
     try:
@@ -232,7 +202,16 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+    where = _located(path)
+    if path.suffix != ".gz":
+        return where.open()
+    return cast(BinaryIO, gzip.open(path if where.length is None else where.open()))
+
+
+def _located(path: Path) -> Locator:
+    """Return where a file's bytes are: in the file itself, or in the archive that `archive.tgz#member` names."""
+    _, member = split_member(str(path))
+    return find_member(str(path)).where if member else Locator(str(path))
 
 
 def _is_utf8(raw: bytes) -> bool:

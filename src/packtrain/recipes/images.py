@@ -22,13 +22,12 @@ from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import Mistake, printable
 from packtrain.job import Job
 from packtrain.job.job import EpochSettings
-from packtrain.pack.picture import UnusableImage, to_tiled
+from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import Recipe
 from packtrain.units import show_bytes
 
 _ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
-_MAX_FILE_BYTES = 500_000_000
 _LAST_EPOCH = 1 << 40  # beyond all phases of a schedule
 
 
@@ -153,8 +152,8 @@ def read_image(path: str, short_side: int | None = None) -> Tiled:
         if not file.is_file():
             raise Mistake(f"{name}: {'not a file' if file.exists() else 'no such file'}")
         size = file.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(_MAX_FILE_BYTES)}")
+        if size > MAX_BYTES:
+            raise Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(MAX_BYTES)}")
         return to_tiled(file.read_bytes(), short_side)
     except UnusableImage as error:
         raise Mistake(f"{name}: {error.reason}; use a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
