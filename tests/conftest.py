@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,10 @@ from parts.s3 import S3Server, fresh_location, leave_aws
 # Tests share the cores already: with a thread for each core in every one of their processes, learning takes four times
 # as long. None of the modules above has loaded torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is remembered of the code that tests run must not mix with what the person has run.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="packtrain-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A shell ignores SIGINT in what it runs in the background, and processes inherit that: Ctrl-C could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

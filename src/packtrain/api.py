@@ -13,6 +13,7 @@ from packtrain.report import write_report
 from packtrain.run.liveness import State, state_of
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run
+from packtrain.run.trust import Accept, CodeReview
 from packtrain.start import create, load, reopen, start
 from packtrain.store import open_store
 
@@ -60,12 +61,13 @@ class RunHandle:
     def stop(self) -> None:
         self._run.request_stop("stopped by user (Python)")
 
-    def resume(self) -> None:
+    def resume(self, trust_code: bool = False) -> None:
+        """Resume the run; `trust_code` if it was started elsewhere, and you know what it runs."""
         state = self.state()
         # Unlike the command, which follows a running run: a call that does nothing would hide a mistake.
         if state in ("running", "finished"):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
-        reopen(self._run)
+        reopen(self._run, _trusting(trust_code))
         start(self._run, tied=False)
 
     def report(self) -> str:
@@ -80,10 +82,15 @@ class RunHandle:
         nucleus: float | None = None,
         temperature: float | None = None,
         seed: int | None = None,
+        trust_code: bool = False,
     ) -> list[str]:
-        """Return the model's output for each input; search options left out are the recipe's defaults."""
+        """Return the model's output for each input; search options left out are the recipe's defaults.
+
+        A recipe of your own is code from the store: `trust_code` if the run was started elsewhere, and you know it.
+        """
         options = DecodeOptions(beam, nucleus, temperature, seed=seed)
-        return [made.text for made in load_predictor(self._run, best).predict(inputs, options)]
+        predictor = load_predictor(self._run, best, accept=_trusting(trust_code))
+        return [made.text for made in predictor.predict(inputs, options)]
 
 
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
@@ -96,3 +103,11 @@ def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
 def open_(name: str | None = None, store: str = "./store") -> RunHandle:
     """Open a run by its name, the newest of a job, or the newest in the store."""
     return RunHandle(open_run(open_store(store), name))
+
+
+def _trusting(given: bool) -> Accept:
+    def accept(review: CodeReview) -> None:
+        if not given:
+            raise Mistake(f"{review.reason}; look at it, then pass trust_code=True")
+
+    return accept

@@ -24,6 +24,7 @@ from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive, snapshot
 from packtrain.run.run import Run, create_run
+from packtrain.run.trust import Accept, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of
 
@@ -91,10 +92,12 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         weights = [source.weight for source in job.data.train]
         if not any(map(draws, packed.splits["train"].sources, weights)):
             raise loaded.mistake("data.train", NO_SAMPLES)
-        if ":" in job.recipe and job.checkpoint.best_by is None:
+        if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    return create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
+    run = create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
+    remember(run)
+    return run
 
 
 def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
@@ -107,9 +110,16 @@ def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
 
 
-def reopen(run: Run, say: Say = print) -> None:
-    """Prepare a run that has ended to be started again, after the checks that `create` does."""
-    _require_torch(run.job)
+def reopen(run: Run, accept: Accept, say: Say = print) -> None:
+    """Prepare a run that has ended to be started again, after the checks that `create` does.
+
+    `accept` decides about a run that was started elsewhere, or was changed (run/trust.py).
+    """
+    job = run.job
+    # Not only code: the job says which machines get which of this person's secrets, and how they are reached.
+    if job.has_own_code or job.environment or job.fleet.kind.power_off or not fleet_of(job.fleet.kind).trains_here:
+        require_trust(run, accept)
+    _require_torch(job)
     fleet_of(run.job.fleet.kind).check(run.job, run.store, say)
     run.reopen()
 
@@ -122,8 +132,8 @@ def _require_torch(job: Job) -> None:
 
 def _code(loaded: LoadedJob, store: Store) -> bytes:
     """Return an archive of the directory of a program or a user's recipe, or else of the job file alone."""
-    recipe, program = loaded.job.recipe, loaded.job.program
-    if program is None and (recipe is None or ":" not in recipe):
+    program = loaded.job.program
+    if not loaded.job.has_own_code:
         return archive({"job.yaml": loaded.text.encode()})
     if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
         raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")

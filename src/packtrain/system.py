@@ -96,6 +96,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packtrain"
 
 
+def state_directory() -> Path:
+    """Return the directory for what this person's machine remembers and cannot fetch again."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "packtrain"
+
+
 def nodes_directory() -> Path:
     """Return the directory in which each node of this machine has a directory of its own."""
     return cache_directory() / "nodes"

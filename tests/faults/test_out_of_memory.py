@@ -48,7 +48,7 @@ def test_out_of_memory_twice_at_the_same_step_ends_the_run_with_advice(tmp_path:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
     node = subprocess.Popen(
-        [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
+        [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url, "--code", run.code_digest],
         env=environment,
         preexec_fn=enter,  # noqa: PLW1509
         stdout=subprocess.DEVNULL,

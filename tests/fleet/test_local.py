@@ -37,7 +37,8 @@ def test_every_kind_of_fleet_in_a_job_file_can_be_built() -> None:
 def test_a_plan_has_the_node_command_for_each_machine(directory_store: Store) -> None:
     run = new_run(directory_store)
     command = (
-        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--address", "127.0.0.1",
+        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--code", run.code_digest,
+        "--address", "127.0.0.1",
     )  # fmt: skip
     assert LocalFleet(LocalSettings(machines=3)).plan(run) == [LaunchPlan("this machine", command)] * 3
 

@@ -146,7 +146,7 @@ def test_a_machine_that_is_done_is_shut_down_whatever_fails(
     monkeypatch.setattr(node_module, "Node", Ending)
     monkeypatch.setattr(preemption, "switch_off", switched_off.append)
     monkeypatch.setattr(report_module, "write_report", broken)
-    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
+    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"]).exit_code != 0
     assert switched_off == [True]
 
 
@@ -169,7 +169,7 @@ def test_a_machine_whose_node_crashes_is_shut_down_and_the_crash_is_recorded(
     switched_off: list[bool] = []
     monkeypatch.setattr(node_module, "Node", Dying)
     monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url]).exit_code != 0
+    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"]).exit_code != 0
     assert switched_off == [True]
     [event] = run.events().read()
     assert event.kind == "failure"
@@ -188,7 +188,7 @@ def test_a_wrong_option_shuts_no_machine_down_but_an_unreadable_job_does_if_the_
         directory_store.put(run.key("job.json"), b"damaged")
     switched_off: list[bool] = []
     monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, *arguments])
+    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code", *arguments])
     assert isinstance(ended.exception, PacktrainError)
     assert switched_off == [off]
 

@@ -91,7 +91,17 @@ class Machine:
         }
         with (self.directory / "node.log").open("ab") as log:
             node = subprocess.Popen(
-                [sys.executable, "-m", "packtrain", "node", run.name, "--store", run.store.url],
+                [
+                    sys.executable,
+                    "-m",
+                    "packtrain",
+                    "node",
+                    run.name,
+                    "--store",
+                    run.store.url,
+                    "--code",
+                    run.code_digest,
+                ],
                 env=environment,
                 stdout=log,
                 stderr=log,

@@ -43,6 +43,7 @@ class HostRun:
 
     def start(self, host: Host, **extra: str) -> None:
         command = [sys.executable, "-m", "packtrain", "node", self.run.name, "--store", self.run.store.url]
+        command += ["--code", self.run.code_digest]  # as a fleet would
         with (self.network.scratch / f"{host.name}-{time.monotonic_ns()}.txt").open("wb") as log:
             self.nodes[host.name] = host.popen(
                 [*command, "--interface", "eth0"],

@@ -13,8 +13,9 @@ import pytest
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.pack.build import PlainProgress
-from packtrain.recipes import recipe_class, recipe_of, unpacked_code, use_code
+from packtrain.recipes import recipe_class, recipe_of, use_code
 from packtrain.report.summary import summarize
+from packtrain.run.code import archive, unpacked
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
 from packtrain.store import open_store
@@ -137,9 +138,9 @@ def created(example: Path) -> Run:
 def test_a_run_archives_its_recipe(example: Path) -> None:
     run = created(example)
     shutil.rmtree(example)
-    code = unpacked_code(run)
+    code = unpacked(run.code)
     assert {path.name for path in code.iterdir()} >= {"languages.py", "job.yaml"}
-    assert unpacked_code(run) == code
+    assert unpacked(run.code) == code
     found = recipe_of(run)
     assert Path(str(sys.modules[found.__module__].__file__)).parent == code.resolve()
 
@@ -168,3 +169,10 @@ def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example:
     found = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert [line.split()[0] for line in found.stdout.splitlines()] == ["German", "English"]
+
+    run = open_run(open_store("./store"), "languages")
+    evil = {"languages.py": b"import pathlib; pathlib.Path('mark').touch()"}
+    run.store.put(run.key("code.tar.zst"), archive(evil))
+    refused = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
+    assert (refused.returncode, refused.stdout, Path("mark").exists()) == (2, "", False)
+    assert refused.stderr.startswith(f"packtrain: {run.name} is not what you ran before: code/languages.py,")

@@ -23,6 +23,7 @@ from packtrain.errors import harmless
 if TYPE_CHECKING:
     from packtrain.cli.screen import Screen
     from packtrain.run.run import Run
+    from packtrain.run.trust import Accept, CodeReview
     from packtrain.store import Store
 
 StoreOption = Annotated[
@@ -44,8 +45,12 @@ SetOption = Annotated[
         "--set", metavar="FIELD=VALUE", help='Override a field of the job, e.g. train.duration="100 steps"; repeatable.'
     ),
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-code", help="Run the run's own code even if you have not run it from here before.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+_SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
 
 
@@ -71,6 +76,46 @@ def hints(run: Run, *words: str) -> list[str]:
     known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
     where = [] if run.store.url in known else ["--store", run.store.url]
     return [f"  {word + ':':<8} {shlex.join(['packtrain', *_HINTS[word], run.name, *where])}" for word in words]
+
+
+def trusting(given: bool) -> Accept:
+    """Return what decides about a run's code that this person has not run before: the option, or the person."""
+
+    def accept(review: CodeReview) -> None:
+        from packtrain.errors import Mistake
+
+        if given:
+            return
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise Mistake(f"{review.reason}; look at it in a terminal, or pass --trust-code")
+        if not _asked(review):
+            raise Mistake(f"{review.run.name}: not run")
+
+    return accept
+
+
+def _asked(review: CodeReview) -> bool:
+    """Show the code on standard error, where it disturbs no output, and ask."""
+    from packtrain.errors import printable
+    from packtrain.run.code import unpacked
+    from packtrain.units import show_bytes
+
+    run = review.run
+    lines = [review.reason[0].upper() + review.reason[1:] + ":"]
+    changes = [(change.kind, change.name, show_bytes(change.size)) for change in review.changes]
+    lines += [f"  {kind:<8} {name} ({size})" for kind, name, size in changes[:_SHOWN_FILES]]
+    if len(changes) > _SHOWN_FILES:
+        lines.append(f"  and {len(changes) - _SHOWN_FILES} more")
+    lines.append(f"It runs: {run.job.recipe or ' '.join(run.job.program or ())}")
+    lines.append(f"Fleet: {run.job.fleet.model_dump_json(exclude_defaults=True)}")
+    if run.job.environment:
+        lines.append(f"Variables that it gets: {', '.join(run.job.environment)}")
+    if run.job.has_own_code:
+        lines.append(f"Read its code first, in {unpacked(run.code)}: it can do everything that you can do here.")
+    for line in lines:
+        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
+    print("Run it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 class SafeStream(io.TextIOBase):

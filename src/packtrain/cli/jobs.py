@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JobArgument, RunArgument, SetOption, StoreOption, console, find_run, hints
+from packtrain.cli.common import (
+    JobArgument,
+    RunArgument,
+    SetOption,
+    StoreOption,
+    TrustOption,
+    console,
+    find_run,
+    hints,
+    trusting,
+)
 
 if TYPE_CHECKING:
     from packtrain.job.kinds import FleetKind
@@ -112,6 +122,7 @@ def resume(
     store: StoreOption = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
+    trust_code: TrustOption = False,
 ) -> None:
     """Resume a run that stopped or failed, from its last checkpoint."""
     from packtrain.cli.follow import follow
@@ -133,7 +144,7 @@ def resume(
         console().say(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
     _check_modes(foreground, detach, found.job.fleet.kind)
-    reopen(found, _print_line)
+    reopen(found, trusting(trust_code), _print_line)
     _start_and_follow(found, foreground, detach)
 
 

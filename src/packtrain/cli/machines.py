@@ -14,11 +14,13 @@ from packtrain.cli.common import (
     JsonOption,
     RunArgument,
     StoreOption,
+    TrustOption,
     console,
     default_store,
     find_run,
     find_store,
     print_json,
+    trusting,
 )
 
 if TYPE_CHECKING:
@@ -125,6 +127,10 @@ def node(
         bool,
         typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job."),
     ] = False,
+    code: Annotated[
+        str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
+    ] = None,
+    trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
     from packtrain.errors import AlreadyJoined, Mistake, NotFound
@@ -137,6 +143,7 @@ def node(
     run, slot, joined = Run(find_store(store), name), None, None
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
+        _check_code(run, code, trust_code)
         power_off = power_off or run.job.fleet.kind.power_off
         slot = NodeSlot(run)
         joined = _node(run, address, interface, workers, slot)
@@ -180,6 +187,19 @@ def _node(run: Run, address: str | None, interface: str | None, workers: int | N
     check_private(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
     return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices(), slot=slot)
+
+
+def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:
+    """Refuse other code than that of the client that started this node; without a client, ask the person."""
+    from packtrain.errors import RunFailed
+    from packtrain.run.trust import require_trust
+
+    if expected is None:
+        if run.job.has_own_code or run.job.fleet.kind.power_off:
+            require_trust(run, trusting(trust_code))
+    elif run.code_digest != expected:
+        # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.
+        raise RunFailed(f"{run.name}: job or code in {run.store.url} are not those that its client started; not run")
 
 
 def _some_addresses(run: Run) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, StoreOption, find_run, print_json
+from packtrain.cli.common import JsonOption, StoreOption, TrustOption, find_run, print_json, trusting
 from packtrain.errors import Mistake, harmless
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def predict(
         typer.Option("--attention-maps", metavar="DIR", help="Write an attention map (PNG) for each image to DIR."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, line by line.")] = False,
+    trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Use the model of a run. It translates text, replies to a prompt, or classifies or captions an image."""
@@ -64,7 +65,7 @@ def predict(
     # Probably a variable that is not set. Of several inputs, each recipe decides what a blank one means.
     if inputs and len(inputs) == 1 and not inputs[0].strip():
         raise Mistake("the input is empty; give a text or the path of an image")
-    predictor = load_predictor(find_run(store, name), best)
+    predictor = load_predictor(find_run(store, name), best, accept=trusting(trust_code))
     if chat:
         _chat(predictor, options)
         return

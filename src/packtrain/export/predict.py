@@ -15,6 +15,7 @@ from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
 from packtrain.run.checkpoint import best as best_of
 from packtrain.run.run import Run
+from packtrain.run.trust import Accept, refuse, require_trust
 from packtrain.system import cache_directory
 
 if TYPE_CHECKING:
@@ -91,13 +92,15 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn) -> Predictor:
+def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, accept: Accept = refuse) -> Predictor:
     """Load the last checkpoint or the best one, with the averaged weights if it has any.
 
-    If a checkpoint is damaged, warn and use the next.
+    If a checkpoint is damaged, warn and use the next. `accept` decides about a user's recipe (run/trust.py).
     """
     if run.job.recipe is None:
         raise Mistake(f"{run.name} runs a program; predict works for recipes only")
+    if run.job.has_own_code:
+        require_trust(run, accept)
     # Before anything is downloaded: a client without torch gets one line instead of a traceback.
     try:
         import packtrain.train.state  # noqa: F401

@@ -144,7 +144,9 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     where = () if interface is None else ("--interface", interface)
     # The job says so too, but a machine that cannot reach the store cannot read the job, and must still shut down.
     off = ("--power-off",) if kind.power_off else ()
-    return (python, "-m", "packtrain", "node", run.name, "--store", run.store.url, *where, *off)
+    # The code that this client has put or checked: the store may have other code by the time the node reads it.
+    words = ("node", run.name, "--store", run.store.url, "--code", run.code_digest)
+    return (python, "-m", "packtrain", *words, *where, *off)
 
 
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:

@@ -163,7 +163,8 @@ class SlurmFleet(Fleet):
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         """Let Slurm validate the script without submitting it. Problems on its nodes show only when they run."""
-        first = Run(store, f"{job.name[:56]}-1")  # there is no run yet; its name does not matter to Slurm
+        # There is no run yet; neither its name nor its code matters to Slurm.
+        first = Run(store, f"{job.name[:56]}-1", b"", b"")
         try:
             ask(("sbatch", "--test-only"), script(first, job, self._settings))
         except Mistake as mistake:

@@ -285,6 +285,11 @@ class Job(Part):
     fleet: FleetSettings = Field(default_factory=FleetSettings)
     budget: BudgetSettings = BudgetSettings()
 
+    @property
+    def has_own_code(self) -> bool:
+        """True if it runs a program or a recipe of the user's own, and not only code of Packtrain."""
+        return self.program is not None or (self.recipe is not None and ":" in self.recipe)
+
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         # `train:` with nothing below it is null in YAML, and means the defaults.

@@ -5,6 +5,7 @@ Nothing here imports torch: this runs in the node.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
+    JOB_VARIABLE,
     RUN_VARIABLE,
     STORE_VARIABLE,
 )
@@ -97,6 +99,7 @@ def worker_environment(
         **(dict.fromkeys(bound, interface) if interface else {}),
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
+        JOB_VARIABLE: hashlib.sha256(run.job_data).hexdigest(),
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),

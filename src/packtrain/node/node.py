@@ -35,7 +35,7 @@ from packtrain.node.telemetry import TelemetrySampler
 from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import Superseded, committed
 from packtrain.run.chunks import Flusher
-from packtrain.run.code import MAX_SNAPSHOT_BYTES, unpack
+from packtrain.run.code import unpack
 from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import StoreError
@@ -126,7 +126,9 @@ class Node:
         try:
             # The launcher starts in this directory, so that a program or a user's recipe is found by its relative path.
             (self.directory.path / "code").mkdir()
-            unpack(self.run.store.get(self.run.key("code.tar.zst"), MAX_SNAPSHOT_BYTES), self.directory.path / "code")
+            # Otherwise it stays empty: Python finds modules there first, and a job of Packtrain's own recipes has none.
+            if self._job.has_own_code:
+                unpack(self.run.code, self.directory.path / "code")
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
             while not self.is_over:

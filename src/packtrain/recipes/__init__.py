@@ -5,11 +5,7 @@ Its module is imported from the directory `code` of the job, or from the code ar
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping
 from importlib import import_module, invalidate_caches
@@ -21,9 +17,8 @@ from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.recipe import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
-from packtrain.run.code import MAX_SNAPSHOT_BYTES, unpack
+from packtrain.run.code import unpacked
 from packtrain.run.run import Run
-from packtrain.system import cache_directory
 
 __all__ = [
     "RECIPES",
@@ -38,7 +33,6 @@ __all__ = [
     "recipe_class",
     "recipe_defaults",
     "recipe_of",
-    "unpacked_code",
     "use_code",
 ]
 
@@ -67,11 +61,14 @@ def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
 
 
 def recipe_of(run: Run) -> type[Recipe]:
-    """Return the recipe of a run on any machine: a user's recipe comes from the run's code archive."""
+    """Return the recipe of a run on any machine: a user's recipe comes from the run's code archive.
+
+    Importing it runs its code: the caller has made sure that it may (`run/trust.py`).
+    """
     name = run.job.recipe
     if name is None:
         raise Mistake(f"{run.name} runs a program, not a recipe")
-    return recipe_class(name, unpacked_code(run) if ":" in name else None)
+    return recipe_class(name, unpacked(run.code) if run.job.has_own_code else None)
 
 
 def recipe_defaults(name: str, code: Path | None = None) -> Mapping[str, object]:
@@ -153,18 +150,3 @@ def _import(module: str, code: Path | None) -> ModuleType:
         if isinstance(error, SyntaxError):
             where = f"{Path(error.filename or module).name}:{error.lineno}"
         raise Mistake(f"cannot import {module}: {type(error).__name__}: {error} ({where})") from None
-
-
-def unpacked_code(run: Run) -> Path:
-    """Return the directory on this machine with the run's code, unpacked on first use."""
-    data = run.store.get(run.key("code.tar.zst"), MAX_SNAPSHOT_BYTES)
-    directory = cache_directory() / "code" / hashlib.sha256(data).hexdigest()
-    if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=directory.parent))
-        unpack(data, fresh)
-        try:
-            os.rename(fresh, directory)  # noqa: PTH104 - atomic: other processes see all of it or nothing
-        except OSError:  # another process was first
-            shutil.rmtree(fresh)
-    return directory

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import shutil
 import subprocess
 import tarfile
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.system import cache_directory
 from packtrain.units import show_bytes
 
 MAX_BYTES = 20_000_000
@@ -65,8 +71,15 @@ def archive(files: Mapping[str, bytes], modes: Mapping[str, int] | None = None) 
     return zstandard.ZstdCompressor(level=9).compress(buffer.getvalue())
 
 
-def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) -> None:
-    """Write the snapshot's files. Anything but regular files inside the directory is refused."""
+@dataclass(frozen=True)
+class CodeFile:
+    name: str
+    mode: int
+    data: bytes
+
+
+def files_of(data: bytes, max_bytes: int = MAX_SNAPSHOT_BYTES) -> Iterator[CodeFile]:
+    """Yield the snapshot's files. Anything but regular files inside the directory is refused."""
     import zstandard
 
     try:
@@ -79,15 +92,38 @@ def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) ->
                 name = PurePosixPath(entry.name)
                 if not entry.isfile() or entry.issparse() or name.is_absolute() or ".." in name.parts:
                     raise PacktrainError(f"the run's code has an unsafe entry {entry.name!r}; refusing it")
-                path = directory / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Written by hand instead of with `extract`, which would apply owners, modes and links of the archive.
                 reader = tar.extractfile(entry)
                 assert reader is not None
-                path.write_bytes(reader.read())
-                path.chmod(entry.mode & _MODE_BITS | 0o600)
-    except (zstandard.ZstdError, tarfile.TarError, OSError, ValueError) as error:
+                yield CodeFile(str(name), entry.mode & _MODE_BITS | 0o600, reader.read())
+    except (zstandard.ZstdError, tarfile.TarError, ValueError) as error:
         raise PacktrainError(f"cannot unpack the run's code: {error}") from error
+
+
+def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) -> None:
+    """Write the snapshot's files by hand: `extract` would apply owners, modes and links of the archive."""
+    try:
+        for file in files_of(data, max_bytes):
+            path = directory / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.data)
+            path.chmod(file.mode)
+    except (OSError, ValueError) as error:
+        raise PacktrainError(f"cannot unpack the run's code: {error}") from error
+
+
+def unpacked(data: bytes) -> Path:
+    """Return the directory on this machine with the snapshot's files, written on first use."""
+    directory = cache_directory() / "code" / hashlib.sha256(data).hexdigest()
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=directory.parent))
+        try:
+            unpack(data, fresh)
+            with suppress(OSError):  # another process was first
+                fresh.rename(directory)  # atomic: other processes see all of it or nothing
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return directory
 
 
 def _candidates(directory: Path) -> list[Path]:

@@ -5,6 +5,7 @@ Any machine that can read the store can follow a run; nothing about it is kept a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.job import Job
 from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
+from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
     Event,
     Generation,
@@ -45,29 +47,51 @@ def worker_writer(generation: int, rank: int) -> str:
 
 
 class Run:
-    """A run by its name; nothing is read until it is asked for."""
+    """A run by its name; nothing is read until it is asked for.
 
-    def __init__(self, store: Store, name: str) -> None:
+    Job and code are read once: the bytes that were checked (see trust.py) are those that run.
+    """
+
+    def __init__(self, store: Store, name: str, job_data: bytes | None = None, code: bytes | None = None) -> None:
         if not is_name(name):
             raise NotFound(f"{name!r} is not a valid run name; names consist of a-z, 0-9 and -")
         self.store, self.name = store, name
         self.folder = f"runs/{name}"
+        self._job_data, self._code = job_data, code
         self._job: Job | None = None
 
     def key(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
     @property
+    def job_data(self) -> bytes:
+        if self._job_data is None:
+            self._job_data = self.store.find(self.key("job.json"))
+            if self._job_data is None:
+                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` lists the runs")
+        return self._job_data
+
+    @property
     def job(self) -> Job:
         if self._job is None:
-            data = self.store.find(self.key("job.json"))
-            if data is None:
-                raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` lists the runs")
             try:
-                self._job = Job.model_validate_json(data)
+                self._job = Job.model_validate_json(self.job_data)
             except ValidationError as error:
                 raise self._damaged("job.json") from error
         return self._job
+
+    @property
+    def code(self) -> bytes:
+        """The archive of the code that the run carries."""
+        if self._code is None:
+            self._code = self.store.get(self.key("code.tar.zst"), MAX_SNAPSHOT_BYTES)
+        return self._code
+
+    @property
+    def code_digest(self) -> str:
+        """A digest of the job and the code: everything that decides what the run's nodes execute."""
+        parts = (hashlib.sha256(data).digest() for data in (self.job_data, self.code))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def pack_name(self) -> str:
         """Return the name of the pack that a recipe trains on."""
@@ -236,10 +260,12 @@ def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
+    data = job.model_dump_json(indent=1).encode()
     for number in range(1 + last_number(store, job.name), 1_000_000):
-        run = Run(store, f"{_stem(job.name)}-{number}")
+        # With what is put, not with what the store has later: nodes are told to run this and nothing else.
+        run = Run(store, f"{_stem(job.name)}-{number}", data, code)
         # Two clients may try the same number at the same time: the second one gets False, and takes the next.
-        if store.put_if_absent(run.key("job.json"), job.model_dump_json(indent=1).encode()):
+        if store.put_if_absent(run.key("job.json"), data):
             store.put(run.key("code.tar.zst"), code)
             if pack is not None:
                 store.put(run.key("pack.txt"), pack.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from packtrain.system import cache_directory
 from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
+    JOB_VARIABLE,
     RUN_VARIABLE,
     STORE_VARIABLE,
     Control,
@@ -61,6 +63,8 @@ def main(stop_signal: StopSignal, started: float) -> NoReturn:
 
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
     run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
+    if hashlib.sha256(run.job_data).hexdigest() != os.environ[JOB_VARIABLE]:
+        raise Mistake(f"job.json of {run.name} has changed since its node started; its recipe may be another one")
     job = run.job
     assert job.recipe is not None
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))

@@ -1,0 +1,234 @@
+"""Code in the store that somebody else has put there, and the person who would run it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import packtrain as pt
+from packtrain.errors import Mistake
+from packtrain.pack.build import PlainProgress
+from packtrain.run.code import archive
+from packtrain.run.run import Run
+from packtrain.run.trust import CodeReview, refuse, remember, require_trust
+from packtrain.start import create, load
+from packtrain.store import Store, open_store
+from packtrain.system import state_directory
+from parts.runs import new_run, program_job, recipe_job
+
+GOOD = "print('good')"
+EVIL = "import os, pathlib; pathlib.Path(os.environ['MARK']).touch()"
+JOB = "name: mine\nprogram: [train.py]\nstore: {store}\n"
+RECIPE_JOB = """
+name: mine
+recipe: mine:Mine
+store: {store}
+data: {{train: [{{bitext: [a.txt, a.txt]}}], vocabulary: 300}}
+model: tiny
+train: {{duration: 1 epochs, batch: 64 tokens}}
+"""
+RECIPE = "from packtrain.recipes.translate import Translate\n\nclass Mine(Translate):\n    pass\n"
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """Return a file that only the evil code creates."""
+    return tmp_path / "mark"
+
+
+def started(folder: Path, job: str = JOB, **files: str) -> Run:
+    """Create a run as its own person does, here."""
+    code = folder / "code"
+    code.mkdir()
+    for name, text in {"train.py": GOOD, "job.yaml": job.format(store=folder / "store"), **files}.items():
+        (code / name.replace("_py", ".py").replace("_txt", ".txt")).write_text(text)
+    return create(load(code / "job.yaml"), PlainProgress(lambda _: None))
+
+
+def poison(run: Run, **files: str) -> None:
+    changed = {name.replace("_py", ".py"): text.encode() for name, text in files.items()}
+    run.store.put(run.key("code.tar.zst"), archive(changed))
+
+
+def again(run: Run) -> Run:
+    """Return the run as another process opens it."""
+    return Run(run.store, run.name)
+
+
+def packtrain(verb: str, run: Run, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "packtrain", verb, run.name, "--store", run.store.url, *options]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
+def in_terminal(answer: str, verb: str, run: Run) -> tuple[int, str]:
+    """Run a command as in a terminal, type the answer, and return the exit code and the output."""
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "packtrain", verb, run.name, "--store", run.store.url]
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    os.write(outer, f"{answer}\n".encode())
+    shown = b""
+    try:
+        while data := os.read(outer, 4096):
+            shown += data
+    except OSError:  # how the end of a terminal looks on Linux
+        pass
+    os.close(outer)
+    return process.wait(120), shown.decode()
+
+
+def test_code_that_was_started_here_is_not_asked_about(tmp_path: Path) -> None:
+    require_trust(again(started(tmp_path)), refuse)
+
+
+@pytest.mark.parametrize("verb", ["resume", "node"])
+def test_code_that_was_changed_in_the_store_is_not_run(tmp_path: Path, mark: Path, verb: str) -> None:
+    run = started(tmp_path)
+    poison(run, train_py=EVIL)
+    done = packtrain(verb, run)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("packtrain: mine-1 is not what you ran before: code/train.py, code/job.yaml changed;")
+    assert done.stderr.endswith("pass --trust-code\n")
+    assert not mark.exists()
+
+
+def test_a_recipe_that_was_changed_in_the_store_is_not_imported_by_predict(tmp_path: Path, mark: Path) -> None:
+    run = started(tmp_path, RECIPE_JOB, mine_py=RECIPE, a_txt="a b c\n" * 50)
+    poison(run, mine_py=EVIL + "\n" + RECIPE)
+    done = packtrain("predict", run, "hello")
+    assert (done.returncode, mark.exists()) == (2, False), done.stderr
+    assert "code/mine.py" in done.stderr
+    with pytest.raises(Mistake, match=r"not what you ran before: .*; look at it, then pass trust_code=True"):
+        pt.open(run.name, run.store.url).predict(["hello"])
+    assert not mark.exists()
+
+
+def test_a_job_that_was_changed_in_the_store_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its machines nor the names of the variables that they are sent may change unseen."""
+    monkeypatch.setenv("TOKEN", "canary")
+    run = started(tmp_path)
+    changed = program_job("mine", environment=["TOKEN"], fleet={"ssh": {"hosts": ["gpu-of-somebody-else"]}})
+    run.store.put(run.key("job.json"), changed.model_dump_json().encode())
+    done = packtrain("resume", run)
+    assert (done.returncode, "job.json changed" in done.stderr) == (2, True), done.stderr
+    with pytest.raises(Mistake, match=r"job\.json changed"):
+        pt.open(run.name, run.store.url).resume()
+
+
+@pytest.mark.parametrize("fields", [{"environment": ["TOKEN"]}, {"fleet": {"ssh": {"hosts": ["gpu-a"]}}}])
+def test_a_job_of_somebody_else_that_names_machines_or_variables_is_not_resumed_unasked(
+    directory_store: Store, fields: dict[str, object]
+) -> None:
+    done = packtrain("resume", new_run(directory_store, recipe_job(**fields)))
+    assert done.returncode == 2
+    assert "job-1 was not started from here, and its job decides which machines get which variables" in done.stderr
+
+
+def test_a_node_runs_only_the_code_that_its_client_has_seen(tmp_path: Path, mark: Path) -> None:
+    run = started(tmp_path)
+    digest = run.code_digest
+    poison(run, train_py=EVIL)
+    done = packtrain("node", run, "--code", digest, "--trust-code")
+    assert (done.returncode, mark.exists()) == (100, False), done.stderr
+    assert "are not those that its client started" in done.stderr
+    assert [event.kind for event in run.events().read()] == ["failure"], "whoever follows the run sees it"
+
+
+def test_code_of_somebody_else_runs_once_it_is_accepted_and_is_remembered(tmp_path: Path, mark: Path) -> None:
+    run = started(tmp_path)
+    poison(run, train_py=EVIL)
+    done = packtrain("node", run, "--trust-code", "--address", "127.0.0.1")
+    assert (done.returncode, mark.exists()) == (0, True), done.stderr
+    require_trust(again(run), refuse)
+
+
+def test_in_a_terminal_the_person_is_shown_what_changed_and_asked(tmp_path: Path, mark: Path) -> None:
+    run = started(tmp_path)
+    poison(run, train_py=EVIL, **{"more\x1b[2J_py": "1"})
+    code, shown = in_terminal("no", "node", run)
+    assert (code, mark.exists()) == (2, False)
+    for words in ("changed  code/train.py", "added    code/more\\x1b[2J.py", "removed  code/job.yaml", "Run it? [y/N]"):
+        assert words in shown
+    assert "\x1b" not in shown
+    assert "mine-1: not run" in shown
+    code, shown = in_terminal("y", "node", run)
+    assert (code, mark.exists()) == (0, True), shown
+
+
+def test_an_empty_answer_is_a_no(tmp_path: Path, mark: Path) -> None:
+    run = started(tmp_path)
+    poison(run, train_py=EVIL)
+    assert in_terminal("", "node", run)[0] == 2
+    assert not mark.exists()
+
+
+def test_an_archive_cannot_add_modules_to_a_recipe_of_packtrain(directory_store: Store, mark: Path) -> None:
+    """Python looks for modules in the directory of the code first, so an archive with a torch.py would be run."""
+    run = new_run(directory_store, recipe_job(fleet={"local": {}, "failures": 0}))
+    poison(run, torch_py=EVIL, numpy_py=EVIL)
+    assert packtrain("node", run, "--address", "127.0.0.1").returncode == 100, "there is no pack"
+    assert not mark.exists()
+
+
+# What is remembered.
+
+
+def reviews(run: Run) -> list[CodeReview]:
+    found: list[CodeReview] = []
+    require_trust(run, found.append)
+    return found
+
+
+def test_what_is_remembered_can_be_read_by_its_owner_only(directory_store: Store) -> None:
+    remember(new_run(directory_store))
+    folder = state_directory() / "code"
+    [file] = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_another_run_and_another_store_are_asked_about_even_with_the_same_code(tmp_path: Path) -> None:
+    first, other = open_store(str(tmp_path / "first")), open_store(str(tmp_path / "other"))
+    remember(new_run(first))
+    for run in (new_run(first), new_run(other)):
+        [review] = reviews(run)
+        assert not review.known
+        assert reviews(run) == [], "accepted"
+
+
+def test_a_file_that_becomes_executable_is_a_change(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    remember(run)
+    directory_store.put(run.key("code.tar.zst"), archive({"train.py": b""}, {"train.py": 0o755}))
+    [review] = reviews(again(run))
+    assert [(change.kind, change.name) for change in review.changes] == [("changed", "code/train.py")]
+
+
+def test_a_damaged_memory_is_none(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    remember(run)
+    [file] = (state_directory() / "code").iterdir()
+    for text in ("", "[]", '{"digest": 1}', '{"digest": "a", "files": 3}', "\0"):
+        file.write_text(text)
+        assert len(reviews(run)) == 1
+
+
+def test_a_home_that_cannot_be_written_only_means_to_be_asked_again(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    run = new_run(directory_store)
+    remember(run)
+    assert len(reviews(run)) == 1
