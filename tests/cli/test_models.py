@@ -134,12 +134,19 @@ def test_json_has_the_input_and_the_output(predict: Predict) -> None:
     [
         ("", "the input is empty"),
         ("  ", "the input is empty"),
-        ("word " * 10_000, "tokens, more than 1,000; shorten it: 'word word"),
+        ("word " * 3_000, "tokens, more than 1,000; shorten it: 'word word"),
+        ("word " * 10_000, "the input has more than 16,000 bytes; shorten it: 'word word"),
     ],
-    ids=["empty", "blank", "10,000 words"],
+    ids=["empty", "blank", "3,000 words", "10,000 words"],
 )
 def test_an_empty_or_overlong_text_is_refused(predict: Predict, run: str, given: str, words: str) -> None:
     assert_refused(predict(run, given), words)
+
+
+def test_a_line_of_megabytes_is_refused_with_its_number(predict: Predict) -> None:
+    assert_refused(
+        predict("talk", lines="hello\n" + "x" * 3_000_000), "input 2 has 1,000,000 characters or more; shorten"
+    )
 
 
 def test_a_line_that_is_not_utf8_is_refused_with_its_number(predict: Predict) -> None:
@@ -203,9 +210,7 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(predict: Predict) 
     assert done.code == 0
     replies = done.out.split("\n")
     assert (len(replies), replies[1]) == (5, "")
-    assert re.fullmatch(
-        r"the input has [\d,]+ tokens, more than 1,000; .*\n\(its first \d+ tokens were cut off\)\n", done.err
-    )
+    assert re.fullmatch(r"the input has more than 16,000 bytes; .*\n\(its first \d+ tokens were cut off\)\n", done.err)
     assert predict("talk", "--chat", lines="hello\nthank you\n").out.split("\n")[1] == replies[2]
 
 

@@ -23,6 +23,13 @@ DATA = data_of(["a.tsv"], max_words=6, max_ratio=3.0)
         ("a b c d e f g", "u v w", "more than 6 words"),
         ("short", "a b c d", "one side more than 3 times as long"),
         ("a b c d e f", "u v", None),
+        ("five words in this line", "这一行有五个词", None),
+        ("five words in this line", "この行には五つの単語があります", None),
+        ("five words in this line", "บรรทัดนี้มีห้าคำ", None),
+        ("too long", "这一行中文的字数远远超过了限制", "more than 6 words"),
+        ("short", "这一行中文字太多了", "one side more than 3 times as long"),
+        ("x" * 16_001, "eins", "text of more than 16,000 bytes"),
+        ("eins", "ж" * 8_001, "text of more than 16,000 bytes"),
     ],
 )
 def test_a_pair_is_filtered_for_one_reason(source: str, target: str, reason: str | None) -> None:

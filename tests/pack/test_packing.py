@@ -21,8 +21,8 @@ def objects(store: Store) -> dict[str, bytes]:
     return {entry.key: store.get(entry.key) for entry in store.list("")}
 
 
-def quietly(job: Job, store: Store) -> Manifest:
-    return pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
+def quietly(job: Job, store: Store, allow_drops: bool = False) -> Manifest:
+    return pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None), allow_drops)
 
 
 def told(job: Job, store: Store) -> list[str]:
@@ -135,8 +135,10 @@ def test_a_shard_that_was_cut_off_is_made_again(
 def test_packing_reports_samples_and_what_was_left_out(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, pairs=[*GREETINGS, GREETINGS[0], ("", "leer")])
     assert told(job, directory_store) == [
-        "train: 8 pairs; left out 1 (duplicate pair), 1 (one side is empty)",
+        "train: 8 pairs; left out 1 (10.0%, duplicate pair), 1 (10.0%, one side is empty)",
         "valid: 5 pairs",
+        "warning: 10.0% of the training pairs were filtered, most often (1): one side is empty, such as train.tsv:10;"
+        " check them, data.max_words and data.max_ratio",
     ]
     filtered = quietly(job, directory_store).splits["train"].filtered
     assert {reason: (drops.count, drops.names) for reason, drops in filtered.items()} == {
@@ -150,6 +152,23 @@ def test_a_sample_in_train_and_valid_causes_a_warning(directory_store: Store, tm
     assert told(job, directory_store)[-1].startswith(
         "warning: 2 samples of valid are also in train; scores will be too optimistic"
     )
+
+
+def test_no_warning_for_a_few_filtered_pairs_and_for_duplicates(directory_store: Store, tmp_path: Path) -> None:
+    pairs = [(f"line {number}", f"Zeile {number}") for number in range(19)]
+    assert told(job_of(tmp_path, pairs=[*pairs * 2, ("", "leer"), ("", "leer")]), directory_store) == [
+        "train: 19 pairs; left out 19 (47.5%, duplicate pair), 2 (5.0%, one side is empty)",
+        "valid: 5 pairs",
+    ]
+
+
+def test_a_text_that_is_too_long_is_left_out_before_it_is_tokenized(directory_store: Store, tmp_path: Path) -> None:
+    long = ("x" * 9_000_000, "lang")  # minutes, if a vocabulary were fitted to it
+    job = job_of(tmp_path, pairs=[*GREETINGS * 20, long], valid=[*QUESTIONS, long])
+    with pytest.raises(Mistake, match=r"data.valid: 1 of 6 samples are unusable.*text of more than 16,000 bytes"):
+        quietly(job, directory_store)
+    made = quietly(job, directory_store, allow_drops=True)
+    assert [split.samples for split in made.splits.values()] == [8, 5]
 
 
 def test_every_source_has_shards_of_its_own(directory_store: Store, tmp_path: Path) -> None:

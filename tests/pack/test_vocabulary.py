@@ -101,6 +101,65 @@ def test_a_damaged_vocabulary_is_refused_in_one_line() -> None:
     assert "\n" not in str(refused.value)
 
 
+EXPANDING = {"type": "Replace", "pattern": {"Regex": "."}, "content": "xxxxxxxxxxxxxxxx"}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["normalizer"], {"type": "Sequence", "normalizers": [EXPANDING] * 12}),
+        (["pre_tokenizer"], {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}]}),
+        (["pre_tokenizer", "use_regex"], False),
+        (["post_processor"], {"type": "ByteLevel", "trim_offsets": True}),
+        (["decoder"], {"type": "Sequence", "decoders": [EXPANDING] * 12}),
+        (["padding"], {"strategy": {"Fixed": 1 << 40}}),
+        (["truncation"], {"max_length": 1}),
+        (["added_tokens"], []),
+        (["added_tokens", 0, "content"], "a"),
+        (["model", "type"], "Unigram"),
+        (["model", "dropout"], 0.5),
+        (["model", "vocab"], {}),
+        (["model", "vocab"], []),
+        (["model", "vocab", "Ġ"], 10**9),
+        (["model", "vocab", "Ġ"], -1),
+        (["model", "vocab", "Ġ"], 3.5),
+        (["model", "vocab", "Ġ"], True),
+        (["model", "vocab", "one more"], 5),
+        (["model", "merges"], [["no such token", "a"]]),
+        (["model", "merges"], [["z", "z"]]),
+        (["model", "merges"], ["a b"]),
+        (["model", "merges"], {}),
+        (["model"], None),
+        (["another"], None),
+    ],
+    ids=str,
+)
+def test_only_a_vocabulary_in_the_form_that_is_written_is_read(place: list[str], value: object) -> None:
+    document = json.loads(VOCABULARY.to_json())
+    inner = document
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(PacktrainError, match=r"vocabulary is damaged.*pack the data again") as refused:
+        Vocabulary.from_json(json.dumps(document))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_huge_vocabulary_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.json"
+    path.write_text(VOCABULARY.to_json())
+    assert Vocabulary.from_file(path).to_json() == VOCABULARY.to_json()
+    os.truncate(path, 40 << 30)
+    with pytest.raises(PacktrainError, match=r"vocabulary is damaged \(it has 42,949,672,960 bytes\); pack the data"):
+        Vocabulary.from_file(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", '{"model": []}', "\x00"])
+def test_a_file_that_is_no_vocabulary_is_refused(text: str) -> None:
+    with pytest.raises(PacktrainError, match=r"vocabulary is damaged.*pack the data again"):
+        Vocabulary.from_json(text)
+
+
 def test_the_number_of_threads_changes_nothing() -> None:
     settings = [
         {"TOKENIZERS_PARALLELISM": "false"},

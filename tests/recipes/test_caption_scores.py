@@ -20,7 +20,7 @@ OUTPUTS = ["a dog is running on the grass", "two men on a red motorcycle", "a bo
 def test_words_are_lower_case_and_without_punctuation() -> None:
     said = words("A cat\u2019s “red” medium-dark coat isn't, (No. 7)!")
     assert said == ["a", "cat", "'s", "red", "medium-dark", "coat", "is", "n't", "no", "7"]
-    assert words("Ein Mädchen, 猫") == ["ein", "mädchen", "猫"]
+    assert words("Ein Mädchen, 黑猫") == ["ein", "mädchen", "黑", "猫"]
     assert words(" .,- ") == []
 
 

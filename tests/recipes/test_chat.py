@@ -148,7 +148,13 @@ def test_samples_show_the_turns_the_reference_and_the_reply(chat: Chat) -> None:
 
 @pytest.mark.parametrize(
     ("texts", "size", "share"),
-    [(["a b", "A c"], 1, 3 / 4), (["a b c", "a b"], 2, 2 / 3), (["a", ""], 2, 0.0), ([], 1, 0.0)],
+    [
+        (["a b", "A c"], 1, 3 / 4),
+        (["a b c", "a b"], 2, 2 / 3),
+        (["a", ""], 2, 0.0),
+        ([], 1, 0.0),
+        (["好 的", "好吧"], 1, 3 / 4),
+    ],
 )
 def test_distinct_is_the_share_of_different_ngrams(texts: list[str], size: int, share: float) -> None:
     assert distinct(texts, size) == pytest.approx(share)
@@ -188,6 +194,9 @@ def test_any_prompt_gets_a_reply(make_chat: Callable[..., Chat], decoding: Decod
     assert (replies[0].note, replies[4].note) == ("", f"its first {unread} tokens were cut off")
 
 
-def test_a_prompt_of_ten_thousand_words_is_refused(chat: Chat) -> None:
-    with pytest.raises(Mistake, match=r"the input has \d+,\d\d\d tokens, more than 1,000"):
-        chat.predict(model_of(chat), ["word " * 10_000], Decoding())
+@pytest.mark.parametrize(
+    ("words", "size"), [(3_000, r"\d+,\d\d\d tokens, more than 1,000"), (10_000, "more than 16,000")]
+)
+def test_a_prompt_of_thousands_of_words_is_refused(chat: Chat, words: int, size: str) -> None:
+    with pytest.raises(Mistake, match=f"the input has {size}"):
+        chat.predict(model_of(chat), ["word " * words], Decoding())

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from pack.corpus import GREETINGS, QUESTIONS
 from packtrain.data.order import Ids, block, share, sort_keys
 from packtrain.errors import Mistake
-from packtrain.pack.vocabulary import BOS, EOS, PAD
+from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Recipe, Scores
+from packtrain.recipes.translate import Translate, bleu_tokenizer
 
 MakeRecipe = Callable[..., Recipe]
 EVERYTHING = np.arange(len(GREETINGS))
@@ -168,6 +169,28 @@ def test_an_evaluation_measures_the_mean_loss_per_token_without_smoothing(make_r
     assert measured(smoothed, model, 1).values["loss"] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("references", "tokenizer"),
+    [
+        (["Guten Morgen", "GPU 训练"], "13a"),
+        (["추운 겨울 아침"], "13a"),
+        ([], "13a"),
+        (["今天天气很好。", "我们使用 GPU 训练模型"], "zh"),
+        (["今日は天気がいいですね。"], "char"),
+        (["วันนี้อากาศดี"], "char"),
+    ],
+)
+def test_bleu_splits_references_as_their_script_requires(references: list[str], tokenizer: str) -> None:
+    assert bleu_tokenizer(references) == tokenizer
+
+
+def test_a_partly_right_sentence_without_spaces_has_a_score(recipe: Recipe) -> None:
+    assert isinstance(recipe, Translate)
+    scores = recipe.grade(1.0, ["今天的天气非常好"], ["今天的天气不太好"])
+    assert scores.values["bleu"] > 40
+    assert "|tok:zh|" in scores.signatures["bleu"]
+
+
 def test_bleu_and_chrf_come_with_their_signatures(recipe: Recipe) -> None:
     decoded = np.array([0, 1, 2])
     part = recipe.measure(model_of(recipe), EvaluationRequest("valid", decoded, decoded, 1, 0))
@@ -228,13 +251,19 @@ def test_any_script_is_a_valid_input(recipe: Recipe) -> None:
     assert len(said(recipe, inputs)) == len(inputs)
 
 
-@pytest.mark.parametrize("too_long", ["ж" * 600, "word " * 10_000])
+@pytest.mark.parametrize("too_long", ["ж" * 600, "word " * 3_000])
 def test_an_input_that_is_too_long_is_refused_and_not_cut(recipe: Recipe, too_long: str) -> None:
     with pytest.raises(
         Mistake, match=r"input 2 of 2 has \d+,\d\d\d tokens, more than 1,000; shorten it: '(жжж|word)"
     ) as refused:
         said(recipe, ["hello", too_long])
     assert len(str(refused.value)) < 200
+
+
+def test_megabytes_are_refused_before_they_are_tokenized(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vocabulary, "encode", lambda *_: pytest.fail("tokenized"))
+    with pytest.raises(Mistake, match=r"input 2 of 2 has more than 16,000 bytes; shorten it: 'word word"):
+        said(recipe, ["hello", "word " * 2_000_000])
 
 
 def test_special_tokens_in_an_output_are_removed(recipe: Recipe) -> None:

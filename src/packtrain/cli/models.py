@@ -87,8 +87,13 @@ def predict(
 
 def _lines() -> Iterator[str]:
     """Yield lines of standard input. Invalid UTF-8 passes, so that the error can name the input's number."""
+    from packtrain.export.predict import MAX_CHARACTERS
+
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    for line in sys.stdin:
+    while line := sys.stdin.readline(MAX_CHARACTERS):
+        rest = line
+        while rest and not rest.endswith("\n"):  # a line that is too long is refused by its number like any other
+            rest = sys.stdin.readline(MAX_CHARACTERS)
         yield line.rstrip("\r\n")
 
 

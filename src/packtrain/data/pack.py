@@ -52,7 +52,7 @@ class Pack:
     def _vocabulary(self, file: PackFile | None) -> Vocabulary:
         if file is None:
             raise PacktrainError(f"pack {self.name} has no vocabulary; it contains {self.manifest.kind}")
-        return Vocabulary.from_json(self._path_of(file).read_text())
+        return Vocabulary.from_file(self._path_of(file))
 
     def split(self, name: str) -> SplitReader:
         if name not in self.manifest.splits:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFinished, quoted
+from packtrain.pack.raw import is_text
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
 from packtrain.run.checkpoint import best as best_of
@@ -20,6 +21,9 @@ from packtrain.system import cache_directory
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain accept fewer
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,10 @@ class Predictor:
 
 
 def _check_text(text: str, what: str) -> None:
+    if len(text) >= MAX_CHARACTERS:
+        raise Mistake(f"{what} has {MAX_CHARACTERS:,} characters or more; shorten it: {text[:40]!r}...")
     # Python decodes invalid bytes of an argument or a line as lone surrogates.
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_text(text):
         raise Mistake(f"{what} is not valid UTF-8; convert it first")
 
 

@@ -67,6 +67,11 @@ class Split:
     sources: tuple[int, ...]
     shards: Annotated[tuple[ShardFile, ...], Field(min_length=1)]
 
+    def share_of(self, count: int) -> float:
+        """Return the share of a number of samples in all that were read, those that were left out included."""
+        left_out = sum(drops.count for drops in (*self.filtered.values(), *self.dropped.values()))
+        return count / max(1, self.samples + left_out)
+
 
 @dataclass(frozen=True)
 class Manifest:

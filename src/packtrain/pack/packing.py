@@ -18,7 +18,7 @@ from packtrain.pack.archive import split_member
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key, sized_split
-from packtrain.pack.pairs import pack_pairs
+from packtrain.pack.pairs import DUPLICATE, pack_pairs
 from packtrain.pack.workers import Workers
 from packtrain.store import Store
 from packtrain.system import sha256_of
@@ -29,6 +29,7 @@ PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
     "captions": pack_captions,
 }
 MAX_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
+MAX_FILTERED = 0.05  # of the training pairs, by the settings; more usually means that a limit does not fit the data
 _HASHED_BYTES = 4_000_000_000  # larger files are identified by size and time: hashing them would take minutes
 _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
@@ -50,8 +51,10 @@ def pack(
     for split, build in contents.splits.items():
         splits[split] = found = build.finish()
         _check_drops(split, found, allow_drops)
-        progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found)}")
+        progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found, shares=kind == 'pairs')}")
         splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
+    if kind == "pairs":
+        _warn_of_filters(splits["train"], progress)
     _warn_of_overlap(contents, progress)
     manifest = Manifest(
         FORMAT, folder, kind, settings, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
@@ -76,10 +79,25 @@ def common_kind(splits: Mapping[str, Sequence[Source]]) -> Kind:
     return first
 
 
-def _left_out(split: Split) -> str:
+def _left_out(split: Split, shares: bool = False) -> str:
     reasons = {**split.filtered, **split.dropped}
-    said = ", ".join(f"{drops.count:,} ({reason})" for reason, drops in reasons.items())
+    said = ", ".join(
+        f"{drops.count:,} ({f'{split.share_of(drops.count):.1%}, ' if shares else ''}{reason})"
+        for reason, drops in reasons.items()
+    )
     return f"; left out {said}" if said else ""
+
+
+def _warn_of_filters(train: Split, progress: PackProgress) -> None:
+    # Duplicates are not counted: no setting would keep them.
+    reasons = {reason: drops for reason, drops in train.filtered.items() if reason != DUPLICATE}
+    share = train.share_of(sum(drops.count for drops in reasons.values()))
+    if share > MAX_FILTERED:
+        reason, drops = next(iter(reasons.items()))
+        progress.say(
+            f"warning: {share:.1%} of the training pairs were filtered, most often ({drops.count:,}): {reason},"
+            f" such as {drops.names[0]}; check them, data.max_words and data.max_ratio"
+        )
 
 
 def _check_drops(split: str, found: Split, allow_drops: bool) -> None:

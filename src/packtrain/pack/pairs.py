@@ -27,10 +27,12 @@ from packtrain.pack.build import (
 )
 from packtrain.pack.raw import DropCounter, TextPair
 from packtrain.pack.shard import Columns, Ragged
-from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
+from packtrain.pack.vocabulary import BOS, EOS, MAX_TEXT_BYTES, Vocabulary, is_too_long
+from packtrain.pack.words import count_words
 
 SHARD_PAIRS = 250_000
-_DUPLICATE = "duplicate pair"
+DUPLICATE = "duplicate pair"
+TOO_LONG = f"text of more than {MAX_TEXT_BYTES:,} bytes"
 _ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
 BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
 _SORTED_PARTS = 16  # parts of the fingerprints, each sorted by itself to save memory
@@ -83,15 +85,19 @@ def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_])
     kept = _kept(packing, build.dropped, build.filtered)
     for repeats, (index, name, pair) in zip(again, kept, strict=True):
         if repeats:
-            build.filtered(_DUPLICATE, name)
+            build.filtered(DUPLICATE, name)
         else:
             yield index, pair
 
 
 def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
     """Yield all pairs of an evaluation split: filtering them would make scores incomparable."""
+    dropped = contents.splits[split].dropped
     for index, source in enumerate(sources):
-        for _, pair in _read(source, contents.splits[split].dropped):
+        for name, pair in _read(source, dropped):
+            if is_too_long(pair.source) or is_too_long(pair.target):
+                dropped(TOO_LONG, name)
+                continue
             contents.fingerprints[split].append(fingerprint(pair))
             yield index, pair
 
@@ -146,7 +152,9 @@ def _parts(chosen: Chosen) -> Iterator[tuple[int, list[TextPair]]]:
 
 def filter_reason(pair: TextPair, data: DataSettings) -> str | None:
     """Return why the settings leave a pair out of training, or None."""
-    lengths = len(pair.source.split()), len(pair.target.split())
+    if is_too_long(pair.source) or is_too_long(pair.target):
+        return TOO_LONG
+    lengths = count_words(pair.source), count_words(pair.target)
     if min(lengths) == 0:
         return "one side is empty"
     if max(lengths) > data.max_words:

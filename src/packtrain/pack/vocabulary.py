@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,39 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError, quoted
 
 PAD, EOS, BOS, UNKNOWN = range(4)
+# Learning subwords takes time in the square of the longest run without spaces: 32 seconds for one of 200 kB.
+MAX_TEXT_BYTES = 16_000
 _SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+_ALPHABET = sorted(ByteLevel.alphabet())  # a character for each byte
+_MAX_TOKENS = 1_000_000
+_MAX_FILE_BYTES = 100_000_000
+
+# All of a stored vocabulary but its tokens and merges, in the format of the `tokenizers` library.
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_FORM = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [{"id": number, "content": token, **_PLAIN} for number, token in enumerate(_SPECIAL)],
+    "normalizer": None,
+    "pre_tokenizer": _BYTE_LEVEL,
+    "post_processor": None,
+    "decoder": _BYTE_LEVEL,
+    "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    },
+}
 
 
 class Vocabulary:
@@ -26,9 +57,7 @@ class Vocabulary:
     @classmethod
     def fit(cls, texts: Iterable[str], size: int) -> Vocabulary:
         """Learn `size` subwords from the texts, or fewer if the texts have no more."""
-        tokenizer = Tokenizer(BPE())
-        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = ByteLevelDecoder()
+        tokenizer = _tokenizer(BPE())
         trainer = BpeTrainer(
             vocab_size=size,
             special_tokens=_SPECIAL,
@@ -36,15 +65,31 @@ class Vocabulary:
             min_frequency=2,
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(_checked(texts), trainer)
         return cls(tokenizer)
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
+        """Read what `to_json` wrote, and nothing else.
+
+        A pack comes from the store, and the library's format can also hold a chain of normalizers that turns one line
+        into gigabytes. So the library never sees the file: the tokenizer is made anew of its tokens and merges.
+        """
         try:
-            return cls(Tokenizer.from_str(text))
+            tokenizer = _tokenizer(BPE(*_tokens_and_merges(json.loads(text))))
+            tokenizer.add_special_tokens(_SPECIAL)
+        except RecursionError:
+            raise _damaged("nested too deeply") from None
         except Exception as error:  # the library raises bare Exception
-            raise PacktrainError(f"the pack's vocabulary is damaged ({error}); pack the data again") from error
+            raise _damaged(str(error)) from error
+        return cls(tokenizer)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Vocabulary:
+        size = path.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise _damaged(f"it has {size:,} bytes")
+        return cls.from_json(path.read_text())
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -63,7 +108,7 @@ class Vocabulary:
         A special token written out in a text, such as `<eos>`, is encoded like any other text.
         """
         self._tokenizer.encode_special_tokens = True  # despite its name: special tokens in a text are plain text
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(_checked(texts)))]
 
     def is_strange(self, text: str) -> bool:
         """True if most characters are encoded as single bytes: the training data hardly had them."""
@@ -77,3 +122,54 @@ class Vocabulary:
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         texts = self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
         return [text.strip() for text in texts]
+
+
+def _tokenizer(model: BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
+
+
+def _tokens_and_merges(document: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return the number of each token, and the pairs of tokens that make the others; raise ValueError for any other
+    document than a vocabulary of ours."""
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError("it is not a tokenizer")
+    tokens, merges = model.pop("vocab", None), model.pop("merges", None)
+    if document != _FORM:
+        raise ValueError("it is not of the form that Packtrain writes")
+    if not isinstance(tokens, dict) or not all(type(number) is int for number in tokens.values()):
+        raise ValueError("its tokens are not numbered")
+    first = [*_SPECIAL, *_ALPHABET]
+    if not len(first) <= len(tokens) <= _MAX_TOKENS or sorted(tokens.values()) != list(range(len(tokens))):
+        raise ValueError(f"its {len(tokens):,} tokens are not numbered from 0")
+    if any(tokens.get(token) != number for number, token in enumerate(first)):
+        raise ValueError("it does not start with the special tokens and all bytes")
+    if not isinstance(merges, list) or not all(_is_merge(one, tokens) for one in merges):
+        raise ValueError("its merges do not fit its tokens")
+    return tokens, [(left, right) for left, right in merges]
+
+
+def _is_merge(merge: object, tokens: dict[str, int]) -> bool:
+    if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(part, str) for part in merge):
+        return False
+    return all(token in tokens for token in (*merge, "".join(merge)))
+
+
+def _damaged(why: str) -> PacktrainError:
+    return PacktrainError(f"the pack's vocabulary is damaged ({why}); pack the data again")
+
+
+def is_too_long(text: str) -> bool:
+    """True if the text is longer than a vocabulary accepts."""
+    # Counting characters is enough for nearly all texts; none has more than 4 bytes.
+    return len(text) > MAX_TEXT_BYTES // 4 and len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        if is_too_long(text):
+            raise Mistake(f"a text has more than {MAX_TEXT_BYTES:,} bytes; shorten it: {quoted(text[:40])}...")
+        yield text

@@ -16,7 +16,7 @@ from packtrain.data.pack import Column, pad
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
-from packtrain.pack.vocabulary import EOS, PAD
+from packtrain.pack.vocabulary import EOS, MAX_TEXT_BYTES, PAD, is_too_long
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -232,15 +232,20 @@ class PairRecipe(Recipe):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts as sources; a blank text is EOS alone."""
+        for number, text in enumerate(texts):
+            if is_too_long(text):  # before it is tokenized, which would take seconds for megabytes
+                raise _too_long(texts, number, f"more than {MAX_TEXT_BYTES:,} bytes")
         encoded = self.pack.vocabulary.encode(texts)
         rows = [[*row, EOS] if text.strip() else [EOS] for text, row in zip(texts, encoded, strict=True)]
-        for number, (text, row) in enumerate(zip(texts, rows, strict=True), 1):
+        for number, row in enumerate(rows):
             if len(row) > _MAX_INPUT_TOKENS:
-                which = f"input {number} of {len(texts):,}" if len(texts) > 1 else "the input"
-                raise Mistake(
-                    f"{which} has {len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}; shorten it: {text[:40]!r}..."
-                )
+                raise _too_long(texts, number, f"{len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}")
         return rows
+
+
+def _too_long(texts: Sequence[str], number: int, size: str) -> Mistake:
+    which = f"input {number + 1} of {len(texts):,}" if len(texts) > 1 else "the input"
+    return Mistake(f"{which} has {size}; shorten it: {texts[number][:40]!r}...")
 
 
 def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:

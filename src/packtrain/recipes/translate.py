@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from packtrain.job import Job
 from packtrain.pack.vocabulary import PAD
+from packtrain.pack.words import count_letters
 from packtrain.recipes.pairs import PairRecipe, TransformerShape, read_shape
 from packtrain.recipes.recipe import Scores
 
@@ -59,7 +60,20 @@ class Translate(PairRecipe):
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
 
-        metrics = {"bleu": BLEU(), "chrf": CHRF()}
+        metrics = {"bleu": BLEU(tokenize=bleu_tokenizer(references)), "chrf": CHRF()}
         values = {name: metric.corpus_score(outputs, [references]).score for name, metric in metrics.items()}
         signatures = {name: str(metric.get_signature()) for name, metric in metrics.items()}
         return Scores({"loss": loss, **values}, signatures)
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """Return SacreBLEU's tokenizer for the script of the references.
+
+    Its default splits at spaces, so that a sentence of Chinese, Japanese or Thai would be a single word. For Japanese
+    it has a better one than characters, but that needs a dictionary which may not be installed.
+    """
+    text = "".join("".join(references).split())
+    han, kana, others = count_letters(text)
+    if 2 * (han + kana + others) <= len(text):
+        return "13a"
+    return "zh" if han > 9 * (kana + others) else "char"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from packtrain.errors import printable
+from packtrain.pack.manifest import Split
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
 from packtrain.report.page import POLICY, WIDTH, page
@@ -70,6 +71,9 @@ def _subject(stats: PackStats) -> str:
 
 
 def _tables(stats: PackStats) -> Iterator[StatsTable]:
+    def share(split: Split, count: int) -> str:  # of images, captions are counted, too: they have no common total
+        return f"{split.share_of(count):.1%}" if stats.manifest.kind == "pairs" else ""
+
     rows = []
     for name, split in stats.manifest.splits.items():
         left_out = [show_count(sum(one.count for one in drops.values())) for drops in (split.filtered, split.dropped)]
@@ -85,13 +89,13 @@ def _tables(stats: PackStats) -> Iterator[StatsTable]:
     ]  # fmt: skip
     yield StatsTable("lengths and sizes", ["split", "", "min", "median", "mean", "95 %", "max"], rows)
     rows = [
-        [one.name, word, show_count(drops.count), reason, ", ".join(drops.names)]
+        [one.name, word, show_count(drops.count), share(one.split, drops.count), reason, ", ".join(drops.names)]
         for one in stats.splits
         if "@" not in one.name  # a copy in another size lacks the samples that its original lacks
         for word, reasons in (("filtered", one.split.filtered), ("dropped", one.split.dropped))
         for reason, drops in sorted(reasons.items(), key=lambda item: -item[1].count)
     ]
-    yield StatsTable("left out", ["split", "", "count", "reason", "examples"], rows)
+    yield StatsTable("left out", ["split", "", "count", "share", "reason", "examples"], rows)
 
 
 def _balance(classes: Sequence[Bar]) -> str:

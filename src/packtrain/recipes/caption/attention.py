@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from packtrain.pack.vocabulary import Vocabulary
+from packtrain.pack.words import split_words
 
 Map = NDArray[np.float32]
 Pixels = NDArray[np.uint8]
@@ -41,12 +42,12 @@ def attention_by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) 
     """Average the maps of the tokens of each word. A space belongs to the word after it."""
     texts = vocabulary.decode([tokens[: end + 1] for end in range(len(tokens))])
     pieces = vocabulary.decode([[token] for token in tokens])
-    numbers = [max(1, len(text.split())) for text in texts]
+    numbers = [max(1, len(split_words(text))) for text in texts]
     for at in reversed(range(len(tokens) - 1)):
         if not pieces[at]:
             numbers[at] = numbers[at + 1]
     found = np.array(numbers, np.int64)
-    said = texts[-1].split() if texts else []
+    said = split_words(texts[-1]) if texts else []
     return [
         WordAttention(word, maps[found == number].mean(0))
         for number, word in enumerate(said, 1)

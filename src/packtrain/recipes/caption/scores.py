@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from packtrain.pack.words import spaced
+
 Ngram = tuple[str, ...]
 
 ORDERS = 4
@@ -26,9 +28,9 @@ def words(text: str) -> list[str]:
 
     Hyphens and apostrophes inside a word stay, and so do `.`, `,`, `:` and `/` between digits. Clitics are words of
     their own: man's is man 's, isn't is is n't, cannot is can not. Unlike there, `$`, `%` and `&` are not words, and
-    abbreviations lose their dots.
+    abbreviations lose their dots. Every letter of a script without spaces, such as Chinese, is a word.
     """
-    found = _WORD.findall(text.lower().replace("\u2019", "'"))
+    found = _WORD.findall(spaced(text).lower().replace("\u2019", "'"))
     return [part for word in found for part in _BEFORE_CLITIC.split(word)]
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from packtrain.data.pack import SplitReader
 from packtrain.job import Job
 from packtrain.pack.shard import Columns, Ragged
+from packtrain.pack.words import split_words
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
 from packtrain.recipes.recipe import Decoding, Prediction, Scores
 
@@ -117,8 +118,8 @@ class Chat(PairRecipe):
 
 
 def distinct(texts: Sequence[str], size: int) -> float:
-    """Return the share of n-grams of `size` words that are different."""
-    words = [text.lower().split() for text in texts]
+    """Return the share of n-grams of `size` words that are different; a letter is a word where there are no spaces."""
+    words = [split_words(text.lower()) for text in texts]
     ngrams = [tuple(row[start : start + size]) for row in words for start in range(len(row) - size + 1)]
     return len(set(ngrams)) / max(1, len(ngrams))
 
