@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from typer.testing import CliRunner
 
 from packtrain import report as report_module
 from packtrain.cli import app
-from packtrain.errors import EXIT_UNFINISHED, NotFound, PacktrainError
+from packtrain.errors import EXIT_UNFINISHED, AlreadyJoined, NotFound, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.job.job import BudgetSettings, FleetSettings
 from packtrain.node import node as node_module
 from packtrain.node import preemption
 from packtrain.node.deadline import Deadline, left_at_start, seconds_left, used_up
+from packtrain.node.directory import NodeSlot
 from packtrain.node.preemption import switch_off
 from packtrain.run.records import Result
 from packtrain.run.run import Run
@@ -133,7 +135,7 @@ def test_a_machine_that_is_done_is_shut_down_whatever_fails(
     class Ending:
         has_done_its_part = True
 
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, **__: object) -> None: ...
 
         def work(self) -> None:
             if fails == "node":
@@ -159,7 +161,7 @@ def test_a_machine_whose_node_crashes_is_shut_down_and_the_crash_is_recorded(
     class Dying:
         has_done_its_part = False
 
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             if fails == "the node's beginning":
                 raise TypeError("a defect")
 
@@ -191,6 +193,20 @@ def test_a_wrong_option_shuts_no_machine_down_but_an_unreadable_job_does_if_the_
     ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code", *arguments])
     assert isinstance(ended.exception, PacktrainError)
     assert switched_off == [off]
+
+
+def test_a_second_node_does_not_shut_down_the_machine_of_the_first(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
+    switched_off: list[bool] = []
+    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
+    first = NodeSlot(run)
+    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url])
+    first.close()
+    assert isinstance(ended.exception, AlreadyJoined)
+    assert switched_off == [False]
 
 
 def test_a_run_that_does_not_exist_gets_no_folder(directory_store: Store) -> None:
