@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import ipaddress
+import math
 import os
 import re
 import shutil
@@ -26,10 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection, InvalidURL
-from io import FileIO
+from io import BufferedReader, FileIO, RawIOBase
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
@@ -60,8 +62,12 @@ _MAX_PAUSE_SECONDS = 30.0
 _REDIRECTS = {301, 302, 303, 307, 308}
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-[0-9]{1,18}|\*)/([0-9]{1,18}|\*)")
+_HOST = re.compile(r"[a-z0-9._-]{1,253}|[0-9a-f:.]{2,45}")
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
-_METADATA = ipaddress.ip_address("fd00:ec2::254")  # the one metadata service that is not link-local
+_CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"}
+_MAX_HEADER_BYTES = 1 << 18
+_MAX_OVERHEAD = 8  # times as many bytes may arrive as are asked for: chunks of a few bytes have a header each
+_MIN_BYTES_PER_SECOND = 1000
 
 
 @dataclass(frozen=True)
@@ -343,7 +349,8 @@ class Client:
     def __init__(self, policy: FetchPolicy) -> None:
         self._policy = policy
         self._opener = OpenerDirector()  # build_opener would add handlers for file://, ftp:// and data:
-        for handler in (ProxyHandler(), _GuardedHTTP(), _GuardedHTTPS(context=ssl.create_default_context())):
+        guard = _Guard()
+        for handler in (ProxyHandler(), _GuardedHTTP(guard), _GuardedHTTPS(guard)):
             self._opener.add_handler(handler)
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> HTTPResponse:
@@ -390,55 +397,221 @@ class Client:
             backoff.wait()
 
 
-class _GuardedConnection(HTTPConnection):
-    """Never connects to the services that give machines their keys: no data is there, but a redirect may lead there.
+class Network(IntEnum):
+    """The networks that an address may belong to, from the widest to the most private."""
 
-    The peer is checked once connected. Resolving the name before would prove nothing: a second lookup may differ.
+    INTERNET = 0
+    PRIVATE = 1
+    LOOPBACK = 2
+    METADATA = 3  # link-local, and the services that give cloud machines their keys
+
+    @classmethod
+    def of(cls, address: IPv4Address | IPv6Address) -> Network:
+        inner = _embedded(address)
+        return max(cls._of_plain(address), cls.INTERNET if inner is None else cls._of_plain(inner))
+
+    @classmethod
+    def _of_plain(cls, address: IPv4Address | IPv6Address) -> Network:
+        if address.is_link_local or any(address in network for network in _METADATA_NETWORKS):
+            return cls.METADATA
+        if address.is_loopback or address in _THIS_MACHINE or address.is_unspecified:
+            return cls.LOOPBACK
+        return cls.INTERNET if address.is_global else cls.PRIVATE
+
+
+_THIS_MACHINE = ip_network("0.0.0.0/8")
+_METADATA_NETWORKS = [
+    ip_network(text)
+    for text in (
+        "100.100.100.200/32",  # Alibaba Cloud
+        "168.63.129.16/32",  # Azure
+        "192.0.0.192/32",  # Oracle Cloud
+        "fd00:ec2::/32",  # AWS
+        "fd20:ce::/32",  # Google Cloud
+    )
+]
+# Prefixes of IPv6 addresses that end in the IPv4 address to which gateways (NAT64) or the system translate them.
+_TRANSLATED = [ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")]
+
+
+def _embedded(address: IPv4Address | IPv6Address) -> IPv4Address | None:
+    """Return the IPv4 address that packets to an IPv6 address may really go to."""
+    if isinstance(address, IPv4Address) or address.is_loopback or address.is_unspecified:
+        return None
+    if any(address in network for network in _TRANSLATED):
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+
+
+class _Guard:
+    """Keeps redirects, and names whose address changes, from leading into a more private network than the source.
+
+    The first connection decides: a source on this machine may redirect to this machine. The services that give cloud
+    machines their keys never get a request: no data is there.
     """
+
+    def __init__(self) -> None:
+        self._source: Network | None = None
+
+    def check(self, host: str, address: IPv4Address | IPv6Address | None) -> None:
+        """Raise a Mistake unless `address` may be reached; None for a name that only a proxy resolves."""
+        network = Network.INTERNET if address is None else Network.of(address)
+        if network is Network.METADATA:
+            raise Mistake(f"{printable(host)}: refused, because it is a link-local or metadata address")
+        if self._source is None:
+            self._source = network
+        if network > self._source:
+            where = "this machine" if network is Network.LOOPBACK else "a private network"
+            raise Mistake(
+                f"{printable(host)}: refused, because a redirect leads from outside to {where} ({address});"
+                " name that URL as the source if you trust it"
+            )
+
+
+class _BoundedStream(RawIOBase):
+    """The bytes that a server sends, with limits on their number and on how slowly they arrive."""
+
+    def __init__(self, raw: RawIOBase, most_bytes: int, seconds: float) -> None:
+        self._raw = raw
+        self.expect(most_bytes, seconds)
+
+    def expect(self, most_bytes: int, seconds: float) -> None:
+        """Begin a read of at most so many bytes; after so many seconds of waiting they must arrive at some speed."""
+        self._most_bytes, self._seconds = most_bytes, seconds
+        self._bytes, self._waited = 0, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        started = time.monotonic()
+        size = int(self._raw.readinto(buffer) or 0)
+        # Only the time that was spent waiting for the server: the reader may be slow itself, as with a slow disk.
+        self._waited += time.monotonic() - started
+        self._bytes += size
+        if self._bytes > self._most_bytes:
+            raise HTTPException("more bytes than an answer needs")
+        if self._waited > self._seconds and self._bytes < self._waited * _MIN_BYTES_PER_SECOND:
+            raise TimeoutError
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _BoundedResponse(HTTPResponse):
+    """An answer that ends. http.client limits each line and each wait, but neither endless lines nor single bytes."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self._seconds = sock.gettimeout() or math.inf
+        # Twice: a server may take all the time to think, and then it sends its headers quickly.
+        self._stream = _BoundedStream(self.fp.detach(), _MAX_HEADER_BYTES, 2 * self._seconds)
+        self.fp = BufferedReader(self._stream)
+
+    def read(self, amt: int | None = None) -> bytes:
+        self._stream.expect(_MAX_OVERHEAD * (amt or 0) + _MAX_HEADER_BYTES, self._seconds)
+        try:
+            return super().read(amt)
+        except ValueError as error:  # a chunk of a negative size
+            raise HTTPException(str(error)) from error
+
+
+class _GuardedConnection(HTTPConnection):
+    """Checks the peer before the request. To look up the name before would prove nothing: the next lookup may differ.
+
+    Without a guard it leads to the proxy of the environment, whose own address is the choice of the person.
+    """
+
+    response_class = _BoundedResponse
+    guard: _Guard | None = None
 
     def connect(self) -> None:
         super().connect()
-        peer = ipaddress.ip_address(str(self.sock.getpeername()[0]).partition("%")[0])
-        peer = getattr(peer, "ipv4_mapped", None) or peer
-        if peer.is_link_local or peer == _METADATA:
+        try:
+            if self.guard is not None:
+                self.guard.check(self.host, ip_address(str(self.sock.getpeername()[0]).partition("%")[0]))
+        except BaseException:
             self.close()
-            raise Mistake(f"{printable(self.host)}: refused, because it is a link-local or metadata address")
+            raise
 
 
 class _GuardedSecureConnection(HTTPSConnection, _GuardedConnection):
     pass
 
 
+def _guarded(kind: type[_GuardedConnection], guard: _Guard, request: Request) -> Callable[..., HTTPConnection]:
+    """Return the constructor of the connection for a request, after the proxy was chosen."""
+    place = urlsplit(request.full_url)
+    is_proxied = request.host != place.netloc
+    if is_proxied:  # names are up to the proxy, which may be the only one that can resolve them
+        guard.check(str(place.hostname), _literal(str(place.hostname)))
+
+    def connection(host: str, **options: Any) -> HTTPConnection:
+        made = kind(host, **options)
+        made.guard = None if is_proxied else guard
+        return made
+
+    return connection
+
+
+def _literal(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host is written as, in any notation that systems accept; None for a name."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return IPv4Address("127.0.0.1")
+    try:
+        return ip_address(host.partition("%")[0])
+    except ValueError:
+        with suppress(OSError):
+            return IPv4Address(socket.inet_aton(host))  # 0x7f.1, 2130706433
+    return None
+
+
 class _GuardedHTTP(HTTPHandler):
+    def __init__(self, guard: _Guard) -> None:
+        super().__init__()
+        self._guard = guard
+
     def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_GuardedConnection, req)
+        return self.do_open(_guarded(_GuardedConnection, self._guard, req), req)
 
 
 class _GuardedHTTPS(HTTPSHandler):
+    def __init__(self, guard: _Guard) -> None:
+        super().__init__()
+        self._guard, self._certificates = guard, ssl.create_default_context()
+
     def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_GuardedSecureConnection, req, context=self._context)  # type: ignore[attr-defined]
+        return self.do_open(_guarded(_GuardedSecureConnection, self._guard, req), req, context=self._certificates)
 
 
 def checked_url(text: str) -> str:
     """Return the URL with everything quoted that needs it; refuse an invalid one and one with a password."""
     try:
         url = urlsplit(text)
-        valid = bool(url.hostname and url.hostname.encode("idna")) and (url.port or 1) > 0
+        # In ASCII and without quotes, as it is looked up: urllib would change it only after it was checked.
+        host = unquote(url.hostname or "").encode("idna").decode().lower()
+        port = url.port
     except ValueError:
         raise Mistake("invalid URL; expected https://host/path") from None
     if "@" in url.netloc:  # not shown: it may hold a secret
         raise Mistake("a source's URL must not contain a user or password; download the file, or use a signed URL")
-    if not valid or _UNSAFE.search(text):
+    if not _HOST.fullmatch(host) or _UNSAFE.search(text):
         raise Mistake(f"{shown(text)}: invalid URL; write spaces as %20")
+    netloc = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
     path, query = quote(url.path, string.punctuation), quote(url.query, string.punctuation)
-    return url._replace(scheme=url.scheme.lower(), path=path, query=query, fragment="").geturl()
+    return url._replace(scheme=url.scheme.lower(), netloc=netloc, path=path, query=query, fragment="").geturl()
 
 
 def redirected(place: str, location: str) -> str:
     """Return the URL that a redirect leads to."""
     # Headers are bytes, and some servers send UTF-8 and spaces in them.
-    target = urljoin(place, quote(location.encode("latin-1", "replace"), string.punctuation))
-    scheme = urlsplit(target).scheme
+    try:
+        target = urljoin(place, quote(location.encode("latin-1", "replace"), string.punctuation))
+        scheme = urlsplit(target).scheme
+    except ValueError:
+        raise Mistake(f"{shown(place)}: redirects to an invalid URL") from None
     if scheme not in ("http", "https"):
         raise Mistake(f"{shown(place)}: redirects to {scheme[:20]}://; only http:// and https:// are followed")
     if place.startswith("https:") and scheme != "https":
@@ -480,9 +653,9 @@ def _check_status(answer: HTTPResponse, url: str, allowed: tuple[int, ...]) -> N
 
 def _check_encoding(answer: HTTPResponse, url: str) -> None:
     """Refuse a file that the server compresses although it was not asked to; a .gz file may be labeled as gzip."""
-    coding = answer.headers.get("Content-Encoding", "").strip().lower()
+    coding = printable(answer.headers.get("Content-Encoding", "").strip().lower())[:40]
     is_own = coding in ("gzip", "x-gzip") and urlsplit(url).path.endswith(("gz", "GZ"))
-    if coding in ("gzip", "x-gzip", "deflate", "br", "zstd", "compress") and not is_own:
+    if not is_own and _CODINGS & {word.strip() for word in coding.split(",")}:
         raise Mistake(f"{shown(url)}: the server sends it compressed ({coding}); download the file yourself")
 
 
