@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
-from packtrain.fleet import StartedNode, fleet_of
+from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import Say
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
@@ -22,8 +23,8 @@ from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
-from packtrain.run.code import archive, snapshot
-from packtrain.run.run import Run, create_run
+from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of
@@ -65,15 +66,13 @@ def pack_data(
 def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     """Create the run's folder with everything its nodes need. All checks come first, the cheap ones before packing."""
     job = loaded.job
-    if job.recipe is None and job.program is None:
-        raise loaded.mistake("recipe", "is needed to run; without one the data can only be packed")
-    for name, path in _model_files(loaded).items():
-        if not is_address(path) and not Path(path).is_file():
-            raise loaded.mistake(f"model.{name}", f"there is no file {path}")
+    _check_can_run(loaded)
     _require_torch(job)
     store = open_store(job.store)
     # Before packing, which may take hours: a missing script is reported now.
     code = _code(loaded, store)
+    if job.has_own_code:
+        progress.say(f"took a snapshot of {code.summary}")
     machines = job.fleet.kind.machines
     # Machines agree on a generation by put-if-absent; some S3 servers accept the condition and ignore it.
     if machines.most > 1 and not store.supports_put_if_absent():
@@ -95,9 +94,26 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    run = create_run(store, job.model_copy(update=updates), code, packed.name if packed else None)
+    run = create_run(store, job.model_copy(update=updates), code.archive, packed.name if packed else None)
     remember(run)
     return run
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The code that `create` would put into the store, and the commands of `start`."""
+
+    code: CodeSnapshot
+    plans: Sequence[LaunchPlan]
+
+
+def dry_run(loaded: LoadedJob) -> DryRun:
+    """Return what a run would do; nothing is written, and no machine is asked."""
+    _check_can_run(loaded)
+    store = open_store(loaded.job.store)
+    code = _code(loaded, store)
+    run = next_run(store, loaded.job, code.archive)
+    return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run))
 
 
 def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
@@ -124,17 +140,26 @@ def reopen(run: Run, accept: Accept, say: Say = print) -> None:
     run.reopen()
 
 
+def _check_can_run(loaded: LoadedJob) -> None:
+    if loaded.job.recipe is None and loaded.job.program is None:
+        raise loaded.mistake("recipe", "is needed to run; without one the data can only be packed")
+    for name, path in _model_files(loaded).items():
+        if not is_address(path) and not Path(path).is_file():
+            raise loaded.mistake(f"model.{name}", f"there is no file {path}")
+
+
 def _require_torch(job: Job) -> None:
     # `find_spec` does not import torch, which would take seconds.
     if fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
         raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")
 
 
-def _code(loaded: LoadedJob, store: Store) -> bytes:
-    """Return an archive of the directory of a program or a user's recipe, or else of the job file alone."""
+def _code(loaded: LoadedJob, store: Store) -> CodeSnapshot:
+    """Return a snapshot of the directory of a program or a user's recipe, or else of the job file alone."""
     program = loaded.job.program
     if not loaded.job.has_own_code:
-        return archive({"job.yaml": loaded.text.encode()})
+        data = loaded.text.encode()
+        return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
     if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
         raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
     # A store inside the directory is not part of the code.

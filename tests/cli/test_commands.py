@@ -68,6 +68,28 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "runs").exists()
 
 
+def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(tmp_path: Path) -> None:
+    files = {"train.py": b"print(1)", ".env": b"KEY=1", "job.yaml": b"name: mine\nprogram: [train.py]\n"}
+    write_files(tmp_path, files)
+    done = packtrain("run", "job.yaml", "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    *listed, command = done.stdout.splitlines()
+    assert listed == [
+        "code that the run stores (39 B)", "  job.yaml  31 B", "  train.py  8 B",
+        "left out", "  .env      may hold keys", "start on this machine",
+    ]  # fmt: skip
+    assert f"-m packtrain node mine-1 --store {tmp_path}/store --code " in command
+    assert not (tmp_path / "store").exists()
+
+
+def test_code_with_a_secret_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    key = "AKIA" + "Q7" * 8
+    write_files(tmp_path, {"train.py": f"key = '{key}'".encode(), "job.yaml": b"name: mine\nprogram: [train.py]\n"})
+    done = packtrain("run", "job.yaml", cwd=tmp_path)
+    assert_refused(done, 2, "train.py: contains an AWS access key", ".packtrainignore")
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
     tmp_path: Path, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from parts.runs import read_files, write_files
 
 def kept(directory: Path, back: Path) -> dict[str, bytes]:
     back.mkdir()
-    unpack(snapshot(directory), back)
+    unpack(snapshot(directory).archive, back)
     return read_files(back)
 
 
@@ -65,7 +65,7 @@ def test_the_same_files_give_the_same_bytes_whatever_their_times_and_order(tmp_p
     write_files(tmp_path / "one", files)
     write_files(tmp_path / "other", dict(reversed(files.items())))
     os.utime(tmp_path / "other" / "b.py", (1, 1))
-    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "other")
+    assert snapshot(tmp_path / "one").archive == snapshot(tmp_path / "other").archive
 
 
 def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -> None:
@@ -180,6 +180,48 @@ def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) ->
     write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
     with pytest.raises(Mistake, match=r"is 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
         snapshot(tmp_path, max_bytes=1000)
+
+
+TOKEN = "hf_" + "aB3" * 11 + "x"  # not a real one; in two parts, or the check would find it here
+
+
+@pytest.mark.parametrize("data", [f"token = '{TOKEN}'\n".encode(), b"\xff\xfe binary " + TOKEN.encode()])
+def test_a_file_with_a_secret_is_refused_with_its_kind_and_how_to_leave_it_out(tmp_path: Path, data: bytes) -> None:
+    write_files(tmp_path, {"train.py": b"", "lib/hub.py": data})
+    with pytest.raises(Mistake) as refused:
+        snapshot(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}/lib/hub.py: contains a Hugging Face token, and code is copied")
+    assert TOKEN not in str(refused.value)
+    write_files(tmp_path, {".packtrainignore": b"# tokens\nlib/hub.py\n"})
+    assert snapshot(tmp_path).sizes.keys() == {"train.py", ".packtrainignore"}
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
+def test_files_that_the_list_of_the_directory_names_are_left_out(
+    tmp_path: Path, repository: Path, tracked: bool
+) -> None:
+    directory = repository if tracked else tmp_path / "plain"
+    files = {"train.py": b"", "data/1.bin": b"x", "data/deep/2.bin": b"x", "notes.md": b"", "lib/old.md": b""}
+    write_files(directory, {**files, ".packtrainignore": b"data/\n\n*.md\n"})
+    if tracked:
+        subprocess.run(["git", "-C", directory, "add", "."], check=True)
+    assert kept(directory, tmp_path / "back").keys() == {"train.py", ".packtrainignore"}
+
+
+def test_what_was_taken_and_what_was_left_out_is_said(tmp_path: Path) -> None:
+    files = {"train.py": b"12345", ".env": b"", "a.pem": b"", "b.pem": b"", "c.pem": b"", ".venv/bin/python": b""}
+    write_files(tmp_path, {**files, ".cache/x/token": b"", "store/runs/x": b""})
+    (tmp_path / "link").symlink_to("train.py")
+    found = snapshot(tmp_path, apart=tmp_path / "store")
+    assert found.sizes == {"train.py": 5}
+    assert found.left_out == {
+        ".env": "may hold keys", "a.pem": "may hold keys", "b.pem": "may hold keys", "c.pem": "may hold keys",
+        "link": "a link", ".cache/": "hidden, not tracked by git", ".venv/": "not code", "store/": "not code",
+    }  # fmt: skip
+    assert found.summary.startswith("1 file of code (5 B); left out: ")
+    for words in ("1 more (may hold keys)", "link (a link)", ".cache/ (hidden, not tracked by git)"):
+        assert words in found.summary
+    assert ".venv" not in found.summary
 
 
 # What comes out.

@@ -23,6 +23,7 @@ from packtrain.cli.common import (
 
 if TYPE_CHECKING:
     from packtrain.job.kinds import FleetKind
+    from packtrain.job.load import LoadedJob
     from packtrain.run.run import Run
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
@@ -105,6 +106,9 @@ def run(
     overrides: SetOption = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")
+    ] = False,
 ) -> None:
     """Pack if needed, start a run, and follow it. Ctrl-C detaches; the run keeps running."""
     from packtrain.cli.packs import ProgressBars
@@ -114,6 +118,9 @@ def run(
     loaded = load(job, overrides or ())
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
+    if dry_run:
+        _print_dry_run(loaded)
+        return
     _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
 
 
@@ -146,6 +153,24 @@ def resume(
     _check_modes(foreground, detach, found.job.fleet.kind)
     reopen(found, trusting(trust_code), _print_line)
     _start_and_follow(found, foreground, detach)
+
+
+def _print_dry_run(loaded: LoadedJob) -> None:
+    from packtrain.start import dry_run
+    from packtrain.units import show_bytes
+
+    found, screen = dry_run(loaded), console()
+    width = max(map(len, [*found.code.sizes, *found.code.left_out]), default=0)
+    screen.say(f"code that the run stores ({show_bytes(sum(found.code.sizes.values()))})")
+    screen.say_lines(f"  {name:<{width}}  {show_bytes(size)}" for name, size in found.code.sizes.items())
+    if found.code.left_out:
+        screen.say("left out")
+        screen.say_lines(f"  {name:<{width}}  {why}" for name, why in found.code.left_out.items())
+    for plan in found.plans:
+        passed = f" with the variables {', '.join(plan.variables)}" if plan.variables else ""
+        screen.say(f"start on {plan.machine}{passed}")
+        screen.say(f"  {shlex.join(plan.arguments)}")
+        screen.say_lines(f"  | {line}" for line in (plan.script or "").splitlines())
 
 
 def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None) -> None:

@@ -16,14 +16,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.job.secrets import find_secret
 from packtrain.system import cache_directory
-from packtrain.units import show_bytes
+from packtrain.units import counted, show_bytes
 
+IGNORE = ".packtrainignore"  # in the directory of the code
 MAX_BYTES = 20_000_000
 MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
-_NEVER = {
-    ".git", "__pycache__", "node_modules", ".venv", "venv",
+_NOT_CODE_FOLDERS = {".git", "__pycache__", "node_modules", ".venv", "venv"}
+_KEY_FOLDERS = {
     ".ssh", ".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".terraform",
 }  # fmt: skip
 """Folders that are left out even if git tracks them."""
@@ -35,28 +37,65 @@ _SECRETS = (
     "*.keystore", "*.kdbx", "*.ovpn", "*.tfstate", "*.tfstate.*",
 )  # fmt: skip
 """Names that may hold keys, in lower case; left out even if git tracks them."""
+# Why a file is left out.
+_KEYS, _NOT_CODE, _GONE = "may hold keys", "not code", "deleted"
+_NAMED = 3  # files that the summary names for each reason
 
 
-def snapshot(directory: Path, leave_out: Path | None = None, max_bytes: int = MAX_BYTES) -> bytes:
+@dataclass(frozen=True)
+class CodeSnapshot:
+    """An archive, the size of every file in it, and why other files are not: `left_out` names folders once."""
+
+    archive: bytes
+    sizes: Mapping[str, int]
+    left_out: Mapping[str, str]
+
+    @property
+    def summary(self) -> str:
+        """Return in one line what was taken and what was not."""
+        text = f"{counted(len(self.sizes), 'file')} of code ({show_bytes(sum(self.sizes.values()))})"
+        reasons = dict.fromkeys(why for why in self.left_out.values() if why != _NOT_CODE)
+        parts = [f"{', '.join(self._named(why))} ({why})" for why in reasons]
+        return f"{text}; left out: {'; '.join(parts)}" if parts else text
+
+    def _named(self, why: str) -> list[str]:
+        names = [name for name, reason in self.left_out.items() if reason == why]
+        return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
+
+
+def snapshot(directory: Path, apart: Path | None = None, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
-    Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there.
-    `leave_out` is a folder that is not code, such as a store beside the job file. The same files give the same bytes:
-    names are sorted, owners and times omitted.
+    Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file
+    with a secret in its text is refused: a program may need the file. `apart` is a folder that is not code, such as a
+    store beside the job file. The same files give the same bytes: names are sorted, owners and times omitted.
     """
-    # Explicitly, because a store inside the directory is often not in .gitignore.
-    candidates = [path for path in _candidates(directory) if leave_out is None or leave_out not in path.parents]
-    paths = sorted(path for path in candidates if _wanted(directory, path))
-    total = sum(path.stat().st_size for path in paths)
-    if total > max_bytes:
-        largest = max(paths, key=lambda path: path.stat().st_size)
+    names, left_out = _candidates(directory, apart)
+    sizes = {name: (directory / name).lstat().st_size for name in sorted(names)}
+    if sum(sizes.values()) > max_bytes:
         raise Mistake(
-            f"the code in {directory} is {show_bytes(total)}, more than {show_bytes(max_bytes)} (largest:"
-            f" {largest.relative_to(directory)}); point `code:` to a smaller directory or exclude data in .gitignore"
+            f"the code in {directory} is {show_bytes(sum(sizes.values()))}, more than {show_bytes(max_bytes)} (largest:"
+            f" {max(sizes, key=sizes.__getitem__)}); point `code:` to a smaller directory, or name data in {IGNORE}"
         )
-    files = {str(path.relative_to(directory)): path for path in paths}
-    modes = {name: path.stat().st_mode & _MODE_BITS for name, path in files.items()}
-    return archive({name: path.read_bytes() for name, path in files.items()}, modes)
+    files = {name: _read(directory / name) for name in sizes}
+    for name, (data, _) in files.items():
+        secret = find_secret(data.decode("latin-1"))  # no encoding hides the ASCII of a token, except UTF-16
+        if secret is not None:
+            raise Mistake(
+                f"{directory / name}: contains {secret}, and code is copied into the store; read it from a variable"
+                f" that the job lists under `environment`, or name the file in {directory / IGNORE}"
+            )
+    modes = {name: mode for name, (_, mode) in files.items()}
+    return CodeSnapshot(archive({name: data for name, (data, _) in files.items()}, modes), sizes, left_out)
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """Return contents and mode; never through a link that took the file's place since it was listed."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mode & _MODE_BITS
+    except OSError as error:
+        raise Mistake(f"{path}: cannot read it for the run's code: {error.strerror}; name it in {IGNORE}") from error
 
 
 def archive(files: Mapping[str, bytes], modes: Mapping[str, int] | None = None) -> bytes:
@@ -126,14 +165,75 @@ def unpacked(data: bytes) -> Path:
     return directory
 
 
-def _candidates(directory: Path) -> list[Path]:
+def _candidates(directory: Path, apart: Path | None) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the files to take, and of what is left out with the reason."""
+    left_out: dict[str, str] = {}
+    names: list[str] = []
     tracked, others = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
     if tracked is None or others is None:
-        tracked, others = [], list(directory.rglob("*"))
-    return [*tracked, *(path for path in others if not _is_hidden(directory, path))]
+        tracked, others = [], list(_walk(directory, apart, left_out))
+    ignored, in_git = _ignored(directory), set(tracked)
+    for name in [*tracked, *others]:
+        path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
+        what, why = name, ""
+        for folder in reversed(parents):  # the outermost folder that is left out stands for all files in it
+            why = _why_no_folder(directory / folder, apart, name in in_git)
+            if why:
+                what = f"{folder}/"
+                break
+        why = why or _why_no_file(directory / name)
+        if not why and any(fnmatchcase(one, pattern) for pattern in ignored for one in (name, path.name, *parents)):
+            why = f"named in {IGNORE}"
+        if why:
+            left_out[what] = why
+        else:
+            names.append(name)
+    return names, {name: why for name, why in left_out.items() if why != _GONE}
 
 
-def _git_files(directory: Path, *which: str) -> list[Path] | None:
+def _why_no_folder(path: Path, apart: Path | None, is_tracked: bool) -> str:
+    if path == apart or path.name in _NOT_CODE_FOLDERS or path.name.endswith(".egg-info"):
+        return _NOT_CODE
+    if path.name in _KEY_FOLDERS:
+        return _KEYS
+    return "hidden, not tracked by git" if path.name.startswith(".") and not is_tracked else ""
+
+
+def _why_no_file(path: Path) -> str:
+    if any(fnmatchcase(path.name.lower(), pattern) for pattern in _SECRETS):
+        return _KEYS
+    if path.is_symlink():
+        return "a link"
+    if not path.exists():
+        return _GONE
+    return "" if path.is_file() else "not a regular file"
+
+
+def _ignored(directory: Path) -> list[str]:
+    """Return the patterns of the directory's own list: names or paths with wildcards, one per line."""
+    try:
+        lines = (directory / IGNORE).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise Mistake(f"{directory / IGNORE}: cannot read it: {error}") from error
+    return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _walk(directory: Path, apart: Path | None, left_out: dict[str, str]) -> Iterator[str]:
+    """Yield the names of all files, except those in folders that are left out: they may have many thousands."""
+    for folder, folders, files in os.walk(directory):
+        place = Path(folder).relative_to(directory)
+        for name in list(folders):
+            path = Path(folder) / name
+            why = "a link" if path.is_symlink() else _why_no_folder(path, apart, is_tracked=False)
+            if why:
+                left_out[f"{place / name}/"] = why
+                folders.remove(name)
+        yield from (str(place / name) for name in files)
+
+
+def _git_files(directory: Path, *which: str) -> list[str] | None:
     """Return the files that git lists; None if it is not installed, or the directory is not in a repository."""
     # A repository's own configuration may name a program as its file system monitor, which git would run.
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), "ls-files", "-z", *which]
@@ -143,18 +243,4 @@ def _git_files(directory: Path, *which: str) -> list[Path] | None:
         return None
     if listed.returncode != 0:
         return None
-    return [directory / name for name in os.fsdecode(listed.stdout).split("\0") if name]
-
-
-def _is_hidden(directory: Path, path: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(directory).parts[:-1])
-
-
-def _wanted(directory: Path, path: Path) -> bool:
-    parts = path.relative_to(directory).parts
-    return (
-        not any(part in _NEVER or part.endswith(".egg-info") for part in parts)
-        and not any(fnmatchcase(path.name.lower(), pattern) for pattern in _SECRETS)
-        and path.is_file()
-        and not path.is_symlink()
-    )
+    return [name for name in os.fsdecode(listed.stdout).split("\0") if name]

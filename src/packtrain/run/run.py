@@ -260,17 +260,25 @@ def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
-    data = job.model_dump_json(indent=1).encode()
     for number in range(1 + last_number(store, job.name), 1_000_000):
-        # With what is put, not with what the store has later: nodes are told to run this and nothing else.
-        run = Run(store, f"{_stem(job.name)}-{number}", data, code)
+        run = _new_run(store, job, code, number)
         # Two clients may try the same number at the same time: the second one gets False, and takes the next.
-        if store.put_if_absent(run.key("job.json"), data):
+        if store.put_if_absent(run.key("job.json"), run.job_data):
             store.put(run.key("code.tar.zst"), code)
             if pack is not None:
                 store.put(run.key("pack.txt"), pack.encode())
             return run
     raise PacktrainError(f"no free number left for runs of {job.name!r}")
+
+
+def next_run(store: Store, job: Job, code: bytes) -> Run:
+    """Return the run that `create_run` would create now."""
+    return _new_run(store, job, code, 1 + last_number(store, job.name))
+
+
+def _new_run(store: Store, job: Job, code: bytes, number: int) -> Run:
+    # With what is put, not with what the store has later: nodes are told to run this and nothing else.
+    return Run(store, f"{_stem(job.name)}-{number}", job.model_dump_json(indent=1).encode(), code)
 
 
 def last_number(store: Store, job_name: str) -> int:
