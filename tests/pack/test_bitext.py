@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pack.rawsets import tar, write, zipped
 from packtrain.errors import Mistake
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.raw import DropCounter
 
 
-def texts(*paths: Path) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in BitextSource(paths=tuple(map(str, paths))).pairs(DropCounter())]
+def texts(*paths: Path, **options: Any) -> list[tuple[str, str]]:
+    source = BitextSource(paths=tuple(map(str, paths)), **options)
+    return [(pair.source, pair.target) for pair in source.pairs(DropCounter())]
 
 
 def two_files(folder: Path, source: bytes, target: bytes) -> tuple[Path, Path]:
@@ -62,12 +66,100 @@ def test_a_file_of_pairs_may_be_compressed(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.tsv.gz") == [("one", "eins")]
 
 
-@pytest.mark.parametrize(("line", "fields"), [(b"no tab", 1), (b"a\tb\tc", 3), (b"", 1)])
+@pytest.mark.parametrize(("line", "fields"), [(b"no tab", 1), (b"a\tb\tc", 3)])
 def test_a_line_that_is_not_a_pair_is_refused_with_its_place(tmp_path: Path, line: bytes, fields: int) -> None:
     (tmp_path / "a.tsv").write_bytes(b"one\teins\n" + line + b"\nthree\tdrei\n")
     said = refusal(tmp_path / "a.tsv")
     assert f"{tmp_path / 'a.tsv'}:2: " in said
-    assert said.endswith(f"found {fields}")
+    assert f"found {fields}" in said
+
+
+def test_two_of_several_columns_are_chosen_by_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b"1.08\tone\teins\tCC-BY\n1.07\ttwo\tzwei\n")
+    assert "found 4; name the two to use, such as columns: [1, 2]" in refusal(path)
+    assert texts(path, columns=(2, 3)) == [("one", "eins"), ("two", "zwei")]
+    assert texts(path, columns=(3, 1)) == [("eins", "1.08"), ("zwei", "1.07")]
+    with pytest.raises(Mistake, match=r"a\.tsv:2: has no column 4, only 3 separated by tabs"):
+        texts(path, columns=(2, 4))
+
+
+def test_blank_lines_of_a_file_of_pairs_separate_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"one\teins\n\n\t\n \r\ntwo\t\n")
+    pairs = list(BitextSource(paths=(str(tmp_path / "a.tsv"),)).pairs(DropCounter()))
+    assert [(pair.source, pair.target, pair.line) for pair in pairs] == [("one", "eins", 1), ("two", "", 5)]
+
+
+def test_a_set_is_divided_by_its_last_pairs(tmp_path: Path) -> None:
+    paths = two_files(tmp_path, b"a\nb\nc\n", b"u\nv\nw\n")
+    assert texts(*paths, without_last=1) == [("a", "u"), ("b", "v")]
+    assert texts(*paths, last=1) == [("c", "w")]
+    assert texts(*paths, last=9) == texts(*paths)
+    assert texts(*paths, without_last=9) == []
+
+
+SGML = """<srcset setid="newstest2014" srclang="any">
+<doc sysid="ref" docid="1.abc.net" genre="news" origlang="de">
+<hl>
+<seg id="1">AT&T &amp; &quot;Söhne&quot; &lt;b&gt; &#8364; &#x2014; &amp;lt; &euro;</seg>
+</hl><p>
+<seg id="2"> two  spaces </seg> <SEG ID='3'>on one line</SEG>
+<seg id=4>over
+two lines</seg>
+</p></doc>
+<DOC docid="2.abc.net"><seg id="1"></seg></DOC>
+</srcset>
+"""
+
+
+def test_segments_of_sgml_are_paired_in_order(tmp_path: Path) -> None:
+    paths = tmp_path / "newstest-src.en.sgm", tmp_path / "newstest-ref.de.sgm.gz"
+    paths[0].write_text(SGML)
+    paths[1].write_bytes(gzip.compress(SGML.replace("srcset", "refset").encode()))
+    found = texts(*paths)
+    assert [source for source, _ in found] == [
+        'AT&T & "Söhne" <b> € — &lt; &euro;', "two  spaces", "on one line", "over two lines", ""
+    ]  # fmt: skip
+    assert all(source == target for source, target in found)
+
+
+def test_sgml_may_be_paired_with_plain_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.sgm").write_text(SGML)
+    (tmp_path / "a.txt").write_text("u\nv\nw\nx\ny\n")
+    assert [target for _, target in texts(tmp_path / "a.sgm", tmp_path / "a.txt")] == ["u", "v", "w", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('<seg id="2">', '<seg id="7">', "not aligned: segment '2' of document '1.abc.net' meets segment '7'"),
+        ("2.abc.net", "3.abc.net", "segment '1' of document '2.abc.net' meets segment '1' of document '3.abc.net'"),
+        ('<seg id="1"></seg></DOC>', "</DOC>", "5 segments and .* has 4;"),
+        ("on one line</SEG>", "on one line", "a-ref.sgm:7: <seg> inside of a segment"),
+        ("</seg></DOC>", "</DOC>", "segment '1' of document .* has no end; download it again"),
+        ("<seg id=4>", "", "a-ref.sgm:8: </seg> without <seg>"),
+        ("<", "[", "contains no segments, such as"),
+    ],
+)
+def test_damaged_sgml_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    paths = tmp_path / "a-src.sgm", tmp_path / "a-ref.sgm"
+    paths[0].write_text(SGML)
+    paths[1].write_text(SGML.replace(old, new))
+    assert re.search(words, refusal(*paths))
+
+
+@pytest.mark.parametrize("suffix", [".tgz", ".tar.gz", ".tar", ".zip"])
+def test_members_of_archives_are_named_behind_a_hash(tmp_path: Path, suffix: str) -> None:
+    members = [
+        ("training/", b""),
+        ("training/a.de-en.de", b"eins\nzwei\n"),
+        ("training/a.de-en.en.gz", gzip.compress(b"one\ntwo\n")),
+    ]
+    data = zipped(members[1:]) if suffix == ".zip" else tar(members[1:])
+    path = write(tmp_path / f"parallel{suffix}", gzip.compress(data) if suffix.endswith("gz") else data)
+    pair = Path(f"{path}#training/a.de-en.en.gz"), Path(f"{path}#training/a.de-en.de")
+    assert texts(*pair) == [("one", "eins"), ("two", "zwei")]
+    assert "has no member 'training/a.de-en.fr'" in refusal(pair[0], Path(f"{path}#training/a.de-en.fr"))
 
 
 @pytest.mark.parametrize(("source_lines", "target_lines"), [(3, 2), (2, 3), (0, 1), (1500, 3)])

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pack.rawsets import SEPARATOR, cornell_conversations, cornell_lines, refusal, write
+from pack.rawsets import SEPARATOR, cornell_conversations, cornell_lines, refusal, tar, write, zipped
 from packtrain.pack import raw
 from packtrain.pack.dialogue import MISSING_LINE, DialogueSource
 from packtrain.pack.raw import DropCounter
@@ -13,8 +14,8 @@ from packtrain.pack.raw import DropCounter
 TEXTS = {"L4": "Where?", "L3": "There.", "L2": "They do to!", "L1": "They do not!"}
 
 
-def pairs(*paths: str | Path, drop: DropCounter | None = None) -> list[tuple[str, str]]:
-    found = DialogueSource(paths=tuple(map(str, paths))).pairs(drop or DropCounter())
+def pairs(*paths: str | Path, drop: DropCounter | None = None, **options: Any) -> list[tuple[str, str]]:
+    found = DialogueSource(paths=tuple(map(str, paths)), **options).pairs(drop or DropCounter())
     return [(pair.source, pair.target) for pair in found]
 
 
@@ -27,6 +28,35 @@ def cornell(folder: Path, lines: str | bytes, conversations: str | bytes) -> Pat
 def test_consecutive_lines_of_a_conversation_are_pairs(tmp_path: Path) -> None:
     cornell(tmp_path, cornell_lines(TEXTS), cornell_conversations(["L1", "L2", "L3"], ["L4", "L3"]))
     assert pairs(tmp_path) == [("They do not!", "They do to!"), ("They do to!", "There."), ("Where?", "There.")]
+
+
+def test_the_corpus_is_read_from_its_zip(tmp_path: Path) -> None:
+    lines, conversations = cornell_lines(TEXTS).encode(), cornell_conversations(["L1", "L2"], ["L4", "L3"]).encode()
+    folder = "cornell movie-dialogs corpus"
+    members = [
+        (f"{folder}/.DS_Store", b"\0"),
+        (f"__MACOSX/{folder}/._movie_lines.txt", b"\0\5\x16\7"),
+        (f"{folder}/movie_lines.txt", lines),
+        (f"{folder}/movie_conversations.txt", conversations),
+        (f"{folder}/README.txt", b"Cornell Movie-Dialogs Corpus"),
+    ]
+    path = write(tmp_path / "cornell_movie_dialogs_corpus.zip", zipped(members))
+    assert pairs(path) == [("They do not!", "They do to!"), ("Where?", "There.")]
+    assert pairs(path, without_last=1) == [("They do not!", "They do to!")]
+    assert pairs(path, last=1) == [("Where?", "There.")]
+    assert pairs(f"{path}#{folder}/movie_lines.txt", f"{path}#movie_conversations.txt") == pairs(path)
+    compressed = write(tmp_path / "cornell.tgz", gzip.compress(tar(members)))
+    assert pairs(compressed) == pairs(path)
+    assert "columns applies to" in refusal(lambda: pairs(path, columns=(1, 2)))
+    write(tmp_path / "twice.zip", zipped([*members, ("movie_lines.txt", lines)]))
+    assert "movie_lines.txt several times; name both" in refusal(lambda: pairs(tmp_path / "twice.zip"))
+    write(tmp_path / "other.zip", zipped(members[:3]))
+    assert "movie_conversations.txt not found; name both" in refusal(lambda: pairs(tmp_path / "other.zip"))
+
+
+def test_a_member_of_an_archive_may_be_a_file_of_pairs(tmp_path: Path) -> None:
+    path = write(tmp_path / "deu-eng.zip", zipped([("deu.txt", b"Hi.\tHallo!\tCC-BY 2.0\n"), ("_about.txt", b"x")]))
+    assert pairs(f"{path}#deu.txt", columns=(1, 2)) == [("Hi.", "Hallo!")]
 
 
 def test_the_two_files_may_be_named_and_compressed(tmp_path: Path) -> None:

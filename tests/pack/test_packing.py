@@ -258,8 +258,12 @@ def test_the_digest_depends_on_every_setting_and_on_the_split_of_each_source(tmp
         digest_of(data_of(paths, test=[other])),
         digest_of(data_of(paths, train=[{"bitext": paths}, other])),
         digest_of(data_of(paths, train=[other, {"bitext": paths}])),
+        digest_of(data_of(paths, train=[{"bitext": paths, "last": 1}])),
+        digest_of(data_of(paths, train=[{"bitext": paths, "without_last": 1}])),
+        digest_of(data_of(paths, train=[other])),
+        digest_of(data_of(paths, train=[{**other, "columns": [2, 1]}])),
     }
-    assert len(digests) == 8
+    assert len(digests) == 12
 
 
 def images(train: str, *, folder: bool) -> str:

@@ -124,6 +124,11 @@ class Source(Part):
     def kind(self) -> str:
         return word_of(FORMATS, self)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the job says beside paths and weight. A pack depends on it."""
+        return self.model_dump(mode="json", exclude={"paths", "weight"}, exclude_defaults=True)
+
     def faults(self) -> Iterator[tuple[Location, str]]:
         if len(self.paths) not in self.path_counts:
             counts = " or ".join(str(count) for count in self.path_counts)
@@ -247,21 +252,23 @@ def _read_source(value: object) -> Source:
     """Read `{bitext: [train.en, train.de], weight: 2.0}`."""
     if isinstance(value, Source):
         return value
-    known = (*FORMATS, "weight")
     if not isinstance(value, Mapping):
         raise ValueError(must_be("a mapping such as {bitext: [train.en, train.de]}", value))
+    words = [word for word in value if word in FORMATS]
+    fields = (kind_class(FORMATS, words[0]) if len(words) == 1 else Source).model_fields
+    options = [field for field in fields if field != "paths"]
+    known = (*FORMATS, *options)
     # Unknown keys are reported together with the errors of the known ones, or first if the kind itself is misspelled.
     unknown = unknown_keys([key for key in value if key not in known], known)
-    words = [word for word in value if word in FORMATS]
     if not unknown and len(words) != 1:
         raise ValueError(not_one(FORMATS, len(words)))
     if not words:
         raise refusal(unknown)
     word = words[0]
     paths = expand_source(value)[word]
-    weight = {"weight": value["weight"]} if "weight" in value else {}
+    given = {option: value[option] for option in options if option in value}
     try:
-        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **weight})
+        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **given})
     except ValidationError as error:
         problems = problems_of(error)
         for one in problems:  # a job file has the paths right under the kind's word
@@ -274,7 +281,7 @@ def _read_source(value: object) -> Source:
 
 
 def _write_source(source: Source) -> dict[str, Any]:
-    return {source.kind: list(source.paths), "weight": source.weight}
+    return {source.kind: list(source.paths), "weight": source.weight, **source.options}
 
 
 AnySource = Annotated[Source, PlainValidator(_read_source), PlainSerializer(_write_source)]

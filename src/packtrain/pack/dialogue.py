@@ -1,4 +1,4 @@
-"""Dialogue: prompts and replies, from the Cornell Movie-Dialogs files or a file of tab-separated pairs.
+"""Dialogue: prompts and replies, from the Cornell Movie-Dialogs files, or from a file of tab-separated pairs.
 
     movie_lines.txt          L1 +++$+++ u0 +++$+++ m0 +++$+++ BIANCA +++$+++ They do not!
     movie_conversations.txt  u0 +++$+++ u2 +++$+++ m0 +++$+++ ['L1', 'L2', 'L3']
@@ -9,14 +9,14 @@ Two consecutive lines of a conversation are a pair. Lines may be in any order, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.job.kinds import Drop, Source
-from packtrain.pack.bitext import read_tsv
-from packtrain.pack.manifest import Kind
+from packtrain.job.kinds import Drop
+from packtrain.pack.archive import archive_members, is_archive, split_member
+from packtrain.pack.bitext import PairSource, read_tsv
 from packtrain.pack.raw import TextPair, encoding_of, file_inside, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
@@ -27,24 +27,37 @@ _LINE_FIELDS, _CONVERSATION_FIELDS = 5, 4
 _QUOTED = re.compile(r"""\s*(?:'([^'"\\]+)'|"([^'"\\]+)")\s*""")
 
 
-class DialogueSource(Source):
-    """Cornell Movie-Dialogs (its folder, or lines and conversations), or one TSV of prompts and replies."""
+class DialogueSource(PairSource):
+    """Cornell Movie-Dialogs (its zip, its folder, or lines and conversations), or one TSV of prompts and replies.
+
+    Of Cornell Movie-Dialogs, `last` and `without_last` count conversations.
+    """
 
     contents = frozenset({"turns"})
     path_counts = (1, 2)
     example = "[movie_lines.txt, movie_conversations.txt]"
 
-    def pack_kind(self) -> Kind:
-        return "pairs"
-
     def pairs(self, drop: Drop) -> Iterator[TextPair]:
+        paths = self._cornell()
+        if paths is None:
+            yield from self.part_of(read_tsv(Path(self.paths[0]), self.columns))
+            return
+        if self.columns is not None:
+            raise Mistake(f"{self.paths[0]}: columns applies to one file of tab-separated columns only")
+        rows = self.part_of(_rows(paths[1], _CONVERSATION_FIELDS))
+        yield from _read_cornell(_texts(paths[0]), rows, drop)
+
+    def _cornell(self) -> tuple[Path, Path] | None:
+        """Return the files of lines and of conversations; None if the source is a TSV."""
         if len(self.paths) == 2:
-            yield from _read_cornell(Path(self.paths[0]), Path(self.paths[1]), drop)
-        elif Path(self.paths[0]).is_dir():
-            folder = self.paths[0]
-            yield from _read_cornell(_find(folder, LINES), _find(folder, CONVERSATIONS), drop)
-        else:
-            yield from read_tsv(Path(self.paths[0]))
+            return Path(self.paths[0]), Path(self.paths[1])
+        [path] = self.paths
+        if Path(path).is_dir():
+            return _find(path, LINES), _find(path, CONVERSATIONS)
+        if split_member(path)[1] or not is_archive(path):
+            return None
+        members = [member.name for member in archive_members(path)]
+        return _find_member(path, members, LINES), _find_member(path, members, CONVERSATIONS)
 
 
 def _find(folder: str, name: str) -> Path:
@@ -55,9 +68,18 @@ def _find(folder: str, name: str) -> Path:
     raise Mistake(f"{folder}: {name} not found; the folder must contain {LINES} and {CONVERSATIONS}")
 
 
-def _read_cornell(lines_path: Path, conversations_path: Path, drop: Drop) -> Iterator[TextPair]:
-    texts = _texts(lines_path)
-    for place, fields in _rows(conversations_path, _CONVERSATION_FIELDS):
+def _find_member(archive: str, members: Sequence[str], name: str) -> Path:
+    found = [member for member in members if member.rpartition("/")[2] in (name, f"{name}.gz")]
+    if len(found) != 1:
+        count = "several times" if found else "not found"
+        raise Mistake(f"{archive}: {name} {count}; name both members: [{archive}#{LINES}, {archive}#{CONVERSATIONS}]")
+    return Path(f"{archive}#{found[0]}")
+
+
+def _read_cornell(
+    texts: Mapping[str, str], conversations: Iterable[tuple[str, list[str]]], drop: Drop
+) -> Iterator[TextPair]:
+    for place, fields in conversations:
         for one, other in pairwise(_ids(fields[-1], place)):
             missing = [name for name in (one, other) if name not in texts]
             if missing:

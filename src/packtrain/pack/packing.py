@@ -132,6 +132,7 @@ def settings_of(data: DataSettings, kind: Kind) -> dict[str, Any]:
                     source.kind,
                     *(_content_of(path, f"data.{split}.{number}") for path in source.paths),
                     _named_files_digest(source),
+                    *([source.options] if source.options else []),
                 ]
                 for number, source in enumerate(sources)
             ]

@@ -116,7 +116,7 @@ def _kept(packing: Packing, dropped: Drop, filtered: Drop) -> Iterator[tuple[int
 def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, TextPair]]:
     file = Path(source.paths[0]).name
     for number, pair in enumerate(source.pairs(dropped), 1):
-        yield f"{file}:{number}", pair
+        yield f"{file}:{pair.line or number}", pair
 
 
 def _make_shards(

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
@@ -50,8 +50,11 @@ class RawImage:
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
+    """`line` is its line in the file, if that is not its number among the pairs."""
+
     source: str
     target: str
+    line: int = 0
 
 
 @dataclass
@@ -210,8 +213,19 @@ def _open(path: Path) -> BinaryIO:
 
 def _located(path: Path) -> Locator:
     """Return where a file's bytes are: in the file itself, or in the archive that `archive.tgz#member` names."""
-    _, member = split_member(str(path))
-    return find_member(str(path)).where if member else Locator(str(path))
+    archive, member = split_member(str(path))
+    if not member:
+        return Locator(str(path))
+    try:
+        status = Path(archive).stat()
+    except OSError as error:
+        raise Mistake(f"{printable(archive)}: {error.strerror or error}") from error
+    return _member(str(path), status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)  # packing reads a file several times, and finding a member unpacks its whole archive
+def _member(path: str, size: int, modified: int) -> Locator:  # noqa: ARG001 - another file has another size or time
+    return find_member(path).where
 
 
 def _is_utf8(raw: bytes) -> bool:
