@@ -126,7 +126,7 @@ class Source(Part):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the job says beside paths and weight. A pack depends on it."""
+        """The settings beside paths and weight that are not the defaults. A pack depends on them."""
         return self.model_dump(mode="json", exclude={"paths", "weight"}, exclude_defaults=True)
 
     def faults(self) -> Iterator[tuple[Location, str]]:
