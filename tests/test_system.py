@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.system import FileLock
+from packtrain.errors import Mistake
+from packtrain.store import StoreError
+from packtrain.store.errors import explained
+from packtrain.system import FileLock, cache_directory
 
 HOLDER = """
 import sys
@@ -30,7 +34,7 @@ def is_free(path: Path) -> bool:
 
 def test_an_exclusive_lock_has_one_holder(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with FileLock(path, mode=0o600) as lock:
+    with FileLock(path) as lock:
         assert not is_free(path)
         assert os.fstat(lock.fileno()).st_ino == path.stat().st_ino
         assert path.stat().st_mode & 0o777 == 0o600
@@ -101,3 +105,56 @@ def test_waiting_for_a_lock_file_that_is_removed_locks_its_replacement(tmp_path:
     waiting.join(10)
     assert os.path.samestat(os.fstat(got[0].fileno()), path.stat())
     got[0].close()
+
+
+def test_a_lock_never_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        FileLock(tmp_path / "lock")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "shared" / "my cache"))
+    return tmp_path / "shared" / "my cache"
+
+
+def test_the_cache_is_private_also_if_it_was_readable_before(cache: Path) -> None:
+    assert cache_directory() == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o755)
+    cache_directory()
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int) -> None:
+    cache_directory().chmod(mode)
+    with pytest.raises(Mistake) as refused:
+        cache_directory()
+    assert str(refused.value) == (
+        f"{cache}: other users can write to it; run `chmod 700 '{cache}'`,"
+        " or set PACKTRAIN_CACHE to a directory of your own"
+    )
+
+
+def test_a_cache_of_another_user_is_refused(cache: Path) -> None:
+    os.chown(cache_directory(), 12345, 12345)
+    with pytest.raises(Mistake, match="belongs to another user; set PACKTRAIN_CACHE to a directory of your own"):
+        cache_directory()
+
+
+def test_a_cache_that_cannot_be_created_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    assert not cache_directory().exists()
+
+
+def test_a_full_disk_of_the_cache_names_the_variable_that_moves_it(cache: Path, tmp_path: Path) -> None:
+    for place, told in (
+        (cache / "packs", "set PACKTRAIN_CACHE to a directory on another disk"),
+        (tmp_path, "another store"),
+    ):
+        with pytest.raises(StoreError, match=told), explained(place):
+            raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from packtrain.errors import Mistake
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,18 +33,19 @@ class FileLock:
 
     _descriptor = -1
 
-    def __init__(self, path: Path, *, shared: bool = False, wait: bool = True, mode: int = 0o666) -> None:
+    def __init__(self, path: Path, *, shared: bool = False, wait: bool = True) -> None:
         """Raise BlockingIOError if another process holds the lock and `wait` is false."""
-        # flock on network mounts needs a descriptor that may write for an exclusive lock.
-        flags = os.O_CLOEXEC | (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
+        # flock on network mounts needs a descriptor that may write for an exclusive lock. A link in place of the file
+        # could lead anywhere: it is an error.
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:  # until the locked file is the one that has the name
-            self._descriptor = os.open(path, flags, mode)
+            self._descriptor = os.open(path, flags, 0o600)
             try:
                 fcntl.flock(self._descriptor, kind)
                 # The previous holder may have removed or renamed the file: this lock would then exclude nobody.
                 with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                    if os.path.samestat(os.fstat(self._descriptor), path.lstat()):
                         return
             except BaseException:
                 self.close()
@@ -88,17 +92,50 @@ def machine_id() -> str:
     return f"{socket.gethostname()}-{boot.read_text()[:8]}" if boot.exists() else socket.gethostname()
 
 
+def _cache_path() -> Path:
+    given = os.environ.get("PACKTRAIN_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packtrain"
+
+
+def is_in_cache(path: Path) -> bool:
+    return path.absolute().is_relative_to(_cache_path().absolute())
+
+
 def cache_directory() -> Path:
     """Return the directory for everything that this machine can fetch again."""
-    given = os.environ.get("PACKTRAIN_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packtrain"
+    return _private(_cache_path(), "PACKTRAIN_CACHE")
 
 
 def state_directory() -> Path:
     """Return the directory for what this person's machine remembers and cannot fetch again."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "packtrain"
+    parent = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return _private(parent / "packtrain", "XDG_STATE_HOME")
+
+
+def _private(path: Path, variable: str) -> Path:
+    """Make a directory that nobody else can read; refuse one that others can write to.
+
+    It holds code, logs and locks, and the code that the person has accepted.
+    """
+    advice = f"set {variable} to a directory of your own"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return path  # who reads finds nothing there; who writes fails, and tells why
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise Mistake(f"{path}: belongs to another user; {advice}")
+        if status.st_mode & 0o022:
+            raise Mistake(f"{path}: other users can write to it; run `chmod 700 {shlex.quote(str(path))}`, or {advice}")
+        if status.st_mode & 0o077:
+            with suppress(OSError):  # a read-only file system
+                os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return path
 
 
 def nodes_directory() -> Path:

@@ -109,6 +109,7 @@ class LocalTarget(Target):
 def start_process(arguments: Sequence[str], tied: bool) -> StartedNode:
     """Start a process with a log of its own; in its own session, so that closing the terminal does not end it."""
     log = log_directory() / f"{uuid.uuid4().hex[:12]}.log"
+    log.touch(mode=0o600)
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,

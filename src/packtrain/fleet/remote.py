@@ -104,6 +104,7 @@ class Remote:
 
     def hold(self, command: Sequence[str], text: bytes, log: Path) -> subprocess.Popen[bytes]:
         """Start a command that lives as long as this connection, and so as this process; its output goes to the log."""
+        log.touch(mode=0o600)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*self.arguments(), shlex.join(command)],

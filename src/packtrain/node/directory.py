@@ -78,7 +78,7 @@ class NodeSlot:
     def _first_free(paths: Sequence[Path]) -> tuple[Path, FileLock] | None:
         for path in paths:
             with suppress(BlockingIOError):
-                return path, FileLock(path, wait=False, mode=0o600)
+                return path, FileLock(path, wait=False)
         return None
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class NodeDirectory:
 
 
 def _lock(path: Path) -> FileLock:
-    return FileLock(path / "lock", wait=False, mode=0o600)
+    return FileLock(path / "lock", wait=False)
 
 
 def owner_of(path: Path) -> Owner | None:

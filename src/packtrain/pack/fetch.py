@@ -192,7 +192,10 @@ def _prepare(target: Path, size: int | None) -> None:
         here = partial.stat().st_size if partial.exists() else 0
         free = shutil.disk_usage(target.parent).free
     if size is not None and size - here > free:
-        raise Mistake(f"{target.parent}: not enough space: {show_bytes(size - here)} needed, {show_bytes(free)} free")
+        raise Mistake(
+            f"{target.parent}: not enough space: {show_bytes(size - here)} needed, {show_bytes(free)} free;"
+            " free some, or set PACKTRAIN_CACHE to a directory on another disk"
+        )
 
 
 @contextmanager

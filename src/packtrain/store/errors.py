@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, NotFound, PacktrainError
+from packtrain.system import is_in_cache
 
 
 class StoreError(PacktrainError):
@@ -40,11 +41,11 @@ class DamagedObject(StoreError):
 
 # Errors of the system.
 
-_FORBIDDEN = "permission denied; check owner and mode, or use another store"
+_FORBIDDEN = "permission denied; check owner and mode, or {elsewhere}"
 _SYSTEM: Mapping[int, tuple[str, bool]] = {  # the message, and True if the error is temporary
-    errno.ENOSPC: ("the disk is full; free some space or use another store", True),
+    errno.ENOSPC: ("the disk is full; free some space or {elsewhere}", True),
     errno.EDQUOT: ("disk quota exceeded; free some space or ask for a larger quota", True),
-    errno.EROFS: ("the file system is read-only; remount it for writing or use another store", False),
+    errno.EROFS: ("the file system is read-only; remount it for writing or {elsewhere}", False),
     errno.EACCES: (_FORBIDDEN, False),
     errno.EPERM: (_FORBIDDEN, False),
     errno.EIO: ("the disk or the network mount failed; see `dmesg`", True),
@@ -64,6 +65,8 @@ def explain_system(error: OSError, where: str) -> StoreError:
     """Explain the failure of a system call on the file or directory `where`."""
     number = error.errno or 0
     advice, temporary = _SYSTEM.get(number, (os.strerror(number) if number else str(error), False))
+    cache = "set PACKTRAIN_CACHE to a directory on another disk"
+    advice = advice.replace("{elsewhere}", cache if is_in_cache(Path(where)) else "use another store")
     return StoreError(f"{where}: {advice}", temporary=temporary)
 
 
