@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 
 
 def main() -> None:
-    directory, store, save_every = Path(sys.argv[1]), open_store(sys.argv[2]), int(sys.argv[3])
+    directory, store, save_every = Path(sys.argv[1]), open_store(sys.argv[2], create=True), int(sys.argv[3])
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = load_job(EXAMPLE, [], recipe_defaults).job

@@ -75,7 +75,7 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
     sync, copier = NoSync(model, World(), Clock()), SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
-    run = create_run(open_store(str(directory / "store")), job, archive({}), None)
+    run = create_run(open_store(str(directory / "store"), create=True), job, archive({}), None)
     for number in range(rounds + 1):
         times = [time.perf_counter()]
 
@@ -125,7 +125,7 @@ def saving(rounds: int, steps: int, directory: Path) -> dict[str, list[tuple[flo
         ).job
         for every in ("1 h", f"{SAVE_EVERY} steps")
     )
-    store = open_store(str(directory / "runs"))
+    store = open_store(str(directory / "runs"), create=True)
     manifest = pack(rare.name, rare.data, store, InProcess(), PlainProgress(lambda _: None))
     assert rare.recipe is not None
     seconds: dict[str, list[tuple[float, float]]] = {"rare": [], "often": []}

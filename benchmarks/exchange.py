@@ -58,7 +58,7 @@ def recipe_of(directory: Path, exchange: str) -> Recipe:
         "train.optimizer={adamw: {decay: 0.0, betas: [0.9, 0.98], epsilon: 1e-9}}",
     ]
     job = load_job(EXAMPLE, settings, recipe_defaults).job
-    store = open_store(str(directory / "store"))
+    store = open_store(str(directory / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
 

@@ -108,7 +108,7 @@ def seconds_packing(folder: Path, store: Path) -> tuple[float, int]:
     data = DataSettings.model_validate({"train": [{"imagenet": str(folder)}]})
     with PeakMemory() as memory:
         started = time.perf_counter()
-        pack("bench", data, open_store(str(store)), Processes(), PlainProgress(lambda _: None))
+        pack("bench", data, open_store(str(store), create=True), Processes(), PlainProgress(lambda _: None))
         return time.perf_counter() - started, memory.bytes
 
 

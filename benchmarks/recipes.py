@@ -65,7 +65,7 @@ def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
         "evaluate.samples=0", "data.test=[]", "checkpoint.every=1 h",
     ]  # fmt: skip
     job = load_job(path, settings, recipe_defaults).job
-    store = open_store(str(directory / "store"))
+    store = open_store(str(directory / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(name)(job, Pack(store, manifest.name, directory / "cache")), store
 

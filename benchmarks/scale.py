@@ -250,7 +250,7 @@ def _number(row: dict[str, object], column: str) -> float:
 @contextmanager
 def directory() -> Iterator[Callable[[], Store]]:
     with tempfile.TemporaryDirectory() as name:
-        yield lambda: open_store(tempfile.mkdtemp(dir=name))
+        yield lambda: open_store(tempfile.mkdtemp(dir=name), create=True)
 
 
 @contextmanager

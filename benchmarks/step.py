@@ -149,7 +149,7 @@ def main() -> None:
     peers = {name: make() for name, (module, make) in PEERS.items() if find_spec(module)}
     with tempfile.TemporaryDirectory() as directory:
         job = load_job(EXAMPLE, settings, recipe_defaults).job
-        store = open_store(f"{directory}/store")
+        store = open_store(f"{directory}/store", create=True)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         assert job.recipe is not None
         recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))

@@ -251,7 +251,7 @@ def main() -> None:
     else:
         notes.append(f"not installed: {PEER}")
     with tempfile.TemporaryDirectory() as directory:
-        store, cache = open_store(f"{directory}/store"), Path(directory) / "cache"
+        store, cache = open_store(f"{directory}/store", create=True), Path(directory) / "cache"
         made = packed(example(), store, cache)
         inputs, references = (texts_of(made, side, options.sentences) for side in ("source", "target"))
         for number in range(options.rounds):

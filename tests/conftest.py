@@ -112,7 +112,7 @@ def s3_proxy(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def directory_store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
+    return open_store(str(tmp_path / "store"), create=True)
 
 
 @pytest.fixture

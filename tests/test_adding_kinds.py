@@ -120,7 +120,7 @@ def test_a_new_raw_format_is_packed(project: Path, monkeypatch: pytest.MonkeyPat
     job = "name: count\nrecipe: translate\ndata: {train: {arrows: pairs.txt}, vocabulary: 300}\n"
     (project / "job.yaml").write_text(job)
     loaded = load(project / "job.yaml")
-    manifest = pack_data(loaded, open_store("./store"), PlainProgress(lambda _: None), InProcess())
+    manifest = pack_data(loaded, open_store("./store", create=True), PlainProgress(lambda _: None), InProcess())
     assert manifest is not None
     assert (manifest.kind, manifest.splits["train"].samples) == ("pairs", 50)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.store import Store
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "packtrain"
 
@@ -115,7 +117,8 @@ main()
 
 
 @pytest.mark.parametrize("verb", [["--help"], ["ls"], ["init", "chat"]])
-def test_the_client_works_without_torch(verb: list[str], tmp_path: Path) -> None:
+def test_the_client_works_without_torch(verb: list[str], directory_store: Store, tmp_path: Path) -> None:
+    assert directory_store.url == str(tmp_path / "store"), "where the commands look"
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *verb], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

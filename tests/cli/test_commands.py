@@ -102,8 +102,8 @@ def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
 
 
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
-def test_verbs_exit_with_102_where_there_is_no_run(verb: str, tmp_path: Path) -> None:
-    assert_refused(packtrain(verb, "nobody", cwd=tmp_path), 102, "no runs in")
+def test_verbs_exit_with_102_where_there_is_no_run(verb: str, directory_store: Store, tmp_path: Path) -> None:
+    assert_refused(packtrain(verb, "nobody", "--store", directory_store.url, cwd=tmp_path), 102, "no runs in")
 
 
 def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory_store: Store, tmp_path: Path) -> None:
@@ -132,11 +132,19 @@ def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp
     assert not (tmp_path / "store").exists()
 
 
-def test_listing_an_empty_store_says_how_to_start_a_run(tmp_path: Path) -> None:
-    done = packtrain("ls", cwd=tmp_path)
+def test_listing_an_empty_store_says_how_to_start_a_run(directory_store: Store, tmp_path: Path) -> None:
+    where = ("--store", directory_store.url)
+    done = packtrain("ls", *where, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "packtrain run JOB" in done.stdout
-    assert packtrain("ls", "--json", cwd=tmp_path).stdout.strip() == "[]"
+    assert packtrain("ls", "--json", *where, cwd=tmp_path).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "logs", "stop", "resume", "report"])
+def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()  # as a mount point without its mount
+    assert_refused(packtrain(verb, cwd=tmp_path), 102, "no store here", "check the path and its mount")
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_an_unreadable_run_does_not_hide_the_others(directory_store: Store, tmp_path: Path) -> None:

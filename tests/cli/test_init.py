@@ -39,7 +39,7 @@ def test_a_new_job_loads_and_its_data_can_be_packed(kind: str, tmp_path: Path) -
     loaded = load(tmp_path / f"{kind}.yaml", [f"store={tmp_path / 'store'}"])
     assert loaded.job.name == kind
     said: list[str] = []
-    manifest = pack_data(loaded, open_store(loaded.job.store), PlainProgress(said.append), InProcess())
+    manifest = pack_data(loaded, open_store(loaded.job.store, create=True), PlainProgress(said.append), InProcess())
     assert not [line for line in said if "warning" in line]
     if manifest is not None:
         assert manifest.splits["train"].samples > manifest.splits["valid"].samples > 0

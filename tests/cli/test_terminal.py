@@ -87,6 +87,7 @@ def test_an_error_is_escaped(directory_store: Store) -> None:
 
 def test_hints_can_be_pasted_whatever_the_store_is_called(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "my runs; rm -rf ~")
+    store.create()
     (line,) = hints(new_run(store), "stop")
     assert line == f"  stop:    packtrain stop job-1 --store '{store.url}'"
 

@@ -24,6 +24,7 @@ class Remote(DirectoryStore):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.create()
         self.notes = root.parent / f"{root.name}.fetched"
 
     def get_file(self, key: str, path: Path, limit: int | None = None) -> None:

@@ -145,7 +145,7 @@ def reader(directory_store: Store, tmp_path: Path) -> Reader:
 
 
 def in_memory(rows: Rows, samples_per_shard: int, folder: Path) -> SplitReader:
-    store = open_store(str(folder))
+    store = open_store(str(folder), create=True)
     manifest = put_pack(store, rows, samples_per_shard)
     return SplitReader(manifest.splits["train"].shards, lambda shard: folder / "packs" / NAME / shard.name)
 
@@ -236,7 +236,7 @@ def test_shards_are_downloaded_ahead_of_their_use(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_can_be_open_are_closed_and_reopened(tmp_path: Path) -> None:
-    shards, opened = put_pack(open_store(str(tmp_path)), ROWS, 1).splits["train"].shards, []
+    shards, opened = put_pack(open_store(str(tmp_path), create=True), ROWS, 1).splits["train"].shards, []
 
     def path_of(shard: ShardFile) -> Path:
         opened.append(shard.name)
@@ -266,7 +266,7 @@ def test_threads_may_read_a_split_together(reader: Reader) -> None:
 
 
 def test_a_shard_with_another_number_of_samples_than_the_manifest_says_is_named(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
+    store = open_store(str(tmp_path), create=True)
     shard = put_shard(store, "train-00000", ROWS)
     (tmp_path / "short").write_bytes(encode_shard(Columns({"tokens": Ragged.from_rows(ROWS[:2], np.dtype("<u2"))})))
     with pytest.raises(ShardError, match=r"short has 2 samples, not 7; pack the data again"):

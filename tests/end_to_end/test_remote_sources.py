@@ -28,7 +28,7 @@ def test_a_pack_is_the_same_wherever_its_data_is(
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "pairs.tsv").write_text(PAIRS)
     open_store(s3_location).put("raw/pairs.tsv", PAIRS.encode())
-    open_store(str(tmp_path / "store")).put("raw/pairs.tsv", PAIRS.encode())
+    open_store(str(tmp_path / "store"), create=True).put("raw/pairs.tsv", PAIRS.encode())
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     places = [
@@ -45,7 +45,9 @@ def test_a_pack_is_the_same_wherever_its_data_is(
                 f"data: {{train: [{{bitext: '{place}'}}], vocabulary: 300}}\n"
             )
             loaded = load(tmp_path / "job.yaml")
-            manifest = pack_data(loaded, open_store(loaded.job.store), PlainProgress(lambda _: None), InProcess())
+            manifest = pack_data(
+                loaded, open_store(loaded.job.store, create=True), PlainProgress(lambda _: None), InProcess()
+            )
             assert manifest is not None
             names.append(manifest.name)
     finally:

@@ -41,7 +41,9 @@ def group() -> Iterator[Path]:
 
 
 def test_out_of_memory_twice_at_the_same_step_ends_the_run_with_advice(tmp_path: Path, group: Path) -> None:
-    run: Run = new_run(open_store(str(tmp_path / "store")), program_job(fleet={"local": {}, "workers": 1}), GREEDY)
+    run: Run = new_run(
+        open_store(str(tmp_path / "store"), create=True), program_job(fleet={"local": {}, "workers": 1}), GREEDY
+    )
     environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def enter() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from packtrain.node.preemption import POWER_OFF
+from parts.mounts import Mounts
 from parts.proxy import HANG, PASS, REFUSE, Proxy, no_fault
 from parts.s3 import fresh_location
-from parts.sandbox import Sandbox, assert_nothing_left, make_sandbox, wait_until
+from parts.sandbox import Sandbox, assert_nothing_left, assert_same_samples, make_sandbox, wait_until
 from parts.sandbox import history as history_of
 
 Make = Callable[..., Sandbox]
@@ -69,6 +70,35 @@ def test_a_run_survives_a_failing_store_and_a_minute_without_it(
     assert [generation.cause for generation in sandbox.run().generations()] == ["start"]
     assert history_of(sandbox.run()) == history_of(uninterrupted.run())
     assert_nothing_left(sandbox)
+
+
+def test_a_run_survives_that_its_store_is_unmounted_and_mounted_again(tmp_path: Path, uninterrupted: Sandbox) -> None:
+    """Training continues, also on a machine that starts meanwhile; nothing is written below the mount point."""
+    mounts = Mounts(tmp_path)
+    mounts.mount("disk")
+    sandbox = make_sandbox(tmp_path, str(mounts.point / "store"))
+    try:
+        sandbox.pace(0.2)
+        sandbox.detach("--set", "fleet.local.machines=1..2", "--set", "fleet.workers=1")
+        sandbox.wait_for_commit()
+        name = sandbox.run().name
+        mounts.unmount()
+        gone = time.time()
+        late = sandbox.add_node(name)
+        time.sleep(10)
+        assert late.poll() is None, "it waits for the store"
+        assert list(mounts.point.rglob("*")) == []
+        mounts.mount("disk")
+        back = time.time()
+        sandbox.pace(0)
+        assert sandbox.wait_for_result() == "finished"
+        assert len([point for point in sandbox.run().points().read() if gone + 2 < point.time < back]) > 20
+        assert_same_samples(uninterrupted, sandbox.run())
+        assert_nothing_left(sandbox)
+    finally:
+        sandbox.close()
+        mounts.unmount()
+    assert list(mounts.point.rglob("*")) == []
 
 
 def every_fifth_request_fails_and_every_fifth_is_slow(proxy: Proxy) -> None:

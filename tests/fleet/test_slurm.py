@@ -149,7 +149,7 @@ def test_after_a_preemption_notice_the_job_is_requeued_unless_the_run_is_over(
 
 
 def test_a_store_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "my store's #1 50%"))
+    store = open_store(str(tmp_path / "my store's #1 50%"), create=True)
     lines = header(script_of(new_run(store)))
     assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node must be requeued"
     [output] = [words for line in lines if "--output" in line for words in [shlex.split(line)]]

@@ -19,7 +19,7 @@ from parts.runs import new_run, recipe_job
 def directory_store() -> Iterator[Store]:
     """In memory where there is such a place: these tests write thousands of small files, and each is synced."""
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        yield open_store(folder)
+        yield open_store(folder, create=True)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ class Machine:
 
     @property
     def store(self) -> Store:
-        return open_store(str(self.directory / "store"))
+        return open_store(str(self.directory / "store"), create=True)
 
     @property
     def scratch(self) -> Path:

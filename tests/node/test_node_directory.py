@@ -127,7 +127,7 @@ def test_processes_of_a_dead_node_are_killed(run: Run) -> None:
 
 
 def test_directories_of_another_store_are_kept_for_a_week(run: Run, tmp_path: Path) -> None:
-    other = new_run(open_store(str(tmp_path / "other")))
+    other = new_run(open_store(str(tmp_path / "other"), create=True))
     directory = killed(other)
     sweep(run, ignore)
     assert directory.exists()

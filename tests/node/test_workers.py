@@ -101,7 +101,7 @@ def test_files_that_appear_later_are_followed(shipping: Shipping) -> None:
 def test_no_line_is_lost_or_repeated_however_the_output_is_cut(tmp_path_factory, pieces) -> None:  # type: ignore[no-untyped-def]
     """None stands for a look at the file between two pieces."""
     folder = tmp_path_factory.mktemp("shipping")
-    shipping = Shipping(open_store(str(folder / "store")), folder / "logs")
+    shipping = Shipping(open_store(str(folder / "store"), create=True), folder / "logs")
     texts = []
     for piece in pieces:
         if piece is None:

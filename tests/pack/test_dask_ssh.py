@@ -35,7 +35,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
 
 def packed(source: Path, location: Path, workers: Workers) -> dict[str, bytes]:
     """Return the objects in the store after packing."""
-    store = open_store(str(location))
+    store = open_store(str(location), create=True)
     data = DataSettings.model_validate({"train": [{"imagenet": str(source)}], "sizes": [16]})
     manifest = pack("toy", data, store, workers, PlainProgress(lambda _: None))
     assert manifest.splits["train"].samples == 16

@@ -25,7 +25,9 @@ def packed(example: str, folder: Path, changes: Sequence[tuple[str, str]]) -> Ma
         assert old in text
         text = text.replace(old, new)
     job = load_job(write(folder / "job.yaml", text), (), recipe_defaults).job
-    return pack(job.name, job.data, open_store(str(folder / "store")), InProcess(), PlainProgress(lambda _: None))
+    return pack(
+        job.name, job.data, open_store(str(folder / "store"), create=True), InProcess(), PlainProgress(lambda _: None)
+    )
 
 
 def tgz(path: Path, members: dict[str, str]) -> None:

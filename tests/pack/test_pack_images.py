@@ -112,7 +112,7 @@ def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path, monkeypatc
     source = classes_in(tmp_path / "train", "ab", each=8)
     made = []
     for name, workers in (("alone", InProcess()), ("one", Processes(1)), ("three", Processes(3))):
-        store = open_store(str(tmp_path / name))
+        store = open_store(str(tmp_path / name), create=True)
         manifest = packed(store, workers, train=[{"imagenet": source}], sizes=[16])
         assert len(manifest.splits["train"].shards) > 3
         made.append(objects(store))
@@ -123,7 +123,10 @@ def test_a_dask_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
     from distributed import LocalCluster
 
     source = classes_in(tmp_path / "train")
-    alone, cluster_store = open_store(str(tmp_path / "alone")), open_store(str(tmp_path / "cluster"))
+    alone, cluster_store = (
+        open_store(str(tmp_path / "alone"), create=True),
+        open_store(str(tmp_path / "cluster"), create=True),
+    )
     packed(alone, train=[{"imagenet": source}])
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         workers = Dask(cluster.scheduler_address)
@@ -280,7 +283,7 @@ def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
 ) -> None:
     monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
     train = [{"imagenet": classes_in(tmp_path / "train", each=8)}]
-    broken, whole = open_store(str(tmp_path / "broken")), open_store(str(tmp_path / "whole"))
+    broken, whole = open_store(str(tmp_path / "broken"), create=True), open_store(str(tmp_path / "whole"), create=True)
     with pytest.raises(KeyboardInterrupt):
         packed(broken, Interrupted(2), train=train)
     first = {entry.key: entry for entry in broken.list() if entry.key.endswith(".safetensors")}

@@ -69,7 +69,7 @@ def test_packing_again_reads_the_manifest_and_writes_nothing(
 
 
 def test_the_same_data_makes_the_same_bytes(tmp_path: Path) -> None:
-    stores = [open_store(str(tmp_path / name)) for name in ("one", "other")]
+    stores = [open_store(str(tmp_path / name), create=True) for name in ("one", "other")]
     for store in stores:
         quietly(job_of(tmp_path), store)
     one, other = (objects(store) for store in stores)
@@ -107,7 +107,7 @@ def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
         patch.setattr(any_store, "put", lambda key, data: (written.append(key), put(key, data)))
         quietly(job, any_store)
     assert not any(key.endswith("train-00000.safetensors") for key in written)
-    untouched = open_store(str(tmp_path / "untouched"))
+    untouched = open_store(str(tmp_path / "untouched"), create=True)
     quietly(job, untouched)
     assert objects(any_store) == objects(untouched)
 
@@ -127,7 +127,7 @@ def test_a_shard_that_was_cut_off_is_made_again(
         with pytest.raises(KeyboardInterrupt):
             quietly(job, any_store)
     quietly(job, any_store)
-    untouched = open_store(str(tmp_path / "untouched"))
+    untouched = open_store(str(tmp_path / "untouched"), create=True)
     quietly(job, untouched)
     assert objects(any_store) == objects(untouched)
 
@@ -304,7 +304,7 @@ def test_compressed_sources_make_the_same_shards(tmp_path: Path) -> None:
         packed.append(path + ".gz")
     shards = []
     for name, paths in (("one", plain), ("other", packed)):
-        store = open_store(str(tmp_path / name))
+        store = open_store(str(tmp_path / name), create=True)
         job = job_of(tmp_path, data={"train": [{"bitext": paths}], "vocabulary": 300})
         shards.append(store.get(f"packs/{quietly(job, store).name}/train-00000.safetensors"))
     assert shards[0] == shards[1]

@@ -25,7 +25,7 @@ from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress,
 
 def packed_run(folder: Path, job: Job) -> Run:
     """Create a run with its pack, in a store in that folder."""
-    store = open_store(str(folder / "store"))
+    store = open_store(str(folder / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return create_run(store, job, archive({}), manifest.name)
 

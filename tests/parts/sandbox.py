@@ -107,12 +107,12 @@ class Sandbox:
         done = self.packtrain("run", "job.yaml", "--detach", *options)
         assert done.returncode == 0, done.stderr + done.stdout
 
-    def add_node(self) -> subprocess.Popen[bytes]:
+    def add_node(self, run: str | None = None) -> subprocess.Popen[bytes]:
         """Start another node, as a person or a fleet would."""
         with (self.directory / f"node-{len(self.nodes)}.txt").open("wb") as log:
             self.nodes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "packtrain", "node", self.run().name, "--address", "127.0.0.1"],
+                    [sys.executable, "-m", "packtrain", "node", run or self.run().name, "--address", "127.0.0.1"],
                     cwd=self.directory,
                     env=self.environment,
                     stdout=log,

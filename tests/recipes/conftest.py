@@ -30,7 +30,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
     def make(**changes: Any) -> Recipe:
         folder: Path = tmp_path_factory.mktemp("recipe")
         job = job_of(folder, **changes)
-        store = open_store(str(folder / "store"))
+        store = open_store(str(folder / "store"), create=True)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, folder / "cache"))
 

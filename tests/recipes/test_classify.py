@@ -63,7 +63,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def make(raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> MakeClassify:
     folder = tmp_path_factory.mktemp("packs")
-    store = open_store(str(folder / "store"))
+    store = open_store(str(folder / "store"), create=True)
 
     def make(data: dict[str, Any] | None = None, **sections: Any) -> Recipe:
         job = job_of({**raw, **(data or {})}, **sections)

@@ -44,7 +44,7 @@ def test_photographs_are_classified_after_160_steps(tmp_path: Path) -> None:
             },
         }
     )
-    store = open_store(str(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     recipe = recipe_class("classify")(job, Pack(store, manifest.name, tmp_path / "cache"))
     model = learn(recipe, STEPS)

@@ -153,6 +153,6 @@ def recipe_on(job: Job, data: dict[str, Any], folder: Path) -> Recipe:
             "model": job.model.model_copy(update={"options": options}),
         }
     )
-    store = open_store(str(folder / "store"))
+    store = open_store(str(folder / "store"), create=True)
     manifest = pack(job.name, changed.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(str(job.recipe))(changed, Pack(store, manifest.name, folder / "cache"))

@@ -72,7 +72,7 @@ def packed(tmp_path: Path) -> Make:
         (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
         train = [{"folder": str(tmp_path / "samples.jsonl")}]
         data = DataSettings.model_validate({"train": train, "vocabulary": 400, "max_words": 999, **settings})
-        store = open_store(str(tmp_path / "store"))
+        store = open_store(str(tmp_path / "store"), create=True)
         manifest = pack("mine", data, store, InProcess(), PlainProgress(lambda _: None))
         return Packed(Pack(store, manifest.name, tmp_path / "cache"))
 

@@ -155,7 +155,7 @@ def test_every_record_is_read_once_and_in_order_whatever_fails(tmp_path_factory,
     """Also where a put fails but has reached the store, and was read there before it is repeated."""
     from packtrain.store import open_store
 
-    inner = open_store(str(tmp_path_factory.mktemp("store")))
+    inner = open_store(str(tmp_path_factory.mktemp("store")), create=True)
     store = FaultyStore(inner)
     writing, reading = writer(store), reader(inner)
     written, read = 0, []

@@ -285,7 +285,7 @@ def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
 @given(histories(), st.integers(1, 8), st.booleans())
 def test_recent_points_are_the_end_of_the_surviving_points(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
     with TemporaryDirectory() as place:
-        run = new_run(open_store(place))
+        run = new_run(open_store(place, create=True))
         for attempt in attempts:
             writer = run.point_writer(f"{attempt[0].generation:06d}-rank-0")
             for point in sorted(attempt, key=lambda point: point.step):

@@ -199,7 +199,7 @@ def test_what_is_remembered_can_be_read_by_its_owner_only(directory_store: Store
 
 
 def test_another_run_and_another_store_are_asked_about_even_with_the_same_code(tmp_path: Path) -> None:
-    first, other = open_store(str(tmp_path / "first")), open_store(str(tmp_path / "other"))
+    first, other = open_store(str(tmp_path / "first"), create=True), open_store(str(tmp_path / "other"), create=True)
     remember(new_run(first))
     for run in (new_run(first), new_run(other)):
         [review] = reviews(run)

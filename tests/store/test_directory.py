@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from packtrain.store import DamagedObject, Store, StoreError, open_store
+from packtrain.store import DamagedObject, Store, StoreAway, StoreError, open_store
+from parts.mounts import Mounts
 from parts.presence import need
 from parts.stores import MEGABYTE, keys, output_of, python
 
@@ -61,7 +65,7 @@ def test_an_object_with_a_huge_hole_is_refused_without_memory_for_it(tmp_path: P
     with (tmp_path / "store" / "job.json").open("wb") as file:
         file.truncate(6 << 40)
     with pytest.raises(DamagedObject, match="it has 6597 GB"):
-        open_store(str(tmp_path / "store")).get("job.json")
+        open_store(str(tmp_path / "store"), create=True).get("job.json")
 
 
 def test_an_object_cannot_be_put_below_another(directory_store: Store) -> None:
@@ -93,10 +97,110 @@ def test_symbolic_links_in_a_store_are_not_followed(directory_store: Store, tmp_
     assert [path.name for path in (tmp_path / "outside").iterdir()] == ["secret"]
 
 
+def test_a_link_that_appears_between_two_calls_of_the_system_is_not_followed(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    folder, outside, aside = tmp_path / "store/a", tmp_path / "outside", tmp_path / "store/aside"
+    outside.mkdir()
+    over = threading.Event()
+
+    def swap() -> None:
+        while not over.is_set():
+            with suppress(OSError):
+                folder.rename(aside)
+            with suppress(OSError):
+                folder.symlink_to(outside)
+            with suppress(OSError):
+                folder.unlink()
+            with suppress(OSError):
+                aside.rename(folder)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        for _ in range(1500):
+            for use in (lambda: directory_store.put("a/b", b"1"), lambda: directory_store.delete("a/b")):
+                with suppress(StoreError):
+                    use()
+    finally:
+        over.set()
+        swapping.join()
+    assert list(outside.iterdir()) == []
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    made = Mounts(tmp_path)
+    yield made
+    made.unmount()
+
+
+@pytest.mark.parametrize("below", ["", "team/store"])
+def test_a_store_whose_mount_is_missing_is_away_and_nothing_is_written_below_the_mount_point(
+    mounts: Mounts, below: str
+) -> None:
+    mounts.mount("disk")
+    place = mounts.point / below
+    store = open_store(str(place), create=True)
+    store.put("runs/a-1/job.json", b"1")
+    mounts.unmount()
+    for opened in (store, open_store(str(place), identity=store.identity)):
+        for use in (
+            lambda: opened.put("runs/a-1/b", b"2"),  # noqa: B023
+            lambda: opened.put_if_absent("result", b"2"),  # noqa: B023
+            lambda: opened.find("runs/a-1/job.json"),  # noqa: B023
+            lambda: opened.entry("runs/a-1/job.json"),  # noqa: B023
+            lambda: opened.list("runs"),  # noqa: B023
+            lambda: opened.folders("runs"),  # noqa: B023
+            lambda: opened.delete("runs/a-1/job.json"),  # noqa: B023
+        ):
+            with pytest.raises(StoreAway, match="; check its mount") as caught:
+                use()
+            assert caught.value.temporary
+    with pytest.raises(StoreAway, match="no store here"):
+        open_store(str(place)).list()
+    assert list(mounts.point.rglob("*")) == []
+    mounts.mount("disk")
+    store.put("runs/a-1/b", b"2")
+    assert keys(store) == ["runs/a-1/b", "runs/a-1/job.json"]
+
+
+def test_another_store_at_the_same_place_is_not_used(mounts: Mounts) -> None:
+    mounts.mount("disk")
+    store = open_store(str(mounts.point), create=True)
+    store.put("a", b"1")
+    mounts.unmount()
+    mounts.mount("other")
+    open_store(str(mounts.point), create=True).put("b", b"2")
+    for opened in (store, open_store(str(mounts.point), identity=store.identity)):
+        with pytest.raises(StoreAway, match="another store is here"):
+            opened.put("c", b"3")
+        with pytest.raises(StoreAway, match="another store is here"):
+            opened.find("b")
+    assert keys(open_store(str(mounts.point))) == ["b"]
+
+
+def test_a_store_that_was_deleted_is_not_made_again(directory_store: Store, tmp_path: Path) -> None:
+    directory_store.put("a", b"1")
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(StoreAway, match="the store is not there"):
+        directory_store.put("a", b"2")
+    assert not (tmp_path / "store").exists()
+
+
+def test_simultaneous_creations_agree_on_the_id_of_a_store(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        opened = list(pool.map(lambda _: open_store(str(tmp_path / "new"), create=True), range(8)))
+    for number, store in enumerate(opened):
+        store.put(f"{number}", b"")
+    assert len({store.identity for store in opened}) == 1
+    assert [path.name for path in (tmp_path / "new").glob(".*")] == [".packtrain-store"]
+
+
 def test_a_store_may_itself_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    store = open_store(str(tmp_path / "link"))
+    store = open_store(str(tmp_path / "link"), create=True)
     store.put("a/b", b"1")
     assert store.get("a/b") == b"1"
     assert keys(store) == ["a/b"]
@@ -125,7 +229,7 @@ store.put("ready/" + number, b"")
 while not store.exists("go"): time.sleep(0.001)
 print([store.put_if_absent(f"race/{round}", number.encode()) for round in range(20)])
 """
-    store = open_store(str(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"), create=True)
     racers = [python(code, tmp_path / "store", number) for number in range(16)]
     while len(store.list("ready")) < 16:
         time.sleep(0.01)
@@ -166,7 +270,7 @@ while True:
     store.put_file(f"file/{number:06d}", source)
     number = (number + 1) % 5
 """
-    store = open_store(str(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"), create=True)
     for patience in (0.01, 0.03, 0.05, 0.08):
         writer = python(code, tmp_path / "store", tmp_path / "source")
         while not store.exists("file/000000"):
@@ -184,7 +288,7 @@ while True:
 
 
 def test_a_full_disk_leaves_existing_objects_intact(small_disk: Path) -> None:
-    store = open_store(str(small_disk))
+    store = open_store(str(small_disk), create=True)
     store.put("good", b"1" * 1000)
     for put in (store.put, store.put_if_absent):
         with pytest.raises(StoreError, match="the disk is full") as caught:
@@ -193,7 +297,7 @@ def test_a_full_disk_leaves_existing_objects_intact(small_disk: Path) -> None:
     with pytest.raises(StoreError, match="the disk is full"):
         store.put("good", b"2" * 2 * MEGABYTE)
     assert store.get("good") == b"1" * 1000
-    assert [path.name for path in small_disk.iterdir()] == ["good"]
+    assert sorted(path.name for path in small_disk.iterdir()) == [".packtrain-store", "good"]
 
 
 def test_a_download_to_a_full_disk_leaves_no_partial_file(small_disk: Path, any_store: Store) -> None:
@@ -208,7 +312,7 @@ def test_a_download_to_a_full_disk_leaves_no_partial_file(small_disk: Path, any_
 def test_the_error_says_that_the_disk_is_read_only(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(StoreError, match="read-only") as caught:
-        open_store(str(small_disk)).put("a/b", b"")
+        open_store(str(small_disk), create=True).put("a/b", b"")
     assert not caught.value.temporary
 
 

@@ -6,22 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.errors import Mistake
-from packtrain.store import open_store
+from packtrain.errors import EXIT_NOT_FOUND, Mistake
+from packtrain.store import StoreAway, open_store
 from parts.s3 import BUCKET
 from parts.stores import keys, output_of, python
 
 
-def test_a_directory_store_has_an_absolute_url_and_is_made_by_the_first_put(
+def test_a_directory_store_has_an_absolute_url_and_is_made_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store = open_store("new/store")
     assert store.is_directory
     assert store.url == str(tmp_path / "new/store")
-    assert store.list() == []
-    assert store.folders("") == []
+    for use in (store.list, lambda: store.get("a"), lambda: store.put("a", b"1")):
+        with pytest.raises(StoreAway, match="no store here; check the path and its mount; `packtrain run`") as caught:
+            use()
+        assert caught.value.exit_code == EXIT_NOT_FOUND
     assert not (tmp_path / "new").exists()
+    open_store("new/store", create=True)
+    assert store.list() == store.folders("") == []
     store.put("a", b"1")
     assert open_store(f"file://{tmp_path}/new/store").get("a") == b"1"
     assert open_store((tmp_path / "new/store").as_uri().replace("new", "%6eew")).get("a") == b"1"

@@ -58,10 +58,10 @@ def default_store() -> str:
     return os.environ.get("PACKTRAIN_STORE") or "./store"
 
 
-def find_store(location: str | None) -> Store:
+def find_store(location: str | None, identity: str | None = None) -> Store:
     from packtrain.store import open_store
 
-    return open_store(location or default_store())
+    return open_store(location or default_store(), identity=identity)
 
 
 def find_run(location: str | None, name: str | None) -> Run:

@@ -90,7 +90,7 @@ def pack(
     from packtrain.store import open_store
 
     loaded = load(job, overrides or ())
-    store, screen = open_store(loaded.job.store), console()
+    store, screen = open_store(loaded.job.store, create=True), console()
     workers = Dask(dask) if dask else Processes(processes)
     manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
     if manifest is None:

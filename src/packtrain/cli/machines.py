@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from packtrain.node.node import Node
     from packtrain.run.run import Run
 
+_MOUNT_SECONDS = 60.0
 _KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
 
 
@@ -116,6 +117,9 @@ def attach(
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
+    store_id: Annotated[
+        str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
     ] = None,
@@ -140,9 +144,10 @@ def node(
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
 
-    run, slot, joined = Run(find_store(store), name), None, None
+    run, slot, joined = Run(find_store(store, store_id), name), None, None
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
+        _wait_for_store(run)
         _check_code(run, code, trust_code)
         power_off = power_off or run.job.fleet.kind.power_off
         slot = NodeSlot(run)
@@ -174,6 +179,24 @@ def node(
             slot.close()
         switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
+
+
+def _wait_for_store(run: Run) -> None:
+    """Read the job as soon as the store is there: a machine may start before its mounts, or while one is away.
+
+    A bucket's own client waits just as long.
+    """
+    from packtrain.backoff import Backoff
+    from packtrain.store import StoreAway
+
+    backoff = Backoff(0.2, 5.0, limit_seconds=_MOUNT_SECONDS)
+    while True:
+        try:
+            run.job  # noqa: B018 - reads it
+            return
+        except StoreAway:
+            if not backoff.wait():
+                raise
 
 
 def _node(run: Run, address: str | None, interface: str | None, workers: int | None, slot: NodeSlot) -> Node:

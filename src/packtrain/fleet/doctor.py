@@ -63,10 +63,10 @@ def examine(
     if not all(found.values()):
         yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
-    store = open_store(location)
-    secrets = values_of(passed_variables(environment_names, store.url))
+    secrets = values_of(passed_variables(environment_names, location))
     with ExitStack() as stack:
         try:
+            store = open_store(location, create=True)
             key = stack.enter_context(visible_object(store))
         except PacktrainError as error:
             yield Check("this machine", "store", False, str(error), "no run can start without a store; fix this first")

@@ -144,8 +144,9 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     where = () if interface is None else ("--interface", interface)
     # The job says so too, but a machine that cannot reach the store cannot read the job, and must still shut down.
     off = ("--power-off",) if kind.power_off else ()
+    which = () if run.store.identity is None else ("--store-id", run.store.identity)
     # The code that this client has put or checked: the store may have other code by the time the node reads it.
-    words = ("node", run.name, "--store", run.store.url, "--code", run.code_digest)
+    words = ("node", run.name, "--store", run.store.url, *which, "--code", run.code_digest)
     return (python, "-m", "packtrain", *words, *where, *off)
 
 

@@ -31,6 +31,7 @@ from packtrain.train.control import (
     GENERATION_VARIABLE,
     JOB_VARIABLE,
     RUN_VARIABLE,
+    STORE_ID_VARIABLE,
     STORE_VARIABLE,
 )
 
@@ -99,6 +100,7 @@ def worker_environment(
         **(dict.fromkeys(bound, interface) if interface else {}),
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
+        STORE_ID_VARIABLE: run.store.identity or "",
         JOB_VARIABLE: hashlib.sha256(run.job_data).hexdigest(),
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),

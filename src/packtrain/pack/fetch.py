@@ -40,7 +40,7 @@ from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, printable
 from packtrain.store import Store, StoreError, is_key, open_store
 from packtrain.store.base import TEMPORARY
-from packtrain.store.directory import make_folder, replace
+from packtrain.store.directory import make_folder, opened_folder, replace
 from packtrain.store.errors import explained
 from packtrain.system import FileLock
 from packtrain.units import show_bytes
@@ -155,7 +155,8 @@ def _from_web(url: str, client: Client, directory: Path, say: Say, max_bytes: in
             if changed is None:
                 with explained(target):
                     os.fsync(file.fileno())
-                    replace(_partial_path(target), target)
+                    with opened_folder(target.parent) as folder:
+                        replace(folder, _partial_path(target).name, target.name)
                 return target
         version = changed
     raise StoreError(f"{shown(url)}: keeps changing; try again later", temporary=True)

@@ -78,7 +78,7 @@ def _tasks(packing: Packing, split: str, reads: Sequence[Read], vocabulary: str 
     for index, read in enumerate(reads):
         for part in shards_of(read()):
             target = ShardTarget(packing.name, split, number, index)
-            yield ImageTask(packing.store.url, target, part, packing.data.sizes, vocabulary)
+            yield ImageTask(packing.store.url, packing.store.identity, target, part, packing.data.sizes, vocabulary)
             number += 1
 
 
@@ -87,6 +87,7 @@ class ImageTask:
     """A shard to make, in all sizes: a plain value that can be sent to another process or machine."""
 
     store: str
+    store_id: str | None
     target: ShardTarget
     images: tuple[RawImage, ...]
     sizes: tuple[int, ...]
@@ -99,7 +100,8 @@ def make_shard(task: ImageTask) -> FinishedShard:
     An image is read once, and is in all copies or in none: training takes a sample's pixels from one copy and its
     caption from another, both by its number.
     """
-    store = open_store(task.store)  # by each task: a client of a store cannot be sent to another process
+    # By each task: a client of a store cannot be sent to another process.
+    store = open_store(task.store, identity=task.store_id)
     finished = task.target.find(store)
     if finished is not None:
         return finished

@@ -13,19 +13,31 @@ from urllib.parse import unquote, urlsplit
 from packtrain.errors import Mistake
 from packtrain.store.base import RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
-from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreError
+from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreAway, StoreError
 
-__all__ = ["RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreError", "is_key", "open_store"]
+__all__ = [
+    "RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreAway", "StoreError", "is_key",
+    "open_store",
+]  # fmt: skip
 
 
-def open_store(location: str, *, outage_seconds: float = 60.0, answer_seconds: float = 15.0) -> Store:
-    """Return the store at `location` without creating it or asking anything of it.
+def open_store(
+    location: str,
+    *,
+    create: bool = False,
+    identity: str | None = None,
+    outage_seconds: float = 60.0,
+    answer_seconds: float = 15.0,
+) -> Store:
+    """Return the store at `location` without asking anything of it.
 
-    A bucket whose server fails, or is silent for `answer_seconds`, is tried again for `outage_seconds`.
+    Only with `create` does a directory become a store, at once: whoever expects a store must not make one where a mount
+    is missing. With an `identity`, no directory but the store of that id is used. A bucket whose server fails, or is
+    silent for `answer_seconds`, is tried again for `outage_seconds`.
     """
     scheme, separator, rest = location.partition("://")
     if not separator:
-        return _open_directory(location)
+        return _open_directory(location, create, identity)
     # Refused without repeating it: it may contain a secret.
     if "@" in rest.split("/")[0] or "?" in rest:
         raise Mistake("a store URL must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
@@ -33,7 +45,7 @@ def open_store(location: str, *, outage_seconds: float = 60.0, answer_seconds: f
         url = urlsplit(location)
         if url.netloc not in ("", "localhost"):
             raise Mistake(f"{location!r}: names a host; write file:///path with three slashes, or just the path")
-        return _open_directory(unquote(url.path))
+        return _open_directory(unquote(url.path), create, identity)
     if scheme == "s3":
         # Imported late: the client starts without obstore.
         from packtrain.store.bucket import open_bucket
@@ -45,10 +57,13 @@ def open_store(location: str, *, outage_seconds: float = 60.0, answer_seconds: f
     )
 
 
-def _open_directory(path: str) -> Store:
+def _open_directory(path: str, create: bool, identity: str | None) -> Store:
     if not path.strip() or "\0" in path:
         raise Mistake("the store's location is empty; use a directory or s3://bucket/prefix")
     root = Path(path).expanduser()
     if root.exists() and not root.is_dir():
         raise Mistake(f"{root}: is a file, and a store is a directory; choose another name")
-    return DirectoryStore(root)
+    store = DirectoryStore(root, identity)
+    if create:
+        store.create()
+    return store

@@ -19,9 +19,12 @@ RECORD_BYTES = 16 << 20
 TEMPORARY = ".tmp-"
 """Prefix of the names of files that are not objects (yet)."""
 
+IDENTITY = ".packtrain-store"
+"""Name of the file with the id of a store in a directory."""
+
 _KEY_BYTES = 1024  # S3's limit
 _IMPOSSIBLE = re.compile(
-    rf"(?:^|/)(?:\.{{0,2}}|{re.escape(TEMPORARY)}[^/]*)(?:/|\Z)"  # empty, `.`, `..` or temporary parts
+    rf"(?:^|/)(?:\.{{0,2}}|{re.escape(TEMPORARY)}[^/]*|{re.escape(IDENTITY)})(?:/|\Z)"  # parts that are no names
     r"|[\x00-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters and lone surrogates
 )
 
@@ -45,6 +48,8 @@ class Store(ABC):
     is_directory: bool
     endpoint: str | None = None
     """URL of the server, unless it is the default one."""
+    identity: str | None = None
+    """Id of a store in a directory, once it is known: another directory at that place is not this store."""
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None: ...

@@ -22,7 +22,7 @@ from obstore.store import S3Store
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checked_prefix, is_key
-from packtrain.store.directory import CHUNK_BYTES, replace, stage
+from packtrain.store.directory import CHUNK_BYTES, opened_folder, replace, stage
 from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
 
 if TYPE_CHECKING:
@@ -241,13 +241,13 @@ class BucketStore(Store):
     def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
         checked_key(key)
 
-        def fetch() -> Path:
+        def fetch(folder: int) -> str:
             found = obstore.get(self._client_for_files, key)
             self.check_size(key, found.meta["size"], limit)
-            return stage(path.parent, found.stream(CHUNK_BYTES))
+            return stage(folder, found.stream(CHUNK_BYTES))
 
-        with explained(path):
-            replace(self._retry(key, fetch), path)  # renamed when it is complete
+        with explained(path), opened_folder(path.parent) as folder:
+            replace(folder, self._retry(key, lambda: fetch(folder)), path.name)  # renamed when it is complete
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)

@@ -1,6 +1,11 @@
 """A store in a directory: each object is a file, and no symbolic link in it is followed.
 
 A file appears whole: it is written under a temporary name in the same directory, synced, then renamed.
+
+A directory may be a mount, which comes and goes. Every operation opens the store's directory anew, compares its id
+(`.packtrain-store`) with the one that was there before, and reaches everything else from that descriptor. So nothing
+can be written below an empty mount point, and nobody can put a link in the way between a check and its use. The
+descriptor is not kept: it would keep the mount busy, and would not see the store again after it was mounted anew.
 """
 
 from __future__ import annotations
@@ -8,32 +13,54 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import re
+import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store.base import RECORD_BYTES, TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
-from packtrain.store.errors import StoreError, explained
+from packtrain.store.base import IDENTITY, RECORD_BYTES, TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.errors import StoreAway, StoreError, explained
 
 Published = TypeVar("Published")
 
 CHUNK_BYTES = 8 << 20
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_LINK = {errno.ELOOP, errno.EMLINK}  # how systems refuse to open a symbolic link
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}  # how file systems without hard links fail
+# How a mount fails that is gone, or whose server is.
+_AWAY = {
+    errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.EIO, errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN,
+    errno.ETIMEDOUT,
+}  # fmt: skip
 _FOLDER_TRIES = 100  # another process may delete the folder between creating it and writing into it
 _ABANDONED_SECONDS = 24 * 3600.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # without waiting for the writer of a pipe
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class DirectoryStore(Store):
+    """`identity` is the id of the only store to accept; without one, the first that is seen is kept to."""
+
     is_directory = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, identity: str | None = None) -> None:
         self.url = str(root.absolute())
-        self._root = Path(os.path.realpath(root))
+        self.identity = identity
+        self._seen: tuple[int, ...] = ()  # the file with the id, as it was last read
+
+    def create(self) -> None:
+        """Make the directory a store, unless it is one."""
+        with self._explained(""):
+            make_folder(Path(self.url))
+            with opened_folder(Path(self.url)) as root:
+                if _read_identity(root) is None:
+                    self._claim(root, stage(root, [f"{uuid.uuid4().hex}\n".encode()]), IDENTITY)
 
     def put(self, key: str, data: bytes) -> None:
         self._publish(key, lambda: [data], replace)
@@ -47,84 +74,89 @@ class DirectoryStore(Store):
         self._publish(key, lambda: _chunks_of(path), replace)
 
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
+        data = bytearray()
         with self._explained(key):
             try:
-                source = self._readable(key)
-                self.check_size(key, source.stat().st_size, limit)
-                return source.read_bytes()
+                with self._object(key) as file:
+                    self.check_size(key, os.fstat(file).st_size, limit)
+                    for chunk in _chunks(file):
+                        data += chunk
+                        self.check_size(key, len(data), limit)  # not an object of ours, if it grew
             except _ABSENT:
                 return None
+        return bytes(data)
 
     def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
         with self._explained(key):
             try:
-                source = self._readable(key)
-                self.check_size(key, source.stat().st_size, limit)
+                with self._object(key) as file, explained(path), opened_folder(path.parent) as folder:
+                    self.check_size(key, os.fstat(file).st_size, limit)
+                    replace(folder, stage(folder, _chunks(file)), path.name)
             except _ABSENT:
                 raise self.not_found(key) from None
-            with explained(path):
-                replace(stage(path.parent, _chunks_of(source)), path)
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
-        with self._explained(prefix):
-            return sorted(self._walk(prefix, after or ""), key=lambda entry: entry.key)
+        with self._explained(prefix), suppress(*_ABSENT), self._folder(prefix) as folder:
+            return sorted(_walk(folder, prefix, after or ""), key=lambda entry: entry.key)
+        return []
 
     def folders(self, prefix: str) -> builtins.list[str]:
         prefix = checked_prefix(prefix)
-        with self._explained(prefix):
-            below = [name for name, entry in self._scan(prefix) if entry.is_dir(follow_symlinks=False)]
-            return sorted(Path(folder).name for folder in below if next(self._walk(folder, ""), None) is not None)
+        with self._explained(prefix), suppress(*_ABSENT), self._folder(prefix) as folder:
+            below = [entry.name for _, entry in _scan(folder, prefix) if entry.is_dir(follow_symlinks=False)]
+            return sorted(name for name in below if _has_objects(folder, name))
+        return []
 
     def entry(self, key: str) -> Entry | None:
-        with self._explained(key):
-            try:
-                return _entry(key, self._readable(key).stat())
-            except _ABSENT:
-                return None
+        above, _, name = checked_key(key).rpartition("/")
+        with self._explained(key), suppress(*_ABSENT), self._folder(above) as folder:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return _entry(key, status) if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def delete(self, key: str) -> None:
+        above, _, name = checked_key(key).rpartition("/")
         with self._explained(key), suppress(*_ABSENT):
-            path = self._readable(key)
-            path.unlink()
-            sync(path.parent)
+            with self._folder(above) as folder:
+                if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    return
+                os.unlink(name, dir_fd=folder)
+                sync(folder)
             # Remove empty folders, too: a bucket has none, and an object may need the name.
-            folder = path.parent
             with suppress(OSError):
-                while folder != self._root:
-                    folder.rmdir()
-                    folder = folder.parent
+                while above:
+                    above, _, name = above.rpartition("/")
+                    with self._folder(above) as folder:
+                        os.rmdir(name, dir_fd=folder)
 
     def _publish(
-        self, key: str, chunks: Callable[[], Iterable[bytes]], name: Callable[[Path, Path], Published]
+        self, key: str, chunks: Callable[[], Iterable[bytes]], give_name: Callable[[int, str, str], Published]
     ) -> Published:
-        """Write a new file beside its target, then have `name` give it the target's name."""
-        target = self._root / checked_key(key)
+        """Write a new file beside its target, then have `give_name` give it the target's name."""
+        above, _, name = checked_key(key).rpartition("/")
         with self._explained(key):
             for tries_left in reversed(range(_FOLDER_TRIES)):
                 try:
-                    make_folder(target.parent)
-                    if os.path.realpath(target.parent) != str(target.parent):
-                        raise StoreError(f"{target.parent}: leads through a symbolic link, which stores do not follow")
-                    staged = stage(target.parent, chunks())
-                    break
+                    with self._folder(above, make=True) as folder:
+                        return give_name(folder, stage(folder, chunks()), name)
                 except FileNotFoundError:
                     # Another process deleted the last object of the folder, and so the folder, meanwhile.
                     if not tries_left:
                         raise
-            return name(staged, target)
+        raise AssertionError
 
-    def _claim(self, staged: Path, target: Path) -> bool:
+    def _claim(self, folder: int, staged: str, target: str) -> bool:
         """Give a staged file its name if nothing has that name yet; False if something has."""
         try:
             # A hard link, unlike a rename, fails if the name is taken.
-            os.link(staged, target)
+            os.link(staged, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            if target.is_dir():
+            if stat.S_ISDIR(os.stat(target, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from None
             # Over NFS the answer to a successful link can get lost and the repeated request then fails:
             # the second name of our own file proves that we created it.
-            if staged.stat().st_nlink < 2:
+            if os.stat(staged, dir_fd=folder, follow_symlinks=False).st_nlink < 2:
                 return False
         except OSError as error:
             if error.errno in _NO_LINKS:
@@ -134,38 +166,84 @@ class DirectoryStore(Store):
                 ) from error
             raise
         finally:
-            staged.unlink(missing_ok=True)
-        sync(target.parent)
+            _unlink(folder, staged)
+        sync(folder)
         return True
 
-    def _readable(self, key: str) -> Path:
-        """Return the object's file; raise `FileNotFoundError` if there is none, or only behind a link."""
-        path = self._root / checked_key(key)
-        if os.path.realpath(path) != str(path) or not path.is_file():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return path
+    @contextmanager
+    def _object(self, key: str) -> Iterator[int]:
+        """Open the object's file; raise `FileNotFoundError` if there is none, or only a link."""
+        above, _, name = checked_key(key).rpartition("/")
+        with self._folder(above) as folder:
+            try:
+                file = os.open(name, _FILE, dir_fd=folder)
+            except OSError as error:
+                raise _absent() if error.errno in _LINK else error from None
+        with _closing(file):
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise _absent()
+            yield file
 
-    def _scan(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        folder = self._root / prefix
-        if os.path.realpath(folder) != str(folder):
+    @contextmanager
+    def _folder(self, name: str, make: bool = False) -> Iterator[int]:
+        """Open the folder of that name, from the store's own directory on; the empty name is that directory."""
+        folder = self._open_root()
+        try:
+            for part in name.split("/") if name else ():
+                try:
+                    below = _open_below(folder, part)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                    sync(folder)
+                    below = _open_below(folder, part)
+                except NotADirectoryError:
+                    if make and stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+                        raise StoreError(
+                            f"{self.url}/{name}: leads through a symbolic link, which stores do not follow"
+                        ) from None
+                    raise
+                os.close(folder)
+                folder = below
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _open_root(self) -> int:
+        """Open the store's directory, if it is still the one that it was."""
+        try:
+            root = os.open(self.url, _FOLDER)
+        except OSError as error:
+            if error.errno not in _AWAY:
+                raise
+            raise self._away("no store here" if self.identity is None else "the store is not there") from error
+        try:
+            self._identify(root)
+        except BaseException:
+            os.close(root)
+            raise
+        return root
+
+    def _identify(self, root: int) -> None:
+        # Not the directory's own device and inode: both may be the same after another file system was mounted there.
+        seen = _fingerprint(root)
+        if seen and seen == self._seen:
             return
-        with suppress(*_ABSENT), os.scandir(folder) as entries:
-            for entry in entries:
-                name = f"{prefix}/{entry.name}" if prefix else entry.name
-                if is_key(name):
-                    yield name, entry
-                elif entry.name.startswith(TEMPORARY):
-                    _remove_if_abandoned(entry)
+        found = _read_identity(root) if seen else None
+        if found is None:
+            raise self._away(f"no store here: the directory has no {IDENTITY}")
+        if self.identity not in (None, found):
+            raise self._away("another store is here")
+        self.identity, self._seen = found, seen
 
-    def _walk(self, prefix: str, after: str) -> Iterator[Entry]:
-        for name, entry in self._scan(prefix):
-            if entry.is_dir(follow_symlinks=False):
-                # Skip folders whose keys all sort before `after`.
-                if name + "/" >= after or after.startswith(name + "/"):
-                    yield from self._walk(name, after)
-            elif name > after and entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):
-                    yield _entry(name, entry.stat(follow_symlinks=False))
+    def _away(self, text: str) -> StoreAway:
+        if self.identity is None:
+            advice = "check the path and its mount; `packtrain run` and `packtrain pack` create a store"
+        else:
+            advice = "check its mount"
+        return StoreAway(f"{self.url}: {text}; {advice}", known=self.identity is not None)
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
@@ -173,51 +251,117 @@ class DirectoryStore(Store):
             yield
 
 
+def _fingerprint(root: int) -> tuple[int, ...]:
+    """Return what changes when the file with the id is another one; empty if there is none."""
+    try:
+        status = os.stat(IDENTITY, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_identity(root: int) -> str | None:
+    try:
+        file = os.open(IDENTITY, _FILE, dir_fd=root)
+    except FileNotFoundError:
+        return None
+    with _closing(file):
+        text = os.read(file, 100).decode(errors="replace").strip()
+    return text if _ID.fullmatch(text) else None
+
+
+def _open_below(folder: int, name: str) -> int:
+    try:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _LINK:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+        raise
+
+
+def _absent() -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _scan(folder: int, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the key and the entry of everything in a folder that can be an object, or have objects below it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = f"{prefix}/{entry.name}" if prefix else entry.name
+            if is_key(name):
+                yield name, entry
+            elif entry.name.startswith(TEMPORARY):
+                _remove_if_abandoned(folder, entry)
+
+
+def _walk(folder: int, prefix: str, after: str) -> Generator[Entry]:
+    for name, entry in _scan(folder, prefix):
+        if entry.is_dir(follow_symlinks=False):
+            # Skip folders whose keys all sort before `after`.
+            if name + "/" >= after or after.startswith(name + "/"):
+                with suppress(*_ABSENT), _closing(_open_below(folder, entry.name)) as below:
+                    yield from _walk(below, name, after)
+        elif name > after and entry.is_file(follow_symlinks=False):
+            with suppress(FileNotFoundError):
+                yield _entry(name, entry.stat(follow_symlinks=False))
+
+
+def _has_objects(folder: int, name: str) -> bool:
+    with suppress(*_ABSENT), _closing(_open_below(folder, name)) as below, closing(_walk(below, name, "")) as found:
+        return next(found, None) is not None
+    return False
+
+
 def _entry(key: str, status: os.stat_result) -> Entry:
     return Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
 
-def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
+def _remove_if_abandoned(folder: int, entry: os.DirEntry[str]) -> None:
     """Remove a temporary file that a killed writer left a day ago or earlier."""
     with suppress(OSError):
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
-            Path(entry.path).unlink()
+            os.unlink(entry.name, dir_fd=folder)
+
+
+def _chunks(file: int) -> Iterator[bytes]:
+    while chunk := os.read(file, CHUNK_BYTES):
+        yield chunk
 
 
 def _chunks_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
+    with _closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as file:
+        yield from _chunks(file)
 
 
 # Files that appear whole and survive a power cut.
 
 
-def stage(folder: Path, chunks: Iterable[bytes]) -> Path:
+def stage(folder: int, chunks: Iterable[bytes]) -> str:
     """Write a new synced file in `folder` under a temporary name, which the caller renames or removes."""
-    path = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
+    name = f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
         # Not tempfile: its mode 0600 would keep others on a shared mount from reading.
-        with path.open("xb", buffering=0) as file:
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        with _closing(file):
             for chunk in chunks:
                 view = memoryview(chunk)
                 while view:
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
+                    view = view[os.write(file, view) :]
+            os.fsync(file)
     except BaseException:
-        path.unlink(missing_ok=True)
+        _unlink(folder, name)
         raise
-    return path
+    return name
 
 
-def replace(staged: Path, target: Path) -> None:
+def replace(folder: int, staged: str, target: str) -> None:
     """Rename a staged file to its target, durably."""
     try:
-        staged.replace(target)
+        os.rename(staged, target, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        staged.unlink(missing_ok=True)
+        _unlink(folder, staged)
         raise
-    sync(target.parent)
+    sync(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -227,16 +371,33 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     with suppress(FileExistsError):
         folder.mkdir()
-    sync(folder.parent)
+    with opened_folder(folder.parent) as above:
+        sync(above)
 
 
-def sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def opened_folder(folder: Path) -> Iterator[int]:
+    with _closing(os.open(folder, _FOLDER)) as opened:
+        yield opened
+
+
+def sync(folder: int) -> None:
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)
     except OSError as error:
         # Some network file systems cannot sync a directory; there is nothing more to do about that.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def _unlink(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -33,6 +33,15 @@ class ObjectNotFound(StoreError, NotFound):
     exit_code = EXIT_NOT_FOUND
 
 
+class StoreAway(StoreError):
+    """A store that is not where it should be, such as a mount that is missing; `known` if it has been there."""
+
+    def __init__(self, message: str, *, known: bool) -> None:
+        super().__init__(message, temporary=True)
+        if not known:
+            self.exit_code = EXIT_NOT_FOUND
+
+
 class DamagedObject(StoreError):
     """An object that cannot be what its key says."""
 
@@ -50,6 +59,7 @@ _SYSTEM: Mapping[int, tuple[str, bool]] = {  # the message, and True if the erro
     errno.EPERM: (_FORBIDDEN, False),
     errno.EIO: ("the disk or the network mount failed; see `dmesg`", True),
     errno.ESTALE: ("the network mount is stale; mount it again", True),
+    errno.ENOTCONN: ("the network mount is disconnected; mount it again", True),
     errno.ETIMEDOUT: ("the network mount does not respond", True),
     errno.EHOSTDOWN: ("the network mount does not respond", True),
     errno.EMFILE: ("too many open files; raise `ulimit -n`", True),

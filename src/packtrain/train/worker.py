@@ -24,6 +24,7 @@ from packtrain.train.control import (
     GENERATION_VARIABLE,
     JOB_VARIABLE,
     RUN_VARIABLE,
+    STORE_ID_VARIABLE,
     STORE_VARIABLE,
     Control,
     StopSignal,
@@ -62,7 +63,8 @@ def main(stop_signal: StopSignal, started: float) -> NoReturn:
 
 
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
-    run = Run(open_store(os.environ[STORE_VARIABLE]), os.environ[RUN_VARIABLE])
+    store = open_store(os.environ[STORE_VARIABLE], identity=os.environ.get(STORE_ID_VARIABLE) or None)
+    run = Run(store, os.environ[RUN_VARIABLE])
     if hashlib.sha256(run.job_data).hexdigest() != os.environ[JOB_VARIABLE]:
         raise Mistake(f"job.json of {run.name} has changed since its node started; its recipe may be another one")
     job = run.job

@@ -1,0 +1,30 @@
+"""A mount point, and disks that come and go there: bound directories, which keep their contents in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from parts.presence import need
+
+
+class Mounts:
+    def __init__(self, scratch: Path) -> None:
+        need(os.geteuid() == 0, "only root can mount")
+        self._scratch = scratch
+        self._mounted = False
+        self.point = scratch / "mount"
+        self.point.mkdir()
+
+    def mount(self, disk: str) -> None:
+        (self._scratch / disk).mkdir(exist_ok=True)
+        done = subprocess.run(["mount", "--bind", self._scratch / disk, self.point], capture_output=True)
+        need(done.returncode == 0, "this machine mounts no directories")
+        self._mounted = True
+
+    def unmount(self) -> None:
+        """Take the disk away, even from processes that use it."""
+        if self._mounted:
+            subprocess.run(["umount", "--lazy", self.point], check=True)
+            self._mounted = False
