@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,37 @@ def class_tars(classes: Mapping[str, Sequence[str]]) -> bytes:
 
 def numbered(count: int) -> list[str]:
     return [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, count + 1)]
+
+
+def meta_mat(
+    synsets: Mapping[int, str], *, compress: bool = True, order: str = "<", characters: int = 16, numbers: int = 9
+) -> bytes:
+    """The devkit's meta.mat: a struct array of synsets. The last two are the types of texts and of numbers."""
+
+    def element(kind: int, data: bytes) -> bytes:
+        if 0 < len(data) <= 4:
+            return struct.pack(f"{order}I4s", len(data) << 16 | kind, data)
+        return struct.pack(f"{order}2I", kind, len(data)) + data + bytes(-len(data) % 8)
+
+    def array(flags: int, sizes: tuple[int, int], name: bytes, *rest: bytes) -> bytes:
+        head = element(6, struct.pack(f"{order}2I", flags, 0)) + element(5, struct.pack(f"{order}2i", *sizes))
+        return element(14, head + element(1, name) + b"".join(rest))
+
+    def text(value: str) -> bytes:
+        encoding = {4: {"<": "utf-16-le", ">": "utf-16-be"}[order], 16: "utf-8"}[characters]
+        return array(4, (1, len(value)), b"", element(characters, value.encode(encoding)))
+
+    def number(value: int) -> bytes:
+        return array(6, (1, 1), b"", element(numbers, struct.pack(order + {2: "B", 9: "d"}[numbers], value)))
+
+    fields = b"".join(name.ljust(32, b"\0") for name in (b"ILSVRC2012_ID", b"WNID", b"words"))
+    rows = b"".join(number(one) + text(name) + text(f"the words of {name}") for one, name in synsets.items())
+    names = element(5, struct.pack(f"{order}i", 32)) + element(1, fields)
+    variables = [array(6, (1, 1), b"other", element(9, bytes(8))), array(2, (len(synsets), 1), b"synsets", names, rows)]
+    if compress:
+        variables = [struct.pack(f"{order}2I", 15, len(data)) + data for data in map(zlib.compress, variables)]
+    mark = struct.pack(f"{order}HH", 0x0100, 0x4D49)
+    return b"MATLAB 5.0 MAT-file".ljust(124) + mark + b"".join(variables)
 
 
 def coco(images: Iterable[tuple[Any, str]], captions: Iterable[tuple[Any, str]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pack.rawsets import END, MANY, header, member, refusal, tar, with_checksum, write, zipped
 from packtrain.errors import printable
-from packtrain.pack.archive import Locator, archive_members, find_member, is_archive, split_member, tar_members
+from packtrain.pack.archive import Locator, archive_members, is_archive, member_of, split_member, tar_members
 from packtrain.pack.raw import read_lines
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
@@ -350,10 +350,10 @@ def test_all_kinds_of_archives_have_the_same_members(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_member_is_named_after_its_archive(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, KINDS[name])
-    assert find_member(f"{path}#set/deep/b.txt").where.read(MANY) == b"three\n"
-    assert find_member(f"{path}#deep/b.txt").where.read(MANY) == b"three\n"
+    assert member_of(path, "set/deep/b.txt").where.read(MANY) == b"three\n"
+    assert member_of(path, "deep/b.txt").where.read(MANY) == b"three\n"
     assert list(read_lines(Path(f"{path}#a.txt"))) == ["one", "two"]
-    assert refusal(lambda: find_member(f"{path}#set/a.txd")) == (
+    assert refusal(lambda: member_of(path, "set/a.txd")) == (
         f"{path}: has no member 'set/a.txd'; did you mean 'set/a.txt'?"
     )
 
@@ -367,7 +367,7 @@ def test_a_folder_is_named_after_its_archive(tmp_path: Path, name: str) -> None:
 
 def test_a_member_that_two_folders_have_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", tar([("one/x", b"1"), ("two/x", b"2")]))
-    assert "has several members 'x'; include the folder in the name" in refusal(lambda: find_member(f"{path}#x"))
+    assert "has several members 'x'; include the folder in the name" in refusal(lambda: member_of(path, "x"))
 
 
 def test_a_compressed_member_of_a_compressed_tar_is_read(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_damaged_compressed_tar_is_refused(tmp_path: Path, damage: Callable[[b
     files = [("a", bytes(5000)), ("b", bytes(5000))]
     # Stored as they are, so that only the checksum shows the change.
     path = write(tmp_path / "a.tgz", damage(gzip.compress(tar(files), compresslevel=0)))
-    for read in (lambda: list(archive_members(path, MANY)), lambda: find_member(f"{path}#a")):
+    for read in (lambda: list(archive_members(path, MANY)), lambda: member_of(path, "a")):
         assert refusal(read) == f"{path}: damaged or incomplete gzip file; download it again"
 
 

@@ -27,7 +27,9 @@ def folder(path: Path, *records: Any) -> FolderSource:
 
 
 def labeled(source: FolderSource, drop: DropCounter | None = None) -> list[tuple[str, int | None]]:
-    return [(sample.name, sample.label) for sample in source.labeled(source.classes(), drop or DropCounter())]
+    return [
+        (sample.name, sample.label) for sample in source.labeled(source.classes(), drop or DropCounter(), DropCounter())
+    ]
 
 
 def read(source: FolderSource) -> object:
@@ -54,7 +56,7 @@ def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
 
 
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
-    first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), DropCounter()))
+    first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), DropCounter(), DropCounter()))
     assert first.where.read(MANY) == picture(1)
 
 
@@ -68,7 +70,7 @@ def test_texts_are_pairs_and_keep_every_character(tmp_path: Path) -> None:
 
 def test_an_unknown_label_is_refused(tmp_path: Path) -> None:
     source = folder(tmp_path, *LABELLED)
-    said = refusal(lambda: list(source.labeled(("cat", "horse"), DropCounter())))
+    said = refusal(lambda: list(source.labeled(("cat", "horse"), DropCounter(), DropCounter())))
     assert said == f"{source.path}:1: class 'dog' is not among the 2 classes of the training data"
 
 

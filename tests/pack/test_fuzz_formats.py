@@ -57,7 +57,7 @@ def captioned(folder: Path, images: str, drop: Drop) -> Iterable[RawImage]:
 FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
     "class tars": (
         {"train.tar": class_tars({"n01": ["1.JPEG", "long/" * 30 + "2.JPEG"], "n02": ["3.JPEG"]})},
-        lambda folder, drop: ImageNetSource(paths=(f"{folder}/train.tar",)).labeled(CLASSES, drop),
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/train.tar",)).labeled(CLASSES, drop, drop),
     ),
     "flat tar": (
         {
@@ -67,11 +67,11 @@ FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
         },
         lambda folder, drop: ImageNetSource(
             paths=(f"{folder}/val.tar", f"{folder}/truth.txt", f"{folder}/synsets.txt"),
-        ).labeled(CLASSES, drop),
+        ).labeled(CLASSES, drop, drop),
     ),
     "class folders": (
         {"names.txt": b"n01/1.JPEG\nn02/2.JPEG\nn02/3.JPEG\n"},
-        lambda folder, drop: ImageNetSource(paths=(_folders(folder),)).labeled(CLASSES, drop),
+        lambda folder, drop: ImageNetSource(paths=(_folders(folder),)).labeled(CLASSES, drop, drop),
     ),
     "captions": (
         {"captions.json": json.dumps(CAPTIONS).encode()},
@@ -98,7 +98,7 @@ FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
     ),
     "labels": (
         {"x.jsonl": json_lines({"image": "a.jpg", "label": "n01"}, {"image": "deep/b.jpg", "label": "n02"}).encode()},
-        lambda folder, drop: FolderSource(paths=(f"{folder}/x.jsonl",)).labeled(CLASSES, drop),
+        lambda folder, drop: FolderSource(paths=(f"{folder}/x.jsonl",)).labeled(CLASSES, drop, drop),
     ),
     "own captions": (
         {"x.jsonl": json_lines({"image": "a.jpg", "caption": "é"}, {"image": "out", "caption": ["a", "b"]}).encode()},

@@ -1,21 +1,45 @@
 from __future__ import annotations
 
+import gzip
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pack.rawsets import MANY, class_tars, header, numbered, picture, refusal, tar, write, write_classes
-from packtrain.pack.imagenet import EMPTY_CLASS, NO_IMAGE, ImageNetSource
-from packtrain.pack.raw import MISSING_FILE, DropCounter, RawImage
+from pack.rawsets import (
+    MANY,
+    class_tars,
+    header,
+    meta_mat,
+    numbered,
+    picture,
+    refusal,
+    tar,
+    write,
+    write_classes,
+    zipped,
+)
+from packtrain.errors import Mistake
+from packtrain.pack.devkit import devkit_synsets
+from packtrain.pack.imagenet import CIRCLE, EMPTY_CLASS, NO_CLASS, NO_FILE, NO_IMAGE, ImageNetSource
+from packtrain.pack.raw import HIDDEN, MISSING_FILE, DropCounter, RawImage
 
 ANIMALS = {"n02": ["b.JPEG", "a.JPEG"], "n01": ["c.JPEG"], "n03": ["d.JPEG", "e.JPEG", "f.JPEG"]}
 
 
-def samples(*paths: str, classes: tuple[str, ...] | None = None, drop: DropCounter | None = None) -> list[RawImage]:
-    source = ImageNetSource(paths=paths)
-    return list(source.labeled(classes or source.classes(), drop or DropCounter()))
+def samples(
+    *paths: str,
+    classes: tuple[str, ...] | None = None,
+    drop: DropCounter | None = None,
+    filtered: DropCounter | None = None,
+    links: bool = False,
+) -> list[RawImage]:
+    source = ImageNetSource(paths=paths, links=links)
+    return list(source.labeled(classes or source.classes(), drop or DropCounter(), filtered or DropCounter()))
 
 
 def labels(*paths: str, classes: tuple[str, ...] | None = None) -> dict[str, int | None]:
@@ -54,7 +78,7 @@ class TestFoldersOfClasses:
 
     def test_an_unknown_class_is_refused_before_the_first_image(self, tmp_path: Path) -> None:
         val = write_classes(tmp_path / "val", {"n01": ["x"], "n09": ["y"]})
-        found = ImageNetSource(paths=(val,)).labeled(("n01", "n02"), DropCounter())
+        found = ImageNetSource(paths=(val,)).labeled(("n01", "n02"), DropCounter(), DropCounter())
         assert refusal(lambda: next(found)) == f"{val}: class 'n09' is not among the 2 classes of the training data"
 
     def test_a_single_class_is_refused(self, tmp_path: Path) -> None:
@@ -71,12 +95,34 @@ class TestFoldersOfClasses:
         train = write_classes(tmp_path / "train", {"n01": [], "n02": []})
         assert refusal(lambda: samples(train)) == f"{train}: contains no images"
 
-    def test_hidden_names_loose_files_and_deeper_folders_are_not_samples(self, tmp_path: Path) -> None:
-        train = write_classes(tmp_path / "train", {"n01": ["x", ".DS_Store"], "n02": ["y"], ".cache": ["z"]})
+    def test_images_below_a_class_folder_belong_to_the_class(self, tmp_path: Path) -> None:
+        train = write_classes(tmp_path / "train", {"n01": ["z.jpg"], "n02": ["y.JPG"]})
+        write(tmp_path / "train/n01/b/deep/1.jpg", picture(5))
+        write(tmp_path / "train/n01/a/2.jpg", picture(6))
+        (tmp_path / "train/n02/empty").mkdir()
+        assert list(labels(train).items()) == [
+            ("n01/z.jpg", 0),
+            ("n01/a/2.jpg", 0),
+            ("n01/b/deep/1.jpg", 0),
+            ("n02/y.JPG", 1),
+        ]
+
+    def test_what_is_not_a_sample_is_counted(self, tmp_path: Path) -> None:
+        classes = {"n01": ["x", ".DS_Store", "._x", "Thumbs.db", "desktop.ini"], "n02": ["y"]}
+        train = write_classes(tmp_path / "train", {**classes, ".cache": ["z"], "__MACOSX": ["._n01"]})
         write(tmp_path / "train/README", "hello")
-        (tmp_path / "train/n01/deeper").mkdir()
+        write(tmp_path / "train/n01/__MACOSX/._x", "?")
         os.mkfifo(tmp_path / "train/n01/pipe")
-        assert labels(train) == {"n01/x": 0, "n02/y": 1}
+        (tmp_path / "train/n02/again").symlink_to("../n02")
+        filtered = DropCounter()
+        assert [sample.name for sample in samples(train, filtered=filtered)] == ["n01/x", "n02/y"]
+        assert filtered.counts == {HIDDEN: 7, NO_CLASS: 1, NO_FILE: 1, CIRCLE: 1}
+
+    def test_splits_are_not_taken_for_classes(self, tmp_path: Path) -> None:
+        data = write_classes(tmp_path / "data", {"train": ["x"], "val": ["y"]})
+        assert refusal(ImageNetSource(paths=(data,)).classes) == (
+            f"{data}: train and val are splits, not classes; name one of them: {data}/train"
+        )
 
     def test_images_with_names_that_are_not_utf8_are_samples(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": [os.fsdecode(b"k\xe4se")], "n02": ["y"]})
@@ -99,6 +145,21 @@ class TestFoldersOfClasses:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
         (tmp_path / "train" / link).symlink_to(target)
         assert "points outside of" in refusal(lambda: samples(train))
+
+    def test_links_that_point_outside_are_followed_if_the_job_allows_it(self, tmp_path: Path) -> None:
+        shared = write_classes(tmp_path / "shared", {"n02": ["y"], "loose": ["z"]})
+        train = write_classes(tmp_path / "train", {"n01": ["x"]})
+        (tmp_path / "train/n02").symlink_to(f"{shared}/n02")
+        (tmp_path / "train/n01/z").symlink_to(f"{shared}/loose/z")
+        (tmp_path / "train/n01/gone").symlink_to("/nowhere")
+        dropped = DropCounter()
+        found = samples(train, links=True, drop=dropped)
+        assert {sample.name: sample.where.read(MANY) for sample in found} == {
+            "n01/x": picture(0),
+            "n01/z": picture(1),
+            "n02/y": picture(0),
+        }
+        assert dropped.counts == {MISSING_FILE: 1}
 
     def test_broken_links_are_dropped(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", {"n01": ["x"], "n02": ["y"]})
@@ -153,7 +214,7 @@ class TestTarOfTars:
 
     def test_the_validation_tar_without_ground_truth_is_refused_with_advice(self, tmp_path: Path) -> None:
         val = write(tmp_path / "val.tar", tar([(numbered(1)[0], picture())]))
-        assert "[images, ground truth, synset list]" in refusal(ImageNetSource(paths=(val,)).classes)
+        assert "[images, devkit]" in refusal(ImageNetSource(paths=(val,)).classes)
 
     def test_two_tars_of_a_class_are_refused(self, tmp_path: Path) -> None:
         train = write(tmp_path / "train.tar", tar([("a/n01.tar", tar([])), ("b/n01.tar", tar([]))]))
@@ -164,6 +225,192 @@ class TestTarOfTars:
         train = write(tmp_path / "train.tar", tar([("n01.tar", inner), ("n02.tar", tar([]))]))
         said = refusal(lambda: samples(train))
         assert said == f"{train}: n01.tar: member 'x' at byte 0 is a symbolic link"
+
+
+ARCHIVES: dict[str, Callable[[Sequence[tuple[str, bytes]]], bytes]] = {
+    "train.tar": tar,
+    "train.tar.gz": lambda files: gzip.compress(tar(files)),
+    "train.zip": zipped,
+}
+CLASS_FILES = [
+    ("n02/b.JPEG", picture(1)),
+    ("n01/c.JPEG", picture(2)),
+    ("n02/deep/a.JPEG", picture(3)),
+    ("__MACOSX/n02/._b.JPEG", b"?"),
+    ("n01/.DS_Store", b"?"),
+    ("README", b"?"),
+]
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+class TestClassFoldersInArchives:
+    def test_an_archive_reads_like_a_folder(self, tmp_path: Path, name: str) -> None:
+        train = write(tmp_path / name, ARCHIVES[name](CLASS_FILES))
+        filtered = DropCounter()
+        found = [(sample.name, sample.label, sample.where.read(MANY)) for sample in samples(train, filtered=filtered)]
+        assert found == [
+            ("n02/b.JPEG", 1, picture(1)),
+            ("n01/c.JPEG", 0, picture(2)),
+            ("n02/deep/a.JPEG", 1, picture(3)),
+        ]
+        assert filtered.counts == {HIDDEN: 2, NO_CLASS: 1}
+
+    def test_folders_around_the_class_folders_do_not_matter(self, tmp_path: Path, name: str) -> None:
+        around = [(f"data/train/{file}", data) for file, data in CLASS_FILES]
+        train = write(tmp_path / name, ARCHIVES[name]([*around, ("LICENSE", b"?")]))
+        assert labels(train) == {"n01/c.JPEG": 0, "n02/b.JPEG": 1, "n02/deep/a.JPEG": 1}
+
+    def test_a_folder_of_an_archive_with_several_splits_is_named(self, tmp_path: Path, name: str) -> None:
+        both = [(f"set/{split}/{file}", data) for split in ("train", "val") for file, data in CLASS_FILES]
+        archive = write(tmp_path / name, ARCHIVES[name](both))
+        assert labels(f"{archive}#set/val") == {"n01/c.JPEG": 0, "n02/b.JPEG": 1, "n02/deep/a.JPEG": 1}
+        assert refusal(ImageNetSource(paths=(archive,)).classes) == (
+            f"{archive}: train and val are splits, not classes; name one of them: {archive}#set/train"
+        )
+
+    def test_numbered_images_are_read_from_any_archive(self, tmp_path: Path, name: str) -> None:
+        files = [(f"val/{file}", picture(shade)) for shade, file in enumerate(numbered(3))]
+        val, truth = write(tmp_path / name, ARCHIVES[name](files)), write(tmp_path / "truth", "n02\nn01\nn02\n")
+        assert [(sample.label, sample.where.read(MANY)) for sample in samples(val, truth)] == [
+            (1, picture(0)),
+            (0, picture(1)),
+            (1, picture(2)),
+        ]
+
+
+def test_class_tars_in_a_compressed_tar_are_refused(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.tgz", gzip.compress(class_tars(ANIMALS)))
+    assert "the tars in it cannot be read in place; decompress it first" in refusal(
+        ImageNetSource(paths=(train,)).classes
+    )
+
+
+SYNSETS = {1: "n02", 2: "n03", 3: "n01", 4: "n00"}  # the devkit's order is not that of the names
+
+
+@pytest.fixture(params=["downloaded", "unpacked"])
+def devkit(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., str]:
+    def make(truth: str = "3\n1\n2\n", meta: bytes = meta_mat(SYNSETS)) -> str:
+        files = {
+            "data/meta.mat": meta,
+            "data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+            "readme.txt": b"",
+        }
+        if request.param == "downloaded":
+            packed = tar((f"ILSVRC2012_devkit_t12/{name}", data) for name, data in files.items())
+            return write(tmp_path / "ILSVRC2012_devkit_t12.tar.gz", gzip.compress(packed))
+        for name, data in files.items():
+            write(tmp_path / "ILSVRC2012_devkit_t12" / name, data)
+        return str(tmp_path / "ILSVRC2012_devkit_t12")
+
+    return make
+
+
+class TestDevkit:
+    def test_its_numbers_are_those_of_its_synsets(self, tmp_path: Path, devkit: Callable[..., str]) -> None:
+        val, *_ = flat(tmp_path, "")
+        one, two, three = numbered(3)
+        assert labels(val, devkit(), classes=("n01", "n02", "n03")) == {one: 0, two: 1, three: 2}
+        assert ImageNetSource(paths=(val, devkit())).classes() == ("n01", "n02", "n03")
+
+    @pytest.mark.parametrize(
+        "meta",
+        [
+            meta_mat(SYNSETS, compress=False),
+            meta_mat(SYNSETS, order=">"),
+            meta_mat(SYNSETS, characters=4),
+            meta_mat(SYNSETS, numbers=2),
+        ],
+        ids=["not compressed", "big-endian", "UTF-16", "small numbers"],
+    )
+    def test_matlab_may_store_the_list_in_several_ways(
+        self, tmp_path: Path, devkit: Callable[..., str], meta: bytes
+    ) -> None:
+        val, *_ = flat(tmp_path, "")
+        assert list(labels(val, devkit(meta=meta), classes=("n01", "n02", "n03")).values()) == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("meta", "fault"),
+        [
+            (b"", "not a MATLAB file of version 5"),
+            (b"MATLAB 7.3 MAT-file" + bytes(600), "not a MATLAB file of version 5"),
+            (meta_mat(SYNSETS)[:-30], "not the devkit's list of synsets"),
+            (meta_mat(SYNSETS, compress=False)[:-300], "truncated"),
+            (meta_mat({1: "n01", 3: "n02"}), "not the devkit's list of synsets (2)"),
+            (meta_mat({1: "n01", 2: "n01"}), "two synsets have the same name"),
+            (meta_mat({1: "n01"}), "'3' must be a number from 1 to 1, the synsets of"),
+        ],
+    )
+    def test_a_damaged_list_is_refused(
+        self, tmp_path: Path, devkit: Callable[..., str], meta: bytes, fault: str
+    ) -> None:
+        val, *_ = flat(tmp_path, "")
+        path = devkit(meta=meta)
+        found = refusal(lambda: samples(val, path))
+        assert found.startswith(f"{path}: data/")
+        assert fault in found
+
+    def test_a_devkit_without_its_files_is_refused(self, tmp_path: Path) -> None:
+        val, *_ = flat(tmp_path, "")
+        (tmp_path / "empty").mkdir()
+        assert "expected ImageNet's devkit" in refusal(lambda: samples(val, str(tmp_path / "empty")))
+        other = write(tmp_path / "other.tar.gz", gzip.compress(tar([("x", b"")])))
+        assert "has no member 'data/ILSVRC2012_validation_ground_truth.txt'" in refusal(lambda: samples(val, other))
+
+    def test_a_list_of_synsets_beside_the_devkit_is_refused(self, tmp_path: Path, devkit: Callable[..., str]) -> None:
+        val, _, synsets = flat(tmp_path, "")
+        path = devkit()
+        assert refusal(lambda: samples(val, path, synsets)) == f"{path}: says what the classes are; remove {synsets}"
+
+    @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_a_changed_list_is_refused_or_names_synsets(self, tmp_path: Path, data: st.DataObject) -> None:
+        meta = bytearray(meta_mat(SYNSETS, compress=data.draw(st.booleans())))
+        for _ in range(data.draw(st.integers(1, 4))):
+            meta[data.draw(st.integers(0, len(meta) - 1))] = data.draw(st.integers(0, 255))
+        write(tmp_path / "kit/data/meta.mat", bytes(meta))
+        try:
+            assert all(isinstance(name, str) for name in devkit_synsets(str(tmp_path / "kit")))
+        except Mistake as refused:
+            assert str(refused).isprintable()
+
+
+KAGGLE = """ImageId,PredictionString
+ILSVRC2012_val_00000003,n02 85 1 499 272
+ILSVRC2012_val_00000001,n01 131 0 499 254 n01 1 2 3 4
+ILSVRC2012_val_00000002,n02 1 2 3 4
+"""
+
+
+class TestKaggle:
+    def test_its_layout_is_read(self, tmp_path: Path) -> None:
+        train = write_classes(tmp_path / "ILSVRC/Data/CLS-LOC/train", {"n01": ["n01_1.JPEG"], "n02": ["n02_9.JPEG"]})
+        for name in numbered(3):
+            write(tmp_path / "ILSVRC/Data/CLS-LOC/val" / name, picture())
+        val, truth = str(tmp_path / "ILSVRC/Data/CLS-LOC/val"), write(tmp_path / "LOC_val_solution.csv", KAGGLE)
+        assert ImageNetSource(paths=(train,)).classes() == ImageNetSource(paths=(val, truth)).classes()
+        assert list(labels(val, truth).values()) == [0, 1, 1]
+
+    @pytest.mark.parametrize(
+        ("truth", "fault"),
+        [
+            (KAGGLE.replace("n01 1 2 3 4", "n02 1 2 3 4"), "solution.csv:3: must have one class"),
+            (KAGGLE.replace("n02 85 1 499 272", ""), "solution.csv:2: must have one class"),
+            (KAGGLE.replace("00000003", "00000001"), "solution.csv:3: 'ILSVRC2012_val_00000001' occurs twice"),
+            (KAGGLE.replace("Prediction", "Other"), "solution.csv:1: has no column PredictionString"),
+            (KAGGLE.replace("00000003", "00000004"), "ILSVRC2012_val_00000003.JPEG is not in"),
+        ],
+    )
+    def test_a_list_that_does_not_match_is_refused(self, tmp_path: Path, truth: str, fault: str) -> None:
+        val, *_ = flat(tmp_path, "")
+        path = write(tmp_path / "LOC_val_solution.csv", truth)
+        assert fault in refusal(lambda: samples(val, path))
+
+    def test_lines_without_an_image_are_reported(self, tmp_path: Path) -> None:
+        val, *_ = flat(tmp_path, "", pictures=2)
+        path, dropped = write(tmp_path / "LOC_val_solution.csv", KAGGLE), DropCounter()
+        assert len(samples(val, path, drop=dropped)) == 2
+        assert dropped.names == {NO_IMAGE: [f"{path}:2"]}
 
 
 class TestFlatValidation:
@@ -213,7 +460,7 @@ class TestFlatValidation:
             ("", "n01\nn02\n", "truth.txt: empty"),
             ("1\n", "\n\n", "synsets.txt: empty"),
             ("1\n2\n", "n01\nn02\n", "_00000003.JPEG has number 3, but"),
-            ("n01\n1\nn02", None, "truth.txt:2: 1 is a number; also name the synset list"),
+            ("n01\n1\nn02", None, "truth.txt:2: 1 is a number; also name the devkit"),
         ],
     )
     def test_lists_that_do_not_match_are_refused(
@@ -227,7 +474,7 @@ class TestFlatValidation:
         [
             (["cat.JPEG"], "has no number at the end of its name"),
             (["val_0.JPEG"], "has number 0"),
-            (["val_1.JPEG", "val_01.JPEG"], "another image with number 1"),
+            (["val_1.JPEG", "val_01.JPEG"], "val_01.JPEG is another image for"),
             (["n01.tar"], "is a tar inside the tar"),
             ([], "contains no images"),
         ],

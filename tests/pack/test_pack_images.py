@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pack.rawsets import zipped
+from pack.rawsets import tar, zipped
 from packtrain.errors import FieldMistake
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
@@ -320,3 +321,25 @@ def test_a_changed_member_of_a_zip_is_left_out(directory_store: Store, tmp_path:
     images_zip.write_bytes(archive)
     split = packed(directory_store, train=[{"coco": [captions, str(images_zip)]}]).splits["train"]
     assert (split.samples, split.dropped) == (149, {"unreadable: damaged in its archive": Drops(1, ("1.jpg",))})
+
+
+def test_what_is_not_a_sample_is_said(directory_store: Store, tmp_path: Path) -> None:
+    source, said = Path(classes_in(tmp_path / "train")), []
+    (source / "__MACOSX").mkdir()
+    (source / "a" / "Thumbs.db").write_bytes(b"?")
+    (source / "b" / "deeper").mkdir()
+    (source / "b" / "deeper" / "7.JPEG").write_bytes(picture(7))
+    (source / "list.csv").write_text("?")
+    packed(directory_store, None, said, train=[{"imagenet": str(source)}])
+    assert said == ["train: 13 images; left out 2 (hidden or system file), 1 (file outside of the class folders)"]
+
+
+def test_a_compressed_tar_of_classes_is_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
+    folder = Path(classes_in(tmp_path / "train"))
+    files = [(str(path.relative_to(tmp_path)), path.read_bytes()) for path in sorted(folder.rglob("*.jpg"))]
+    (tmp_path / "train.tgz").write_bytes(gzip.compress(tar(files)))
+    whole, compressed = open_store(str(tmp_path / "whole")), open_store(str(tmp_path / "compressed"))
+    one = packed(whole, train=[{"imagenet": str(folder)}])
+    other = packed(compressed, Processes(2), train=[{"imagenet": str(tmp_path / "train.tgz")}])
+    assert one.splits == other.splits

@@ -110,7 +110,7 @@ class Source(Part):
 
     `contents` is what a recipe can learn from it: pairs (of texts), turns (pairs of a prompt and its reply), labels or
     captions (of images). A format overrides the readers of what it holds. `drop` reports samples that cannot be used,
-    `filtered` those that the format itself marks as not meant to be used.
+    `filtered` what is not meant to be used: the format itself says so, or it is no sample.
     """
 
     contents: ClassVar[frozenset[str]]
@@ -151,7 +151,7 @@ class Source(Part):
         """Return the names of the classes, sorted."""
         raise NotImplementedError
 
-    def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[Any]:
+    def labeled(self, classes: Sequence[str], drop: Drop, filtered: Drop) -> Iterator[Any]:
         """Yield each `RawImage` in order, labeled by its place in the classes of the training data."""
         raise NotImplementedError
 

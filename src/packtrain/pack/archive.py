@@ -174,9 +174,8 @@ def split_member(path: str) -> tuple[str, str]:
     return path[: match.start(1)], path[match.end(1) :]
 
 
-def find_member(path: str) -> ArchiveMember:
-    """Return the member that `archive.zip#member` names; the folder that the archive was made of may be omitted."""
-    archive, name = split_member(path)
+def member_of(archive: str, name: str) -> ArchiveMember:
+    """Return the member of that name; the folder that the archive was made of may be omitted."""
     exact: list[ArchiveMember] = []
     below: list[ArchiveMember] = []
     known: list[str] = []

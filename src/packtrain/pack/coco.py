@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.job.kinds import Drop, Source
+from packtrain.job.kinds import Drop
 from packtrain.pack.archive import Locator, archive_members
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
+    ImageSource,
     RawImage,
     check_inside,
     file_inside,
@@ -33,7 +34,7 @@ Id = int | str
 Record = dict[str, object]
 
 
-class CocoSource(Source):
+class CocoSource(ImageSource):
     """Captions in COCO's JSON, and its images in a folder, tar or zip."""
 
     contents = frozenset({"captions"})
@@ -44,7 +45,7 @@ class CocoSource(Source):
         return "captions"
 
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-        return _read(self.paths[0], self.paths[1], drop, filtered)
+        return _read(self.paths[0], self.paths[1], self.links, drop, filtered)
 
 
 class VizWizSource(CocoSource):
@@ -53,12 +54,12 @@ class VizWizSource(CocoSource):
     example = "[train.json, train]"
 
 
-def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+def _read(annotations: str, images: str, links: bool, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
     """Yield images with their captions, in the order of the file.
 
     `drop` reports images that should have been samples; `filtered` what the format marks as unsuitable.
     """
-    find = _finder(images, annotations)  # first: a missing archive is reported before a large JSON is read
+    find = _finder(images, annotations, links)  # first: a missing archive is reported before a large JSON is read
     document = read_json(Path(annotations))
     if not isinstance(document, dict):
         raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
@@ -79,12 +80,12 @@ def _read(annotations: str, images: str, drop: Drop, filtered: Drop) -> Iterator
             drop(NO_CAPTION, shown)
 
 
-def _finder(images: str, place: str) -> Callable[[str], Locator | None]:
+def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | None]:
     """Return a function that finds an image by its name in the file `place`."""
     if Path(images).is_dir():
 
         def in_folder(name: str) -> Locator | None:
-            path = file_inside(images, name, place)
+            path = file_inside(images, name, place, links)
             return None if path is None else Locator(path)
 
         return in_folder

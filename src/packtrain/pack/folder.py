@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.errors import Mistake, nearest, printable, quoted
-from packtrain.job.kinds import Drop, Source
+from packtrain.job.kinds import Drop
 from packtrain.pack.archive import Locator
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
     NO_CAPTION,
+    ImageSource,
     RawImage,
     TextPair,
     class_number,
@@ -41,7 +42,7 @@ _KEYS: dict[Shape, tuple[str, str]] = {
 _PACK_KINDS: dict[Shape, Kind] = {"label": "labels", "caption": "captions", "text": "pairs"}
 
 
-class FolderSource(Source):
+class FolderSource(ImageSource):
     """JSON lines: an image with its label or captions, or a source with its target."""
 
     contents = frozenset({"pairs", "labels", "captions"})
@@ -61,13 +62,13 @@ class FolderSource(Source):
         for place, record in self._records():
             name = record.get("image")
             if is_text(name):
-                yield name, file_inside(str(Path(self.path).parent), name, place)
+                yield name, self._path_of(name, place)
 
     def classes(self) -> tuple[str, ...]:
         """Return the labels, sorted; the index of a label is its number."""
         return sorted_classes((_text(row, "label", place) for place, row in self._rows("label")), self.path)
 
-    def labeled(self, classes: Sequence[str], drop: Drop) -> Iterator[RawImage]:
+    def labeled(self, classes: Sequence[str], drop: Drop, filtered: Drop) -> Iterator[RawImage]:  # noqa: ARG002
         """Yield images with the numbers of their labels among the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         for place, name, row in self._images("label"):
@@ -98,11 +99,14 @@ class FolderSource(Source):
     def _found(
         self, place: str, name: str, label: int | None, captions: tuple[str, ...], drop: Drop
     ) -> Iterator[RawImage]:
-        path = file_inside(str(Path(self.path).parent), name, place)
+        path = self._path_of(name, place)
         if path is None:
             drop(MISSING_FILE, printable(name))
         else:
             yield RawImage(printable(name), Locator(path), label, captions)
+
+    def _path_of(self, name: str, place: str) -> str | None:
+        return file_inside(str(Path(self.path).parent), name, place, self.links)
 
     def _images(self, shape: Shape) -> Iterator[tuple[str, str, dict[str, object]]]:
         seen: set[str] = set()

@@ -40,8 +40,9 @@ def pack_labels(packing: Packing) -> PackContents:
     if len(classes) < 2:
         raise FieldMistake("data.train", f"has only one class ({', '.join(classes)}); a classifier needs at least two")
     for split, sources in splits_of(packing.data).items():
-        dropped = contents.splits[split].dropped
-        _make_shards(packing, contents, split, [partial(one.labeled, classes, dropped) for one in sources], None)
+        build = contents.splits[split]
+        reads = [partial(one.labeled, classes, build.dropped, build.filtered) for one in sources]
+        _make_shards(packing, contents, split, reads, None)
     return contents
 
 

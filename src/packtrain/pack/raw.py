@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.pack.archive import Locator, find_member, split_member
+from packtrain.job.kinds import Source
+from packtrain.job.part import Boolean
+from packtrain.pack.archive import Locator, member_of, split_member
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
 NO_CAPTION = "image without a caption"
 EMPTY_CAPTION = "empty caption"
+HIDDEN = "hidden or system file"
 
 _FIRST_NAMES = 10
+# Left by file managers, unpackers and file systems beside what a person put there.
+_SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"}
 
 Encoding = Literal["utf-8", "windows-1252"]
 
@@ -36,6 +41,12 @@ MAX_JSON_BYTES = 1 << 30
 _WINDOWS_1252 = {
     byte: character for byte in range(0x80, 0xA0) if (character := bytes([byte]).decode("cp1252", "ignore"))
 }
+
+
+class ImageSource(Source):
+    """Images. With `links`, links in a folder may lead out of it, for example to shared storage."""
+
+    links: Boolean = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +98,20 @@ def class_number(name: str, numbers: Mapping[str, int], where: str) -> int:
     return numbers[name]
 
 
-def file_inside(folder: str, name: str, place: str) -> str | None:
-    """Return the path of a file below `folder`, or None; refuse names and links that point outside."""
+def is_hidden(name: str) -> bool:
+    """True for the name of a file or folder that a person did not put there, such as `.DS_Store`."""
+    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+
+
+def file_inside(folder: str, name: str, place: str, links: bool = False) -> str | None:
+    """Return the path of a file below `folder`, or None; refuse names that point outside, and links unless allowed."""
     check_inside(folder, name, place)
     # Part by part, because any directory on the way may be a link that leads outside.
     path = folder
     try:
         for part in name.split("/"):
             path = f"{path}/{part}"
-            if Path(path).is_symlink():
+            if not links and Path(path).is_symlink():
                 check_link(folder, path, place)
         return path if Path(path).is_file() else None
     except OSError:  # a name longer than the file system allows
@@ -110,7 +126,10 @@ def check_inside(folder: str, name: str, place: str) -> None:
 def check_link(folder: str, path: str, place: str) -> None:
     root = os.path.realpath(folder)
     if os.path.commonpath([root, os.path.realpath(path)]) != root:
-        raise Mistake(f"{place}: {printable(path)} is a link that points outside of {folder}; copy its target")
+        raise Mistake(
+            f"{place}: {printable(path)} is a link that points outside of {folder};"
+            " copy its target, or allow such links with 'links: true' beside the path"
+        )
 
 
 def read_lines(path: Path, encoding: Encoding = "utf-8") -> Iterator[str]:
@@ -215,17 +234,17 @@ def _located(path: Path) -> Locator:
     """Return where a file's bytes are: in the file itself, or in the archive that `archive.tgz#member` names."""
     archive, member = split_member(str(path))
     if not member:
-        return Locator(str(path))
+        return Locator(archive)
     try:
         status = Path(archive).stat()
     except OSError as error:
         raise Mistake(f"{printable(archive)}: {error.strerror or error}") from error
-    return _member(str(path), status.st_size, status.st_mtime_ns)
+    return _member(archive, member, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)  # packing reads a file several times, and finding a member unpacks its whole archive
-def _member(path: str, size: int, modified: int) -> Locator:  # noqa: ARG001 - another file has another size or time
-    return find_member(path).where
+def _member(archive: str, name: str, size: int, modified: int) -> Locator:  # noqa: ARG001 - of another file: other ones
+    return member_of(archive, name).where
 
 
 def _is_utf8(raw: bytes) -> bool:
