@@ -4,7 +4,7 @@
 
 Random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders read the same JPEGs, each
 in its own recommended format, and take turns in one run. CPU time counts all processes and threads. Peers that are not
-installed are listed (`pip install 'packtrain[bench]'` installs those on PyPI).
+installed are listed (`pip install '.[bench]'` in the checkout installs those on PyPI).
 """
 
 from __future__ import annotations

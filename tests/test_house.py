@@ -107,6 +107,23 @@ def test_models_may_be_put_into_evaluation_mode() -> None:
     assert list(faults(ast.parse("model.eval()"))) == []
 
 
+# Packtrain is not on an index: whoever takes the name there could run code wherever it is installed by name.
+BY_NAME = re.compile(r"packtrain\[|pip (?:install|download)\b[^`;]*[\s'\"]packtrain(?![\w./-])", re.IGNORECASE)
+
+
+def test_nothing_tells_people_to_install_packtrain_by_its_name() -> None:
+    places = [*modules(), *pages(), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.yaml"), ROOT / "Makefile"]
+    assert [place for place, line in lines(places) if BY_NAME.search(line)] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["pip install packtrain", "pip install 'packtrain[train]'", "pip download -d x Packtrain"]
+)
+def test_the_search_for_installs_by_name_finds_them(text: str) -> None:
+    assert BY_NAME.search(text)
+    assert not BY_NAME.search("pip install '.[train]'; packtrain run job.yaml")
+
+
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None

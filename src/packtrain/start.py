@@ -13,6 +13,7 @@ from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import Say
+from packtrain.identity import install_command
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
@@ -151,7 +152,7 @@ def _check_can_run(loaded: LoadedJob) -> None:
 def _require_torch(job: Job) -> None:
     # `find_spec` does not import torch, which would take seconds.
     if fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
-        raise Mistake("training on this machine needs torch: pip install 'packtrain[train]'")
+        raise Mistake(f"training on this machine needs torch; run `{install_command('train')}`")
 
 
 def _code(loaded: LoadedJob, store: Store) -> CodeSnapshot:

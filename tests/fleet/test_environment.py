@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from packtrain.errors import Mistake
 from packtrain.fleet import environment
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import facts_of
-from packtrain.identity import identity
+from packtrain.identity import altered, identity, installed_digest, wheel_of
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
@@ -182,3 +184,48 @@ def test_an_error_names_the_wheel_that_a_bundle_lacks(network: Network, remote: 
     with pytest.raises(Unreachable, match="No matching distribution found for"):
         environment.create(remote, tmp_path)
     assert not list((network[0].home / ".cache/packtrain/environments").glob("part-*"))
+
+
+def test_an_index_with_other_files_for_a_wheel_of_this_machine_is_refused_before_anything_runs_there(
+    network: Network, remote: Remote, tmp_path: Path
+) -> None:
+    """The stubs have names, versions and tags of the wheels that are installed here, but not their files."""
+    for line in environment.constraints():
+        stub_wheel(network.shared, *line.split("=="))
+    folder = network[0].home / ".config/pip"
+    folder.mkdir(parents=True)
+    (folder / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {network.shared}\n")
+    with pytest.raises(Unreachable, match="the package index has other files than this machine's for nvidia-ml-py=="):
+        environment.create(remote, None)
+    shutil.rmtree(folder)
+    assert not list((network[0].home / ".cache/packtrain/environments").glob("part-*"))
+
+
+def test_the_packages_here_are_as_they_were_recorded() -> None:
+    small = [line for line in environment.digests() if not line.startswith(("torch==", "sympy=="))]
+    assert len(small) > 20
+    assert altered(installed_packages(), small) == []
+
+
+@pytest.mark.parametrize("change", ["a file", "another file", "a script", "nothing", "bytecode"])
+def test_a_package_whose_files_differ_is_found(tmp_path: Path, change: str) -> None:
+    stub_wheel(tmp_path, "click", "1.0")
+    target = tmp_path / "there"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*command, str(tmp_path / "click-1.0-py3-none-any.whl")], check=True)
+    [package] = distributions(path=[str(target)])
+    line = f"{wheel_of(package)} {installed_digest(package)}"
+    record = target / "click-1.0.dist-info/RECORD"
+    if change == "a file":
+        (target / "click-of-the-test.pth").write_text("import os\n")
+    elif change != "nothing":
+        name = {"another file": "evil.pth", "a script": "../../../bin/python", "bytecode": "__pycache__/x.pyc"}[change]
+        record.write_text(record.read_text() + f"{name},,\n")
+        (target / "evil.pth").touch()
+    assert altered(str(target), [line]) == ([] if change in ("nothing", "bytecode") else [line.split(maxsplit=1)[0]])
+
+
+def test_what_a_host_needs_can_be_downloaded_as_the_error_says(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "packtrain.fleet.environment"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == environment.constraints()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFinished, quoted
+from packtrain.identity import install_command
 from packtrain.pack.raw import is_text
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
@@ -111,7 +112,7 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, ac
     try:
         import packtrain.train.state  # noqa: F401
     except ImportError as error:
-        raise Mistake("predict needs torch; pip install 'packtrain[train]'") from error
+        raise Mistake(f"predict needs torch; run `{install_command('train')}`") from error
     remaining = committed(run)
     if not remaining:
         raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")

@@ -19,7 +19,7 @@ from packtrain.fleet.fleet import Target, passed_variables, values_of
 from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
 from packtrain.fleet.remote import Unreachable, verb_command
 from packtrain.fleet.ssh import store_advice
-from packtrain.identity import identity
+from packtrain.identity import identity, install_command
 from packtrain.job.kinds import FleetKind
 from packtrain.store import open_store
 from packtrain.units import show_bytes, show_seconds
@@ -102,7 +102,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
     checks = [Check(name, "connect", True, f"answered in {show_seconds(time.monotonic() - began)}")]
     if python is None:
         detail, rest = f"packtrain {identity()} is not installed", "requires packtrain on the machine"
-        install = f"run doctor again after the first run, or install 'packtrain[train]' {identity()} there"
+        install = f"run doctor again after the first run, or install packtrain {identity()} there from its source"
         checks.append(Check(name, "python", False, detail, "the first run creates an environment", skipped=True))
         return [*checks, Check(name, "disk, clock, store", False, rest, install, skipped=True)], None
     command = verb_command(python, "check", ["--store", store, "--key", key])
@@ -130,7 +130,12 @@ def clock_offset(theirs: float, asked: float, answered: float) -> float:
 def judge(name: str, facts: Facts, offset_seconds: float, store: str) -> list[Check]:
     """Turn a machine's facts into checks."""
     version = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
-    install = f"install 'packtrain[train]' {identity()} there, or remove `python` to have it created ({facts.python})"
+    install = (
+        f"install packtrain {identity()} there from its source ({facts.python})"
+        if facts.identity != identity()
+        else f"run `{facts.python} -m {install_command('train')}` there"
+    )
+    install += ", or remove `python` to have an environment created"
     off = abs(offset_seconds)
     clock = f"off by {off:.0f} s" if off >= 1 else "ok"
     sync = "start chrony or systemd-timesyncd there; buckets reject requests with a wrong time"

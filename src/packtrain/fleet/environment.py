@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import re
+import shlex
 import sys
 import tarfile
 import zipfile
@@ -19,10 +20,11 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.identity import identity, source
+from packtrain.identity import identity, recorded_digest, source, wheel_of
 
 CREATE_SECONDS = 1800.0
 _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environments"
+_REQUIREMENTS = "python -m packtrain.fleet.environment"  # prints what a host needs, with versions
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip can hold: the same wheel every time
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 
@@ -62,14 +64,15 @@ done
 echo 'packtrain is not installed there; was its environment removed?' >&2; exit 1
 """
 
-# $1: the expected identity. $2: -, or "offline". Standard input: a tar of own/ (the wheel of Packtrain), wheels/ and
-# constraints.txt.
+# $1: the expected identity. $2: -, or "offline". Standard input: a tar of own/ (the wheel of Packtrain), wheels/,
+# constraints.txt, and identity.py with digests.txt to check what was installed.
 # Another run may create the same environment at the same time, here or on a machine that shares the home directory:
 # each builds in a directory of its own and renames it; the first rename wins, and an environment that fits is kept.
 _CREATE = f"""
 set -eu
 expected=$1
 {_FITS}
+umask 077
 home="{_CACHE}"; mkdir -p "$home"
 part=$(mktemp -d "$home/part-XXXXXX"); trap 'rm -rf "$part"' EXIT
 tar -x -C "$part"; mkdir -p "$part/wheels"
@@ -83,7 +86,9 @@ offline=; [ "$2" = offline ] && offline=--no-index
 # starts from this environment is sent the job's secrets.
 wheel=$(echo "$part"/own/*.whl)
 "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
-  --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+  --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+# With a Python that has none of these packages: as soon as theirs starts, it may run code of them.
+"$python" -I "$part/identity.py" "$(echo "$part"/made/lib/python*/site-packages)" < "$part/digests.txt" >&2
 fits "$part/made/bin/python" || {{ echo 'the new environment does not have this Packtrain' >&2; exit 1; }}
 made="$home/$expected"
 if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
@@ -122,17 +127,21 @@ def create(remote: Remote, bundle: Path | None) -> str:
 def check_bundle(bundle: Path) -> None:
     if not bundle.is_dir() or not any(bundle.glob("*.whl")):
         raise Mistake(
-            f"fleet.ssh.bundle: {bundle} has no wheels; get them with `pip download -d {bundle} 'packtrain[train]'`"
+            f"fleet.ssh.bundle: {bundle} has no wheels; get them with"
+            f" `{_REQUIREMENTS} > needed.txt; pip download -d {shlex.quote(str(bundle))} -r needed.txt`"
         )
 
 
 def _archive(bundle: Path | None) -> bytes:
     """Return a tar of our own wheel, the constraints and the wheels of the bundle."""
     name, wheel = own_wheel()
-    pinned = [] if bundle else constraints()  # a bundle has one version of each already
+    # A bundle has one version of each already, and the person has chosen its files.
+    lines = {"constraints.txt": [] if bundle else constraints(), "digests.txt": [] if bundle else digests()}
+    files = {path: "\n".join([*texts, ""]).encode() for path, texts in lines.items()}
+    files |= {f"own/{name}": wheel, "identity.py": source()["identity.py"]}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, data in {f"own/{name}": wheel, "constraints.txt": "\n".join([*pinned, ""]).encode()}.items():
+        for path, data in files.items():
             entry = tarfile.TarInfo(path)
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
@@ -164,8 +173,18 @@ def _record_digest(data: bytes) -> str:
 
 
 def constraints() -> list[str]:
-    """Return `name==version` of all dependencies of `packtrain[train]` here; a build such as 2.8.0+cpu is 2.8.0."""
-    found: dict[str, str] = {}
+    """Return `name==version` of everything that training needs here; a build such as 2.8.0+cpu is 2.8.0."""
+    return [f"{name}=={package.version.partition('+')[0]}" for name, package in sorted(_needed().items())]
+
+
+def digests() -> list[str]:
+    """Return the wheels that these dependencies were installed from, each with a digest of its files."""
+    wheels = ((wheel_of(package), package) for package in _needed().values())
+    return sorted(f"{wheel} {recorded_digest(package)}" for wheel, package in wheels if wheel is not None)
+
+
+def _needed() -> dict[str, Distribution]:
+    found: dict[str, Distribution] = {}
     waiting = list(_requirements(distribution("packtrain"), {"train"}))
     while waiting:
         name = waiting.pop()
@@ -174,9 +193,9 @@ def constraints() -> list[str]:
         except PackageNotFoundError:
             continue  # needed on another platform only
         if name not in found:
-            found[name] = installed.version.partition("+")[0]
+            found[name] = installed
             waiting += _requirements(installed, set())  # without the extras of a dependency
-    return [f"{name}=={version}" for name, version in sorted(found.items())]
+    return found
 
 
 def _requirements(installed: Distribution, extras: set[str]) -> Iterable[str]:
@@ -186,3 +205,7 @@ def _requirements(installed: Distribution, extras: set[str]) -> Iterable[str]:
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
         if match and (extra is None or extra[1] in extras):
             yield re.sub(r"[-_.]+", "-", match[1]).lower()
+
+
+if __name__ == "__main__":
+    print("\n".join(constraints()))

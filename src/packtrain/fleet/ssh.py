@@ -38,6 +38,7 @@ from packtrain.fleet.fleet import (
 )
 from packtrain.fleet.local import END_SECONDS, new_log, session_name
 from packtrain.fleet.remote import Remote, Unreachable, secrets_line, split_destination, verb_command
+from packtrain.identity import install_command
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location, StorePath, matching
@@ -165,7 +166,7 @@ class SshFleet(Fleet):
             if facts.store_error:
                 raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
             if not facts.torch:
-                raise Unreachable(host, f"{python} has no torch; install 'packtrain[train]' there")
+                raise Unreachable(host, f"{python} has no torch; run `{python} -m {install_command('train')}` there")
             return UsableHost(host, python)
 
         with visible_object(open_store(store)) as key:

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import Any, TypeVar
 
 from packtrain.errors import Mistake
+from packtrain.identity import install_command
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -57,7 +58,7 @@ class Dask(Workers):
         try:
             from distributed import Client
         except ImportError:
-            raise Mistake("--dask: not installed; pip install 'packtrain[dask]'") from None
+            raise Mistake(f"--dask: not installed; run `{install_command('dask')}`") from None
         try:
             self._client: Any = Client(address, timeout=10)  # type: ignore[no-untyped-call]
         except (OSError, TimeoutError, ValueError) as error:
