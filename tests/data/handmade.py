@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,3 +61,12 @@ def put_pack(store: Store, rows: Rows, samples_per_shard: int) -> Manifest:
     manifest = Manifest(format=FORMAT, name=NAME, kind="pairs", settings={}, splits={"train": split})
     store.put(pack_key(NAME, "manifest.json"), manifest.to_json())
     return manifest
+
+
+def rot(path: Path, at: int) -> None:
+    """Change a byte, but neither the size nor the time of a file, as a failing disk does."""
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    with path.open("r+b") as file:  # in place: the file keeps its inode
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

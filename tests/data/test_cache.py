@@ -152,19 +152,26 @@ def test_the_running_download_of_another_process_is_not_removed(remote: Remote, 
     assert slow.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["apple"]
 
 
-@pytest.mark.parametrize("data", [b"aqple", b"appl", b"apple pie", b""])
-def test_a_file_that_is_damaged_in_the_store_is_named_after_three_downloads(
-    remote: Remote, folder: Path, data: bytes
+@pytest.mark.parametrize(
+    ("data", "how", "downloads"),
+    [
+        (b"aqple", "wrong hash, in 3 downloads", 3),
+        (b"appl", "has 4 B instead of 5 B", 0),
+        (b"apple pie", "has 9 B instead of 5 B", 0),
+        (b"", "has 0 B instead of 5 B", 0),
+    ],
+)
+def test_a_file_that_is_damaged_in_the_store_is_named(
+    remote: Remote, folder: Path, data: bytes, how: str, downloads: int
 ) -> None:
     file = put_file(remote, "a", b"apple")
     put_file(remote, "a", data)
     with pytest.raises(PacktrainError) as refused:
         path_of(FileCache(folder), remote, file)
     assert str(refused.value) == (
-        f"a of pack {NAME} in {remote.url} is damaged (downloaded 3 times): wrong hash;"
-        " delete the pack's manifest.json and pack again"
+        f"a of pack {NAME} in {remote.url} is damaged ({how}); delete the pack's manifest.json and pack again"
     )
-    assert remote.fetched == ["a"] * 3
+    assert remote.fetched == ["a"] * downloads
     assert cached(folder) == set()
     assert leftovers(folder) == []
 
@@ -187,12 +194,15 @@ def test_a_file_that_arrives_damaged_is_downloaded_again(
 
 @pytest.mark.parametrize("harm", [damage, lambda path: path.write_bytes(b""), Path.unlink])
 def test_a_file_that_is_damaged_in_the_cache_is_downloaded_again(
-    remote: Remote, folder: Path, harm: Callable[[Path], None]
+    remote: Remote, folder: Path, harm: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = put_file(remote, "a", b"apple")
-    harm(path_of(FileCache(folder), remote, file))
+    path = path_of(FileCache(folder), remote, file)
+    harm(path)
+    told = f"{path} is damaged; downloading packs/{NAME}/a again\n" if path.exists() else ""
     assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
     assert remote.fetched == ["a"] * 2
+    assert capsys.readouterr().out == told
 
 
 def test_a_file_missing_from_the_store_is_named(remote: Remote, folder: Path) -> None:
@@ -253,7 +263,7 @@ def test_a_file_is_hashed_once_on_a_machine_and_again_after_a_change(
 def test_a_damaged_file_of_a_directory_store_is_named(directory_store: Store, folder: Path) -> None:
     file = put_file(directory_store, "a", b"apple")
     damage(path_of(FileCache(folder), directory_store, file))
-    with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* is damaged: wrong hash; delete"):
+    with pytest.raises(PacktrainError, match=f"^a of pack {NAME} in .* is damaged \\(wrong hash\\); delete"):
         path_of(FileCache(folder), directory_store, file)
 
 
@@ -308,7 +318,7 @@ hold = FileCache(Path({str(folder)!r})).hold([{files[0].sha256!r}]); os.kill(os.
 def test_an_open_file_can_be_read_after_it_was_removed(remote: Remote, folder: Path) -> None:
     first, second = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
     with path_of(FileCache(folder), remote, first).open("rb") as file:
-        path_of(FileCache(folder, limit_bytes=1), remote, second)
+        path_of(FileCache(folder, limit_bytes=5), remote, second)
         assert cached(folder) == {second.sha256}
         assert file.read() == b"apple"
 
@@ -333,6 +343,80 @@ def test_processes_that_share_a_small_cache_all_get_their_files(remote: Remote, 
     assert wrong == []
     path_of(FileCache(folder, limit_bytes=100), remote, put_file(remote, "last", b"last"))
     assert sum((folder / name).stat().st_size for name in cached(folder)) <= 100
+
+
+@pytest.mark.parametrize("size", [10**30, 10**13, 41])
+def test_a_file_larger_than_the_cache_removes_nothing(remote: Remote, folder: Path, size: int) -> None:
+    cached_before = [put_file(remote, name, name.encode() * 10) for name in "abc"]
+    for file in cached_before:
+        path_of(FileCache(folder, limit_bytes=40), remote, file)
+    claimed = put_file(remote, "d", b"d" * min(size, 100))
+    with pytest.raises(PacktrainError, match=r"d of pack|PACKTRAIN_CACHE"):
+        path_of(FileCache(folder, limit_bytes=40), remote, PackFile("d", size, claimed.sha256))
+    assert cached(folder) == {file.sha256 for file in cached_before}
+    assert remote.fetched == ["a", "b", "c"]
+
+
+def test_parallel_downloads_of_processes_and_threads_keep_the_limit(remote: Remote, folder: Path) -> None:
+    files = [put_file(remote, f"{number}", str(number).encode() * 40) for number in range(8)]
+    seen: list[int] = []
+
+    class Watched(Remote):
+        def get_file(self, key: str, path: Path, limit: int | None = None) -> None:
+            time.sleep(0.05)
+            super().get_file(key, path, limit)
+            stored = [one.stat().st_size for one in folder.glob("[0-9a-f]*") if len(one.name) == 64]
+            seen.append(sum(stored) + sum(one.stat().st_size for one in folder.glob("fetching/*/file")))
+
+    threads = [
+        threading.Thread(target=path_of, args=(FileCache(folder, limit_bytes=100), Watched(Path(remote.url)), file))
+        for file in files
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 8
+    assert max(seen) <= 100
+
+
+def test_a_download_that_is_needed_does_not_wait_for_another(remote: Remote, folder: Path) -> None:
+    slow, needed = put_file(remote, "a", b"a" * 40), put_file(remote, "b", b"b" * 40)
+    other = started(remote, folder, slow, PATIENCE_SECONDS)
+    assert other.stdout is not None
+    with other.stdout as stdout:
+        assert stdout.readline() == "fetching\n"
+        cache = FileCache(folder, limit_bytes=50)
+        with cache.hold([needed.sha256]):
+            assert path_of(cache, remote, needed).stat().st_size == 40
+        other.kill()
+        other.wait()
+
+
+def test_a_download_waits_only_for_those_that_live(remote: Remote, folder: Path) -> None:
+    slow, next_one = put_file(remote, "a", b"a" * 40), put_file(remote, "b", b"b" * 40)
+    other = started(remote, folder, slow, PATIENCE_SECONDS)
+    assert other.stdout is not None
+    with other.stdout as stdout:
+        assert stdout.readline() == "fetching\n"
+        waiting = threading.Thread(target=path_of, args=(FileCache(folder, limit_bytes=50), remote, next_one))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        other.kill()
+        other.wait()
+    waiting.join(PATIENCE_SECONDS)
+    assert cached(folder) == {next_one.sha256}
+
+
+def test_a_full_disk_names_the_variable_that_moves_the_cache(
+    remote: Remote, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(small_disk))
+    file = put_file(remote, "a", bytes(2 * 10**6))
+    with pytest.raises(PacktrainError, match="the disk is full; free some space or set PACKTRAIN_CACHE to a directory"):
+        path_of(FileCache(small_disk / "packs", limit_bytes=10**7), remote, file)
+    assert cached(small_disk / "packs") == set()
 
 
 def eventually(condition: Callable[[], bool]) -> None:

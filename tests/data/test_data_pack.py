@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.handmade import NAME, Remote, Rows, put_file, put_pack, put_shard
+from data.handmade import NAME, Remote, Rows, put_file, put_pack, put_shard, rot
 from packtrain.data.pack import Pack, SplitReader, pad
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import Manifest, ShardFile, pack_key
@@ -106,7 +106,8 @@ def test_a_file_that_is_damaged_in_the_store_is_named(any_store: Store, tmp_path
 
 def test_a_pack_that_is_open_stays_in_the_cache(remote: Remote, tmp_path: Path) -> None:
     manifest = put_pack(remote, ROWS, 2)
-    opened, other = (Pack(remote, NAME, tmp_path / "cache", cache_bytes=1) for _ in range(2))
+    largest = max(shard.bytes for shard in manifest.splits["train"].shards)
+    opened, other = (Pack(remote, NAME, tmp_path / "cache", cache_bytes=largest) for _ in range(2))
     for _ in range(2):
         assert rows_of(opened) == rows_of(other) == ROWS
     assert sorted(remote.fetched) == [shard.name for shard in manifest.splits["train"].shards]
@@ -271,6 +272,26 @@ def test_a_shard_with_another_number_of_samples_than_the_manifest_says_is_named(
     (tmp_path / "short").write_bytes(encode_shard(Columns({"tokens": Ragged.from_rows(ROWS[:2], np.dtype("<u2"))})))
     with pytest.raises(ShardError, match=r"short has 2 samples, not 7; pack the data again"):
         SplitReader([shard], lambda _: tmp_path / "short").shard(0)
+
+
+def test_a_shard_that_the_disk_has_changed_is_downloaded_again_once_and_told(
+    remote: Remote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [shard] = put_pack(remote, ROWS, len(ROWS)).splits["train"].shards
+    for _ in range(2):
+        split = Pack(remote, NAME, tmp_path / "cache").split("train")
+        assert split.column("tokens")[0].tolist() == ROWS[0]
+        rot(tmp_path / "cache" / shard.sha256, at=0)
+    assert remote.fetched == ["train-00000"] * 2
+    assert capsys.readouterr().out.count("is damaged; downloading") == 1
+
+
+def test_a_shard_that_a_disk_has_changed_in_a_directory_store_is_named(directory_store: Store, tmp_path: Path) -> None:
+    put_pack(directory_store, ROWS, len(ROWS))
+    Pack(directory_store, NAME, tmp_path / "cache").split("train").shard(0)
+    rot(Path(directory_store.url) / "packs" / NAME / "train-00000", at=0)
+    with pytest.raises(PacktrainError, match=r"train-00000 of pack .* is damaged \(wrong hash\)"):
+        Pack(directory_store, NAME, tmp_path / "cache").split("train").shard(0)
 
 
 def naive(rows: Rows, ids: list[int], filler: int) -> Rows:

@@ -12,7 +12,9 @@ import simplejpeg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from data.handmade import NAME, Remote, put_file, rot
 from pack.pictures import difference, photo, quarters
 from packtrain.data.images import (
     ImageBatches,
@@ -24,9 +26,9 @@ from packtrain.data.images import (
     single_threaded_pool,
 )
 from packtrain.data.order import block, permutation, philox_words, share
-from packtrain.data.pack import SplitReader
+from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import PacktrainError
-from packtrain.pack.manifest import ShardFile
+from packtrain.pack.manifest import FORMAT, Manifest, ShardFile, Split, pack_key
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.tiles import Box, Coding, Tiled, encode
 
@@ -298,3 +300,23 @@ def test_plans_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True 329\n"
+
+
+def test_an_image_that_the_disk_has_changed_is_downloaded_again(tmp_path: Path) -> None:
+    remote = Remote(tmp_path / "store")
+    tiled = [encode(photo(*size, seed=at), Coding("4:2:0")) for at, size in enumerate(SIZES[:3])]
+    file = put_file(remote, "train-00000", encode_shard(shard_of(tiled)))
+    shards = (ShardFile(file.name, file.bytes, file.sha256, len(tiled)),)
+    split = Split(samples=3, filtered={}, dropped={}, sources=(3,), shards=shards)
+    manifest = Manifest(format=FORMAT, name=NAME, kind="labels", settings={}, splits={"train": split})
+    remote.put(pack_key(NAME, "manifest.json"), manifest.to_json())
+
+    def batch() -> NDArray[np.uint8]:
+        with ImageBatches(Pack(remote, NAME, tmp_path / "cache").split("train"), threads=2) as batches:
+            return batches.centered(np.arange(3), 32, 32)
+
+    sound = batch()
+    cached = tmp_path / "cache" / file.sha256
+    rot(cached, at=cached.read_bytes().index(b"\xff\xd8"))  # the first bytes of a JPEG
+    assert np.array_equal(batch(), sound)
+    assert remote.fetched == ["train-00000"] * 2

@@ -102,7 +102,7 @@ def test_a_file_that_is_lost_or_changed_in_the_store_is_an_error(folder: Path, t
     run = created(folder)
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     run.store.put(key, b"something else")
-    with pytest.raises(PacktrainError, match=rf"^{key} in .* is damaged: wrong hash; start the job again$"):
+    with pytest.raises(PacktrainError, match=rf"^{key} in .* is damaged \(wrong hash\); start the job again$"):
         started(recipe_on(run, tmp_path / "one"))
     run.store.delete(key)
     with pytest.raises(NotFound, match=rf"^{key} not found in .*; the run needs it$"):

@@ -18,22 +18,7 @@ import pytest
 
 from packtrain.store import DamagedObject, Store, StoreAway, StoreError, open_store
 from parts.mounts import Mounts
-from parts.presence import need
 from parts.stores import MEGABYTE, keys, output_of, python
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    need(os.geteuid() == 0, "only root can mount a small disk")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    need(subprocess.run(mount, capture_output=True).returncode == 0, "this machine mounts no tmpfs")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 class unprivileged:  # noqa: N801

@@ -1,10 +1,10 @@
 """The file cache of a machine: files of packs by their SHA-256, downloaded once for all processes and runs.
 
-    <sha256>            a file with that hash
-    <sha256>.lock       locked while the file is downloaded or checked; lists the files known to have the hash
-    fetching/<sha256>/  the unfinished download; belongs to the holder of the lock
-    uses/<id>           hashes that a process needs, locked as long as the process lives
-    lock                locked while room is made, and while a process declares what it needs
+    <sha256>                    a file with that hash
+    <sha256>.lock               locked while the file is downloaded or checked; lists files known to have the hash
+    fetching/<sha256>-<bytes>/  the unfinished download, and the room that it will take; of the holder of the lock
+    uses/<id>                   hashes that a process needs, locked as long as the process lives
+    lock                        locked while room is made, and while a process declares what it needs
 
 All locks are the kernel's (flock): they end with their process, however that ends. A file gets its name only when it is
 complete and checked, so a process can be killed at any moment; the next download removes its leftovers.
@@ -30,13 +30,16 @@ from packtrain.errors import PacktrainError
 from packtrain.pack.manifest import PackFile
 from packtrain.store import DamagedObject, Store
 from packtrain.store.errors import explained
-from packtrain.system import FileLock, sha256_of
+from packtrain.system import FileLock, say, sha256_of
+from packtrain.units import show_bytes
 
 _TRIES = 3
+_POLL_SECONDS = 0.1  # between two looks whether another download is complete
 _LIMIT_BYTES = 50 * 10**9
 _PART_OF_DISK = 2  # the cache takes at most half of what is free or already in the cache
 _REMEMBERED = 8  # files known to have the hash: the same pack may be in several stores
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
+_DOWNLOAD = re.compile("-([0-9]{1,18})$")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -44,15 +47,18 @@ class FileCache:
     """Files in `directory`, at most `limit_bytes` of them (default: 50 GB, or half of the disk if that is less).
 
     It exceeds the limit only while live processes need more: files of the packs they have open are never removed.
-    The least recently used file is removed first.
+    The least recently used file is removed first. Downloads count from their start on.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self._directory, self._limit_bytes = directory, limit_bytes
         self._fetching, self._uses = directory / "fetching", directory / "uses"
 
-    def path_of(self, store: Store, key: str, wanted: PackFile) -> Path:
-        """Return a local file with the wanted hash, downloading it if needed."""
+    def path_of(self, store: Store, key: str, wanted: PackFile, *, is_suspect: bool = False) -> Path:
+        """Return a local file with the wanted hash, downloading it if needed.
+
+        A suspect file, one that could not be read as what it should be, is hashed again.
+        """
         # The hash becomes a file name, and it comes from the store.
         if not _SHA256.fullmatch(wanted.sha256):
             raise PacktrainError(f"{key} in {store.url}: {wanted.sha256!r} is not a SHA-256; pack the data again")
@@ -60,10 +66,15 @@ class FileCache:
             self._make_folders()
             with FileLock(self._lock_of(wanted.sha256)) as lock:
                 os.utime(lock.fileno())  # the time of last use, which decides what is removed first
+                if is_suspect:
+                    os.ftruncate(lock.fileno(), 0)
                 if store.is_directory:
                     return _checked_in_place(store, key, wanted, lock)
                 entry = self._directory / wanted.sha256
                 if not _has_hash(entry, wanted, lock):
+                    if entry.exists():
+                        say(f"{entry} is damaged; downloading {key} again")
+                        entry.unlink()
                     self._fetch(store, key, wanted)
                     _remember(entry, lock)
                 return entry
@@ -87,12 +98,15 @@ class FileCache:
         return self._directory / f"{sha256}.lock"
 
     def _fetch(self, store: Store, key: str, wanted: PackFile) -> None:
-        self._make_room(wanted.bytes)  # before the download, so that the disk does not fill up
-        folder = self._fetching / wanted.sha256
+        found = store.entry(key)
+        if found is None:
+            raise store.not_found(key)
+        # Before room is made: a manifest may claim any size, and nothing is removed for a file that is not there.
+        if found.size != wanted.bytes:
+            raise _damaged(store, key, f"has {show_bytes(found.size)} instead of {show_bytes(wanted.bytes)}")
+        folder = self._reserve(wanted)  # before the download, so that the disk does not fill up
         try:
             for _ in range(_TRIES):
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
                 arrived = folder / "file"
                 with suppress(DamagedObject):
                     store.get_file(key, arrived, limit=wanted.bytes)
@@ -101,21 +115,38 @@ class FileCache:
                     return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        raise _damaged(store, key, f" (downloaded {_TRIES} times)")
+        raise _damaged(store, key, f"wrong hash, in {_TRIES} downloads")
 
-    def _make_room(self, needed_bytes: int) -> None:
-        with FileLock(self._directory / "lock"):
-            self._remove_leftovers()
-            entries = {
-                path.name: path.stat().st_size for path in self._directory.iterdir() if _SHA256.fullmatch(path.name)
-            }
-            surplus = sum(entries.values()) + needed_bytes - self._limit(sum(entries.values()))
-            if surplus <= 0:
-                return
-            kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
-            for sha256 in sorted(entries.keys() - kept, key=self._last_use):
-                if surplus > 0 and self._remove(sha256):
-                    surplus -= entries[sha256]
+    def _reserve(self, wanted: PackFile) -> Path:
+        """Make the folder of a download, which takes its room from now on, and remove other files for it.
+
+        If other downloads take the room and nobody has declared a need for the file, wait until one of them is
+        complete: then it can be removed.
+        """
+        folder = self._fetching / f"{wanted.sha256}-{wanted.bytes}"
+        while True:
+            with FileLock(self._directory / "lock"):
+                self._remove_leftovers(wanted.sha256)
+                entries = {path.name: path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)}
+                cached = sum(entries.values())
+                limit = self._limit(cached)
+                if wanted.bytes > limit:
+                    raise PacktrainError(
+                        f"{self._directory}: {wanted.name} has {show_bytes(wanted.bytes)}, and the cache may take"
+                        f" {show_bytes(limit)}; set PACKTRAIN_CACHE to a directory on a larger disk"
+                    )
+                downloads = [
+                    int(match[1]) for path in self._fetching.iterdir() if (match := _DOWNLOAD.search(path.name))
+                ]
+                surplus = cached + sum(downloads) + wanted.bytes - limit
+                kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
+                for sha256 in sorted(entries.keys() - kept, key=self._last_use) if surplus > 0 else ():
+                    if surplus > 0 and self._remove(sha256):
+                        surplus -= entries[sha256]
+                if surplus <= 0 or not downloads or wanted.sha256 in kept:
+                    folder.mkdir()
+                    return folder
+            time.sleep(_POLL_SECONDS)
 
     def _limit(self, cached_bytes: int) -> int:
         if self._limit_bytes is not None:
@@ -149,14 +180,25 @@ class FileCache:
         except BlockingIOError:
             return False
 
-    def _remove_leftovers(self) -> None:
-        """Remove downloads that killed processes left, and notes on files elsewhere that were unused for a month."""
+    def _remove_leftovers(self, own: str) -> None:
+        """Remove downloads that killed processes left, and notes on files elsewhere that were unused for a month.
+
+        The caller holds the lock of the file `own`.
+        """
         for folder in self._fetching.iterdir():
-            with suppress(BlockingIOError), FileLock(self._lock_of(folder.name), wait=False):
+            sha256 = folder.name.partition("-")[0]
+            if sha256 == own:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            with suppress(BlockingIOError), FileLock(self._lock_of(sha256), wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
         for path in self._directory.glob("*.lock"):
             if time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS and not path.with_suffix("").exists():
                 self._remove(path.stem)
+
+
+def _is_entry(path: Path) -> bool:
+    return _SHA256.fullmatch(path.name) is not None
 
 
 def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) -> Path:
@@ -198,13 +240,12 @@ def _remember(path: Path, lock: FileLock) -> None:
     os.pwrite(lock.fileno(), "".join(f"{line}\n" for line in lines).encode(), 0)
 
 
-def _damaged(store: Store, key: str, tried: str = "") -> PacktrainError:
+def _damaged(store: Store, key: str, how: str = "wrong hash") -> PacktrainError:
     if not key.startswith("packs/"):
-        return PacktrainError(f"{key} in {store.url} is damaged{tried}: wrong hash; start the job again")
+        return PacktrainError(f"{key} in {store.url} is damaged ({how}); start the job again")
     _, pack, name = key.split("/", 2)
     return PacktrainError(
-        f"{name} of pack {pack} in {store.url} is damaged{tried}: wrong hash;"
-        " delete the pack's manifest.json and pack again"
+        f"{name} of pack {pack} in {store.url} is damaged ({how}); delete the pack's manifest.json and pack again"
     )
 
 

@@ -168,15 +168,24 @@ class ImageBatches:
     def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf) -> None:
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
         for at, row in left:
-            shard, place = self._split.at(row)
-            width, height = int(shard.plain["width"][place]), int(shard.plain["height"][place])
-            crop = crop_of(at, width, height)
-            jpeg, segments = shard.ragged["jpeg"][place], shard.ragged["segments"][place]
             try:
-                pixels = decode_crop(jpeg, segments, width, height, crop.box, decoded)
-            except (PacktrainError, ValueError) as error:
-                raise PacktrainError(f"image {row} of the pack is damaged ({error}); pack the data again") from error
+                crop, pixels = self._decoded(at, row, crop_of, decoded)
+            except (PacktrainError, ValueError):
+                self._split.reopen(row)
+                try:
+                    crop, pixels = self._decoded(at, row, crop_of, decoded)
+                except (PacktrainError, ValueError) as error:
+                    raise PacktrainError(
+                        f"image {row} of the pack is damaged ({error}); pack the data again"
+                    ) from error
             resize_into(out[at], pixels, crop.flip, closed)
+
+    def _decoded(self, at: int, row: int, crop_of: CropOf, scratch: Pixels) -> tuple[Crop, Pixels]:
+        shard, place = self._split.at(row)
+        width, height = int(shard.plain["width"][place]), int(shard.plain["height"][place])
+        crop = crop_of(at, width, height)
+        jpeg, segments = shard.ragged["jpeg"][place], shard.ragged["segments"][place]
+        return crop, decode_crop(jpeg, segments, width, height, crop.box, scratch)
 
     def close(self) -> None:
         self._pool.shutdown()

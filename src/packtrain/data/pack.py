@@ -58,7 +58,7 @@ class Pack:
         if name not in self.manifest.splits:
             raise NotFound(f"pack {self.name} has no split {name!r}; it has {', '.join(self.manifest.splits)}")
         if name not in self._splits:
-            self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of)
+            self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of, self._recheck)
         return self._splits[name]
 
     def given_file(self, path: str) -> Path:
@@ -71,10 +71,13 @@ class Pack:
             raise NotFound(f"{key} not found in {self._store.url}; the run needs it")
         return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(GIVEN)))
 
-    def _path_of(self, file: PackFile) -> Path:
+    def _recheck(self, file: PackFile) -> None:
+        self._path_of(file, is_suspect=True)
+
+    def _path_of(self, file: PackFile, is_suspect: bool = False) -> Path:
         if self._hold is None and not self._store.is_directory:  # a directory's files are not copied into the cache
             self._hold = self._cache.hold(self._hashes())
-        return self._cache.path_of(self._store, pack_key(self.name, file.name), file)
+        return self._cache.path_of(self._store, pack_key(self.name, file.name), file, is_suspect=is_suspect)
 
     def _hashes(self) -> Iterator[str]:
         vocabularies = (self.manifest.vocabulary, self.manifest.target_vocabulary)
@@ -105,9 +108,14 @@ class SplitReader:
     """
 
     def __init__(
-        self, shards: Sequence[ShardFile], path_of: Callable[[ShardFile], Path], most_open: int | None = None
+        self,
+        shards: Sequence[ShardFile],
+        path_of: Callable[[ShardFile], Path],
+        recheck: Callable[[ShardFile], None] = lambda _: None,
+        most_open: int | None = None,
     ) -> None:
-        self._shards, self._path_of = tuple(shards), path_of
+        """`recheck` hashes the file of a shard that looks damaged, and replaces it if it is."""
+        self._shards, self._path_of, self._recheck = tuple(shards), path_of, recheck
         self._ends = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
         self._number_type = np.min_scalar_type(len(shards))  # small integers are sorted faster
         self._open: OrderedDict[int, Columns] = OrderedDict()
@@ -142,7 +150,21 @@ class SplitReader:
         return columns
 
     def _opened(self, shard: ShardFile) -> Columns:
-        path = self._path_of(shard)
+        try:
+            return self._opened_file(self._path_of(shard), shard)
+        except ShardError:
+            # A disk may change a file but not its size and time, by which it was known to have its hash.
+            self._recheck(shard)
+            return self._opened_file(self._path_of(shard), shard)
+
+    def reopen(self, sample: int) -> None:
+        """Hash the shard of a sample that looks damaged, and download the shard again if it is."""
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        self._recheck(self._shards[number])
+        with self._lock:
+            self._open.pop(number, None)
+
+    def _opened_file(self, path: Path, shard: ShardFile) -> Columns:
         columns = open_shard(path)
         if len(columns) != shard.samples:
             raise ShardError(f"{path} has {len(columns):,} samples, not {shard.samples:,}; pack the data again")
