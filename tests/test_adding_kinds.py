@@ -44,7 +44,7 @@ class ShedFleet(Fleet):
         return [LaunchPlan(self.settings.tool, (*command, "--address", "127.0.0.1"))]
 
     def start(self, run, plans, tied, say):
-        return [start_process(plan.arguments, tied) for plan in plans]
+        return [start_process(run.name, plan.arguments, tied) for plan in plans]
 
     def list(self, run):
         return [Machine(self.settings.tool, "running")]

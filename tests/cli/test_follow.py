@@ -204,7 +204,7 @@ def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
 ) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     run = new_run(directory_store)
-    node = start_process((sys.executable, "-c", f"raise SystemExit({EXIT_ALREADY_JOINED})"), tied=False)
+    node = start_process("job-1", (sys.executable, "-c", f"raise SystemExit({EXIT_ALREADY_JOINED})"), tied=False)
     node.process.wait()
     run.store.put(run.key("report.html"), b"")
     threading.Timer(0.5, lambda: run.finish(Result("finished", "it is done", 1, 1.0))).start()

@@ -16,7 +16,8 @@ from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_nod
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
 from packtrain.store import Store
-from parts.runs import new_run
+from parts.runs import new_run, program_job
+from parts.sandbox import wait_until
 
 SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
 
@@ -37,8 +38,8 @@ def test_every_kind_of_fleet_in_a_job_file_can_be_built() -> None:
 def test_a_plan_has_the_node_command_for_each_machine(directory_store: Store) -> None:
     run = new_run(directory_store)
     command = (
-        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url, "--code", run.code_digest,
-        "--address", "127.0.0.1",
+        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url,
+        "--store-id", directory_store.identity, "--code", run.code_digest, "--address", "127.0.0.1",
     )  # fmt: skip
     assert LocalFleet(LocalSettings(machines=3)).plan(run) == [LaunchPlan("this machine", command)] * 3
 
@@ -67,18 +68,40 @@ def test_a_plan_holds_no_secret(s3_store: Store) -> None:
 
 def test_the_exit_code_and_the_output_of_a_node_are_kept(own_cache: Path) -> None:
     arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
-    node = start_process(arguments, tied=False)
+    node = start_process("job-1", arguments, tied=False)
     while node.exit_code() is None:
         time.sleep(0.02)
     assert node.exit_code() == 7
     assert node.log.is_relative_to(own_cache)
     assert sorted(node.log.read_text().split()) == ["err", "out"]
+    assert (node.log.stat().st_mode & 0o777, node.log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "left"),
+    [("", False, 0), ("import time; time.sleep(600)", True, 0), ("raise SystemExit(3)", False, 1)],
+    ids=["finished", "stopped", "failed"],
+)
+def test_the_log_of_a_node_stays_only_if_the_run_failed(
+    script: str, stop: bool, left: int, directory_store: Store, own_cache: Path
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"failures": 0, "workers": 1}), f"import os\n{script}\n")
+    fleet = LocalFleet(LocalSettings())
+    [node] = fleet.start(run, fleet.plan(run), tied=True)
+    if stop:
+        wait_until(run.generations, "the first generation")
+        run.request_stop("a person asked for it")
+    assert node.process.wait(120) == {0: 0, 1: 100}[left] or stop
+    result = run.result()
+    assert result is not None
+    assert result.status == ("failed" if left else "stopped" if stop else "finished"), result
+    assert len(list((own_cache / "logs").iterdir())) == left
 
 
 STARTER = f"""
 import sys, time
 from packtrain.fleet.local import start_process
-node = start_process({SLEEPER!r}, tied=sys.argv[1] == "tied")
+node = start_process("job-1", {SLEEPER!r}, tied=sys.argv[1] == "tied")
 while "up" not in node.log.read_text():
     time.sleep(0.02)
 print(node.process.pid, flush=True)

@@ -15,17 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet.jobs import COUNTING, left_on, newest, packtrain_on, wait_until_all_left, write_program
+from fleet.jobs import COUNTING, commands_on, left_on, newest, packtrain_on, wait_until_all_left, write_program
 from packtrain.fleet.mpi import LEAVE_SECONDS, REPLACE_SECONDS, EndPolicy, MpiFleet, MpiSettings
 from packtrain.run.checkpoint import committed
 from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Lease
+from packtrain.run.run import Run
 from packtrain.store import Store
 from parts import hosts, mpi
 from parts.hosts import Network
 from parts.presence import need
 from parts.runs import a_lease, new_run, program_job
-from parts.sandbox import wait_until
+from parts.sandbox import kill, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_a_plan_has_the_whole_command_and_names_of_variables_only(
     assert words[words.index("-H") + 1] == "a:1,b:1"
     assert words[words.index("-x") + 1] == "SECRET"
     node = [sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
-    node += ["--code", run.code_digest]
+    node += ["--store-id", str(run.store.identity), "--code", run.code_digest]
     assert words[-len(node) - 3 :] == ["--mca", "btl_tcp_if_include", "eth1", *node]
     assert ("--allow-run-as-root" in words) == (os.geteuid() == 0)
     assert "canary-of-the-test" not in repr(start)
@@ -204,13 +205,18 @@ def test_a_run_survives_a_host_that_loses_its_power_or_resumes_when_it_is_back(n
     assert left_on(network) == []
 
 
-def test_nodes_end_with_mpirun(network: Network) -> None:
-    store = network.shared / "alive"
+def long_run(network: Network, name: str) -> Run:
+    """A run that does not end by itself, once its workers have been started."""
     fleet = "{mpi: {hosts: [host2, host3]}, workers: 1}"
-    job = write_program(network.shared / "long", store, fleet, "import time\ntime.sleep(600)\n")
+    job = write_program(network.shared / f"{name}-job", network.shared / name, fleet, "import time\ntime.sleep(600)\n")
     assert packtrain_on(network[0], "run", job, "--detach").returncode == 0
-    run = newest(store)
+    run = newest(network.shared / name)
     wait_until(run.generations, "the first generation")
+    return run
+
+
+def test_nodes_end_with_mpirun(network: Network) -> None:
+    run = long_run(network, "alive")
     code = (
         "import sys\n"
         "from packtrain.fleet import fleet_of\n"
@@ -222,6 +228,17 @@ def test_nodes_end_with_mpirun(network: Network) -> None:
         "fleet.end(run)\n"
         "print([machine.state for machine in fleet.list(run)])\n"
     )
-    done = network[0].run([sys.executable, "-c", code, str(store)])
+    done = network[0].run([sys.executable, "-c", code, run.store.url])
     assert done.stdout.splitlines() == ["['running', 'running']", "['ended', 'ended']"], done.stderr
     assert left_on(network) == []
+
+
+def test_nodes_leave_at_once_when_mpirun_is_killed(network: Network) -> None:
+    """Its daemons alone would let them train for a minute. The last test: the daemons stay for two."""
+    run = long_run(network, "killed")
+    [mpirun] = [process for process in network[0].processes() if "mpirun" in process.cmdline()[0]]
+    kill([mpirun])
+    wait_until(lambda: all(lease.left for lease in run.leases()), "the nodes to leave", 30)
+    wait_until(lambda: not any("packtrain" in one and "orted" not in one for one in commands_on(network)), "their end")
+    assert not any(one.startswith("/usr/bin/ssh") for one in commands_on(network)), "connections are closed"
+    assert run.result() is None, "the run can be resumed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from fleet.jobs import (
     COUNTING,
@@ -24,14 +26,25 @@ from fleet.jobs import (
 from packtrain.errors import Mistake
 from packtrain.fleet import states_of
 from packtrain.fleet.local import is_node
-from packtrain.fleet.slurm import NOTICE_SECONDS, QueuedJob, SlurmFleet, SlurmSettings, script, slurm_time
+from packtrain.fleet.slurm import (
+    NOTICE_SECONDS,
+    QueuedJob,
+    SlurmFleet,
+    SlurmSettings,
+    script,
+    should_requeue,
+    slurm_time,
+)
+from packtrain.run.checkpoint import commit, committed
+from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.start import start
-from packtrain.store import Store, open_store
+from packtrain.store import Store, StoreError, open_store
+from packtrain.store.directory import DirectoryStore
 from parts import hosts, slurm
 from parts.presence import need
-from parts.runs import new_run, program_job
-from parts.sandbox import wait_until
+from parts.runs import new_run, program_job, write_files
+from parts.sandbox import kill, wait_until
 from parts.slurm import Cluster
 
 
@@ -95,7 +108,7 @@ def test_time_limits_are_whole_minutes(seconds: float, shown: str) -> None:
 
 
 def queued(state: str, reason: str = "") -> QueuedJob:
-    return QueuedJob("7", state, reason, "", "", "")
+    return QueuedJob("7", state, reason, "", "", "", 0)
 
 
 def test_the_states_of_a_queue_are_counted() -> None:
@@ -148,12 +161,99 @@ def test_after_a_preemption_notice_the_job_is_requeued_unless_the_run_is_over(
     assert (tmp_path / "seconds").read_text().strip() == str(NOTICE_SECONDS)
 
 
+def ended_job(run: Run, place: Path, srun: str, scontrol: str = "true") -> tuple[int, bool]:
+    """Run the script of a job with these lines of shell; return its exit code and True if it was requeued."""
+    stand_in(place / "bin", "srun", f"#!/bin/bash\n{srun}\n")
+    stand_in(place / "bin", "scontrol", f'#!/bin/bash\n{scontrol} || exit 1\necho "$*" >> "$PLACE/requeued"\n')
+    path = {"PATH": f"{place / 'bin'}:/usr/bin:/bin", "PLACE": str(place), "SLURM_JOB_ID": "7"}
+    (place / "requeued").unlink(missing_ok=True)
+    done = subprocess.run(["bash"], input=script_of(run), text=True, env=path, timeout=60)
+    return done.returncode, (place / "requeued").exists()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 100, 101, 102, 103, 126, 127, 137])
+def test_without_a_notice_the_job_is_requeued_while_the_run_has_no_result(
+    code: int, directory_store: Store, tmp_path: Path
+) -> None:
+    """srun kills all nodes (137) when it loses touch with one, also if that one is back right away."""
+    run = new_run(directory_store)
+    hopeless = code in (0, 2, 102, 126, 127)  # finished; mistakes, a deleted run, and a program that is missing
+    assert ended_job(run, tmp_path, f"exit {code}") == (code, not hopeless)
+    run.finish(Result("failed", "it failed", 3, 4.0))
+    assert ended_job(run, tmp_path, f"exit {code}") == (code, False)
+
+
+def test_a_job_that_keeps_failing_is_requeued_a_few_times_for_each_commit(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"failures": 2, "slurm": {"machines": 2}}))
+    assert [should_requeue(run, "7", 137, restarts) for restarts in range(4)] == [True, True, False, False]
+    assert should_requeue(run, "8", 137, 0), "each job of an array counts for itself"
+    commit(run, 1, 1, None, write_files(tmp_path, {"count": b"1"}))
+    assert [should_requeue(run, "7", 137, restarts) for restarts in range(4, 7)] == [True, True, False]
+    assert "Slurm job 7 ended with code 137 without a result; it is requeued" in told(run)
+    assert any("2 requeues brought no new commit" in text for text in told(run))
+    run.store.put(run.key("requeues/7.json"), b"damaged")
+    assert should_requeue(run, "7", 137, 7)
+
+
+def test_a_job_whose_store_does_not_answer_is_requeued_a_limited_number_of_times(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(directory_store)
+
+    def away(key: str) -> bytes | None:
+        raise StoreError(f"no answer to {key}", temporary=True)
+
+    monkeypatch.setattr(run.store, "find", away)
+    assert should_requeue(run, "7", 137, 0)
+    assert not should_requeue(run, "7", 137, 1000)
+
+
+def test_a_cancelled_or_stopped_job_is_not_requeued(directory_store: Store, tmp_path: Path) -> None:
+    """Slurm would requeue a cancelled job if it were asked to."""
+    run = new_run(directory_store)
+    cancel = "trap 'exit 101' TERM; sleep 0.5; kill -TERM $PPID; sleep 30 & wait"
+    assert ended_job(run, tmp_path, cancel) == (101, False)
+    notice = f"trap : USR1; kill -USR1 $PPID; {cancel}; wait"
+    assert ended_job(run, tmp_path, notice) == (101, False), "within the notice, too"
+    run.request_stop("a person asked for it")
+    assert ended_job(run, tmp_path, "exit 137") == (137, False)
+
+
+def test_a_requeue_is_tried_again_until_the_controller_answers(directory_store: Store, tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "sleep", "#!/bin/bash\n")
+    second = '{ [ -e "$PLACE/tried" ] || ! touch "$PLACE/tried"; }'
+    assert ended_job(new_run(directory_store), tmp_path, "exit 137", second) == (137, True)
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
 def test_a_store_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "my store's #1 50%"), create=True)
     lines = header(script_of(new_run(store)))
     assert not any(line.startswith("--no-kill") for line in lines), "a job that lost a node must be requeued"
     [output] = [words for line in lines if "--output" in line for words in [shlex.split(line)]]
     assert output == [f"--output={store.url.replace('%', '%%')}/runs/job-1/slurm-%j.out"]
+
+
+@pytest.mark.parametrize("name", ["line\nscancel --me", "carriage\rreturn", "escape\x1b[2J", "back\\slash"])
+def test_a_store_whose_path_slurm_would_misread_is_refused(name: str, tmp_path: Path) -> None:
+    run = Run(DirectoryStore(tmp_path / name), "job-1", b"", b"")
+    with pytest.raises(Mistake, match="Slurm takes neither control characters nor backslashes"):
+        script(run, program_job(), SlurmSettings())
+
+
+@pytest.mark.parametrize(
+    "option", ["nodes", "-N2", "--constraint=a\n#SBATCH --wrap=id", "--job-name=mine", "--comment", "--export=ALL"]
+)
+def test_options_that_hide_a_job_or_are_more_than_one_are_refused(option: str) -> None:
+    with pytest.raises(ValidationError):
+        SlurmSettings.model_validate({"options": [option]})
+
+
+def test_an_option_stays_one_option(directory_store: Store) -> None:
+    lines = header(script_of(new_run(directory_store), options=["--constraint=a --comment=b"]))
+    assert shlex.split(lines[-1]) == ["--constraint=a --comment=b"]
 
 
 @pytest.fixture
@@ -173,7 +273,10 @@ def show_queue(place: Path, *jobs: dict[str, Any]) -> None:
 
 
 def job_of(run: Run, state: str, **fields: Any) -> dict[str, Any]:
-    return {"job_id": 7, "job_state": [state], "name": f"packtrain-{run.name}", "comment": run.store.url, **fields}
+    """A job of this user as squeue shows it."""
+    comment = f"{run.name} in {run.store.url} ({run.store.identity})"
+    own = {"name": f"packtrain-{run.name}", "comment": comment, "user_id": os.getuid()}
+    return {"job_id": 7, "job_state": [state], **own, **fields}
 
 
 def submissions(place: Path) -> int:
@@ -185,7 +288,6 @@ def test_a_run_that_is_already_queued_is_not_submitted_again(directory_store: St
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
     told: list[str] = []
     start(run, False, told.append)
-    run.store.delete(run.key("slurm.json"))  # as if it could not be put: the job names the run
     show_queue(queue, job_of(run, "PENDING"))
     assert start(run, False, told.append) == []
     assert submissions(queue) == 1
@@ -210,19 +312,62 @@ def test_a_stop_cancels_queued_jobs(directory_store: Store, queue: Path) -> None
     assert (queue / "cancelled").read_text().splitlines() == ["--quiet --state=PENDING 5", "--quiet 5"]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "thesis", "comment": None},
+        {"name": "thesis"},
+        {"comment": "job-1 in /another/store"},
+        {"user_id": 4242},
+    ],
+)
+def test_a_stop_cancels_no_other_job_whatever_the_store_says(
+    other: dict[str, Any], directory_store: Store, queue: Path
+) -> None:
+    """Whoever can write to the store could list the number of any job in it."""
+    run, fleet = new_run(directory_store), SlurmFleet(SlurmSettings())
+    run.store.put(run.key("slurm.json"), b'["7"]')
+    for state in ("PENDING", "RUNNING"):
+        show_queue(queue, job_of(run, state, **other))
+        fleet.cancel_queued(run)
+        fleet.end(run)
+        with pytest.raises(Mistake, match="no running Slurm job"):
+            fleet.shell(run, None)
+    assert not (queue / "cancelled").exists()
+
+
+def test_a_queue_that_cannot_be_read_is_a_mistake_in_one_line(directory_store: Store, queue: Path) -> None:
+    for answer in ("not json", "[]", '{"jobs": [7]}', '{"jobs": [{"job_id": "x"}]}'):
+        (queue / "queue.json").write_text(answer)
+        with pytest.raises(Mistake, match="squeue: unexpected answer"):
+            SlurmFleet(SlurmSettings()).end(new_run(directory_store))
+
+
 def test_slurm_validates_the_script_that_would_be_submitted(directory_store: Store, queue: Path) -> None:
-    job = program_job(fleet={"slurm": {"machines": 2}})
-    SlurmFleet(SlurmSettings()).check(job, directory_store)
+    run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
+    SlurmFleet(SlurmSettings()).check(run.job, directory_store)
     assert "--test-only" in (queue / "submitted").read_text()
-    assert (queue / "script").read_text() == script_of(new_run(directory_store, job))
+    checked = (queue / "script").read_text()
+    assert checked.replace(Run(run.store, run.name, b"", b"").code_digest, run.code_digest) == script_of(run)
 
 
 def submitted(cluster: Cluster, name: str, fleet: str, script: str) -> Run:
     place = cluster.login.place.parent / "shared"
-    job = write_program(place / f"{name}-job", place / name, fleet, script, "environment: [SECRET]")
+    more = "environment: [SECRET]\ncheckpoint: {every: 2 s}"
+    job = write_program(place / f"{name}-job", json.dumps(str(place / name)), fleet, script, more)
     done = packtrain_on(cluster.login, "run", job, "--detach", SECRET="canary")
     assert done.returncode == 0, done.stderr + done.stdout
     return newest(place / name)
+
+
+def told(run: Run) -> list[str]:
+    return [event.text for event in run.events().read()]
+
+
+def number_of(cluster: Cluster, run: Run) -> str:
+    """The number of the only job of a run, or of its array."""
+    [number] = set(cluster.command("squeue", "-h", "-n", f"packtrain-{run.name}", "-o", "%F").split())
+    return number
 
 
 def said(run: Run) -> list[str]:
@@ -232,9 +377,12 @@ def said(run: Run) -> list[str]:
 
 def test_one_job_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
     """It is the one whose job has the number of the whole array. The other continues without it."""
-    run = submitted(cluster, "array", "{slurm: {machines: 1..2}, workers: 1}", COUNTING.replace("LAST", "100000"))
+    odd = 'it\'s #1 $(id) 50% "array"'  # a comment that Slurm must hand back unchanged
+    run = submitted(cluster, odd, "{slurm: {machines: 1..2}, workers: 1}", COUNTING.replace("LAST", "100000"))
     wait_until(lambda: len(said(run)) == 2, "both workers")
-    [array] = json.loads(run.store.get(run.key("slurm.json")))
+    array = number_of(cluster, run)
+    listed_runs = packtrain_on(cluster.login, "ls", "--json", "--store", run.store.url)
+    assert json.loads(listed_runs.stdout)[0]["queue"] == "2 RUNNING", listed_runs.stderr
     listed = [line.split() for line in cluster.command("squeue", "-h", "-r", "-j", array, "-o", "%i %A").splitlines()]
     [noticed] = [place for place, job in listed if job == array]
     [other] = [place for place, job in listed if job != array]
@@ -279,7 +427,7 @@ def test_two_queued_nodes_start_and_after_a_requeue_resume_and_finish(cluster: C
     kept = run.store.get(run.key("slurm.sh")).decode()
     assert "srun" in kept
     assert "canary" not in kept
-    [job] = json.loads(run.store.get(run.key("slurm.json")))
+    job = number_of(cluster, run)
     nodes = [
         process
         for host in cluster.nodes
@@ -287,8 +435,9 @@ def test_two_queued_nodes_start_and_after_a_requeue_resume_and_finish(cluster: C
         if is_node(process.cmdline(), run.name, run.store.url)
     ]
     assert {process.environ()["PACKTRAIN_NOTICE_SECONDS"] for process in nodes} == {str(NOTICE_SECONDS)}
-    # What Slurm does two minutes before the time limit: a signal to the script alone.
-    cluster.command("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: committed(run), "a commit")
+    # As srun does when it loses touch with a node that is back before SlurmdTimeout: it fails, and nodes are killed.
+    kill([process for process in cluster.login.processes() if process.name() == "srun"][:1])
     wait_until(lambda: cluster.command("squeue", "-h", "-j", job, "-o", "%T").strip() == "PENDING", "the requeue")
     assert run.result() is None
     # Slurm would wait for two minutes; within the second of the requeue its nodes still refuse the job's credential.
@@ -300,6 +449,6 @@ def test_two_queued_nodes_start_and_after_a_requeue_resume_and_finish(cluster: C
     later = said(run)[2:]
     assert len(later) == 2
     assert all("from 0" not in line for line in later), later
-    assert json.loads(run.store.get(run.key("slurm.json"))) == [job]
+    assert f"Slurm job {job} ended with code 137 without a result; it is requeued" in told(run)
     wait_until(lambda: settled(cluster), "an empty queue")
     assert left_on(cluster.nodes) == []

@@ -53,7 +53,7 @@ def test_a_plan_has_the_ssh_command_for_each_host(directory_store: Store) -> Non
     assert words[0] == "ssh"
     assert words[-4:-1] == ["-p", "2222", "me@gpu-b"]
     node = ["/opt/python", "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
-    node += ["--code", run.code_digest, "--interface", "eth1"]
+    node += ["--store-id", str(run.store.identity), "--code", run.code_digest, "--interface", "eth1"]
     assert shlex.split(words[-1]) == node
 
 

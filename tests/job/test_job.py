@@ -216,6 +216,7 @@ OUTSIDE = "must be a relative path inside the job file's directory"
         ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: failures, local, mpi, price, public_address, slurm, ssh, workers"),
         ("budget", {"dollars": 0}, "budget.dollars: must be greater than 0"),
         ("name", "En_De", "name: 'En_De' must be 1 to 63 characters from a-z, 0-9 and -"),
+        ("name", "-rf", "name: '-rf' must not begin with -"),
         ("name", "a" * 64, f"name: '{'a' * 57}...' must be 1 to 63 characters from a-z, 0-9 and -"),
         ("store", "../elsewhere", "store: '../elsewhere' is outside the current directory; use an absolute path"),
         ("code", "..", f"code: '..' {OUTSIDE}"),
@@ -276,7 +277,7 @@ def test_absolute_data_paths_and_urls_are_kept_as_written() -> None:
 
 def test_names_of_jobs_and_runs_have_lowercase_letters_digits_and_hyphens() -> None:
     assert is_name("en-de-2")
-    assert not any(map(is_name, ("", "En", "a_b", "a\n", "a" * 64, "ä", "a/b", "..")))
+    assert not any(map(is_name, ("", "En", "a_b", "a\n", "a" * 64, "ä", "a/b", "..", "-", "-rf")))
 
 
 def test_the_word_of_a_schedule_selects_its_class() -> None:

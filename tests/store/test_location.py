@@ -56,12 +56,25 @@ def test_stores_under_different_prefixes_of_a_bucket_are_separate(s3_location: s
         ("s3://B/prefix", "invalid bucket name"),
         ("s3://bucket/a//b", "invalid prefix"),
         ("s3://bucket/../b", "invalid prefix"),
+        ("s3://bucket/a\nb", "contains a control character"),
+        ("a\nb", "contains a control character"),
+        ("file:///a%0Ab", "contains a control character"),
+        ("/a\x1b[2Jb", "contains a control character"),
     ],
 )
 @pytest.mark.usefixtures("s3_environment")
 def test_an_invalid_location_is_refused_with_advice(location: str, advice: str) -> None:
     with pytest.raises(Mistake, match=advice):
         open_store(location)
+
+
+def test_a_relative_location_in_a_directory_with_a_line_break_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a\nb").mkdir()
+    monkeypatch.chdir(tmp_path / "a\nb")
+    with pytest.raises(Mistake, match="contains a control character"):
+        open_store("store")
 
 
 def test_a_file_is_refused_as_a_store(tmp_path: Path) -> None:

@@ -138,12 +138,14 @@ def node(
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
     from packtrain.errors import AlreadyJoined, Mistake, NotFound
+    from packtrain.fleet.local import OwnLog
     from packtrain.node.directory import NodeSlot
     from packtrain.node.preemption import record_crash, switch_off
     from packtrain.report import write_report
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
 
+    log = OwnLog()
     run, slot, joined = Run(find_store(store, store_id), name), None, None
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
@@ -158,11 +160,14 @@ def node(
         if result is not None:
             over = True
             write_report(run)
+            if result.status != "failed":
+                log.remove()
     except KeyboardInterrupt:
         over = False
         raise
     except AlreadyJoined:  # the other node does this machine's part
         over = False
+        log.remove()
         raise
     except Mistake:
         # Before the node joined, a person has to fix the mistake, and may be logged in on this machine to do so.

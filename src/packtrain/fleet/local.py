@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from psutil import Process
 
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, Mistake, PacktrainError
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts, gather
 from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, Target, node_arguments, silent
 from packtrain.fleet.remote import end_with_client, last_line, secrets_line
@@ -41,6 +41,8 @@ THIS_MACHINE = "this machine"
 END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
 _JOIN_SECONDS = 10.0
 _KEEP_LOGS_SECONDS = 7 * 24 * 3600.0
+_LOG_VARIABLE = "PACKTRAIN_LOG"  # tells a process which file its output goes to
+_GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
 
 
 class LocalSettings(FleetKind):
@@ -65,12 +67,12 @@ class LocalFleet(Fleet):
 
     def start(
         self,
-        run: Run,  # noqa: ARG002
+        run: Run,
         plans: Sequence[LaunchPlan],
         tied: bool,
         say: Say = silent,  # noqa: ARG002
     ) -> builtins.list[StartedNode]:
-        return [start_process(plan.arguments, tied) for plan in plans]
+        return [start_process(run.name, plan.arguments, tied) for plan in plans]
 
     def list(self, run: Run) -> builtins.list[Machine]:
         found = find_processes("python", run.name, run.store.url)
@@ -106,17 +108,17 @@ class LocalTarget(Target):
         return ["--rank", str(rank), "--address", LOOPBACK]
 
 
-def start_process(arguments: Sequence[str], tied: bool) -> StartedNode:
+def start_process(run: str, arguments: Sequence[str], tied: bool) -> StartedNode:
     """Start a process with a log of its own; in its own session, so that closing the terminal does not end it."""
-    log = log_directory() / f"{uuid.uuid4().hex[:12]}.log"
-    log.touch(mode=0o600)
+    log = new_log(run)
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ},  # the user's own value takes precedence
+            # The user's own number of seconds takes precedence.
+            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ, _LOG_VARIABLE: str(log)},
             start_new_session=True,
             preexec_fn=end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
         )
@@ -147,17 +149,31 @@ def end_processes(found: Sequence[Process], number: signal.Signals = signal.SIGT
     for process in found:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-    _, late = psutil.wait_procs(found, timeout=END_SECONDS)
+    late = _still_running(found, END_SECONDS)
     for process in late:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(late, timeout=10)
+    _still_running(late, 10.0)
+
+
+def _still_running(processes: Sequence[Process], seconds: float) -> list[Process]:
+    """Wait for processes to end; return those that have not. Parents may take their time to notice that one ended."""
+    deadline, left = time.monotonic() + seconds, list(processes)
+    while (left := [one for one in left if _is_alive(one)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _is_alive(process: Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def log_directory() -> Path:
     """Return the directory for the output of nodes, after removing logs that are older than a week."""
     directory = cache_directory() / "logs"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for log in directory.glob("*.log"):
         with suppress(FileNotFoundError):  # another process cleans up, too
             if time.time() - log.stat().st_mtime > _KEEP_LOGS_SECONDS:
@@ -166,7 +182,23 @@ def log_directory() -> Path:
 
 
 def new_log(run: str) -> Path:
-    return log_directory() / f"{run}-{uuid.uuid4().hex[:12]}.log"
+    """Create an empty log that only this user can read."""
+    log = log_directory() / f"{run}-{uuid.uuid4().hex[:12]}.log"
+    log.touch(mode=0o600, exist_ok=False)
+    return log
+
+
+class OwnLog:
+    """The log that `new_log` created for this process, if it did; processes that this one starts are not told of it."""
+
+    def __init__(self) -> None:
+        given = os.environ.pop(_LOG_VARIABLE, None)
+        self._path = None if given is None else Path(given)
+
+    def remove(self) -> None:
+        """Remove it after a good end: nobody will ask why."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 def session_name(run: str) -> str:
@@ -179,35 +211,35 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
 
     The pid is null if the run already has its node on this machine.
     """
-    log = new_log(run)
     os.environ.setdefault(SECONDS_VARIABLE, f"{END_SECONDS:.0f}")
     if tied:  # no fork: the node is this process, and its standard input is the connection
         threading.Thread(target=_leave_with_connection, daemon=True).start()
-        _become_node(arguments, log)
+        _become_node(arguments)
+    log = new_log(run)
+    os.environ[_LOG_VARIABLE] = str(log)
     child = os.fork()
     if child == 0:
         os.setsid()  # a session of its own, so that the end of the ssh session does not signal it
         # Let go of the connection: sshd keeps it open as long as any process holds its pipes.
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
             os.dup2(source, number)
         os.closerange(3, 1024)
-        _become_node(arguments, log)
+        _become_node(arguments)
     _show_in_tmux(run, child, log)
     # A node that fails early would otherwise leave the client waiting for it without a reason.
-    deadline, text = time.monotonic() + _JOIN_SECONDS, ""
-    already = False
-    while not already and time.monotonic() < deadline and "has joined" not in text:
+    deadline, text, code = time.monotonic() + _JOIN_SECONDS, "", None
+    while code not in _GOOD_ENDS and time.monotonic() < deadline and "has joined" not in text:
         ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
+        code = os.waitstatus_to_exitcode(status) if ended else None
         text = log.read_text(errors="replace") if log.exists() else ""
-        already = bool(ended) and os.waitstatus_to_exitcode(status) == EXIT_ALREADY_JOINED
-        if ended and not already and "has joined" not in text:
+        if ended and code not in _GOOD_ENDS and "has joined" not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
         time.sleep(0.1)
-    print(json.dumps({"pid": None if already else child, "log": str(log)}), flush=True)
+    print(json.dumps({"pid": None if code == EXIT_ALREADY_JOINED else child, "log": str(log)}), flush=True)
 
 
-def _become_node(arguments: list[str], log: Path) -> None:
+def _become_node(arguments: list[str]) -> None:
     """Run the node in this process, whose environment has the secrets: they must not appear in arguments."""
     sys.argv = ["packtrain", *arguments]
     code: object = 1
@@ -218,8 +250,6 @@ def _become_node(arguments: list[str], log: Path) -> None:
         code = ending.code
     finally:
         sys.stdout.flush()
-        if code in (EXIT_DONE, EXIT_ALREADY_JOINED):
-            log.unlink(missing_ok=True)
     os._exit(code if isinstance(code, int) else 1)  # never return into the code that forked
 
 

@@ -5,7 +5,9 @@ run that must outlive this machine is for the ssh fleet.
 
 `python -m packtrain.fleet.mpi --run RUN --store STORE --least 2 -- mpirun ...` supervises mpirun. By itself, mpirun
 would wait for a machine that lost its power, and end all the others once it notices. The supervisor watches the leases
-instead: if enough machines are left, the run continues; mpirun ends when the run has ended or too few are left.
+instead: if enough machines are left, the run continues; mpirun ends when the run has ended or too few are left. If
+mpirun itself is killed, the supervisor ends the nodes: its daemons on the machines would let them train for another
+minute, and stay.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from packtrain.fleet.fleet import (
     passed_variables,
     silent,
 )
-from packtrain.fleet.local import END_SECONDS, end_processes, find_processes, start_process
+from packtrain.fleet.local import END_SECONDS, OwnLog, end_processes, find_processes, start_process
 from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
 from packtrain.job import Job
@@ -119,7 +121,8 @@ class MpiFleet(Fleet):
             words = list(plan.arguments)
             # The plan was made without asking any host: put those that answer in place of its list.
             words[words.index(_HOSTS) + 1] = _slots([host.name for host in usable][: machines.most])
-            started.append(start_process((sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", *words), tied))
+            command = (sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", *words)
+            started.append(start_process(run.name, command, tied))
         return started
 
     def list(self, run: Run) -> builtins.list[Machine]:
@@ -131,7 +134,10 @@ class MpiFleet(Fleet):
 
     def end(self, run: Run) -> None:
         """End with SIGUSR1: mpirun forwards it and ends with the nodes. After SIGTERM it would wait for its timeout."""
-        end_processes(find_processes("mpirun", run.name, run.store.url), signal.SIGUSR1)
+        found = find_processes("mpirun", run.name, run.store.url)
+        end_processes(found, signal.SIGUSR1)
+        if not found:  # it was killed, or runs on another machine
+            self._over_ssh().end(run)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         return self._over_ssh().shell(run, machine)
@@ -189,8 +195,11 @@ def supervise(command: Sequence[str], run: Run, least: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, forward)
-    policy = EndPolicy(least)
+    policy, why = EndPolicy(least), None
+    connections: list[psutil.Process] = []
     while process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            connections = psutil.Process(process.pid).children(recursive=True)  # to end them if mpirun is killed
         with suppress(subprocess.TimeoutExpired):
             process.wait(LEASE_SECONDS)
         with suppress(PacktrainError):  # while the store does not answer, nothing is decided
@@ -199,6 +208,13 @@ def supervise(command: Sequence[str], run: Run, least: int) -> int:
             if why is not None and process.poll() is None:
                 say(f"ending mpirun: {why}")
                 _end(process, run, policy)
+    if process.returncode < 0 and why is None:
+        say(f"mpirun was killed ({signal.Signals(-process.returncode).name}); ending the nodes over ssh")
+        try:
+            run.job.fleet.kind.build().end(run)
+        except PacktrainError as error:
+            say(f"warning: {error}")
+        _kill(connections)
     return process.returncode
 
 
@@ -214,9 +230,13 @@ def _end(process: subprocess.Popen[bytes], run: Run, policy: EndPolicy) -> None:
         children = psutil.Process(process.pid).children(recursive=True)  # before the kill, which orphans them
         process.kill()
         process.wait(LEAVE_SECONDS)
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        _kill(children)
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def main(given: Sequence[str]) -> int:
@@ -226,7 +246,12 @@ def main(given: Sequence[str]) -> int:
     parser.add_argument("--store", required=True)
     parser.add_argument("--least", type=int, required=True)
     options = parser.parse_args(given[:place])
-    return supervise(given[place + 1 :], Run(open_store(options.store), options.run), options.least)
+    log, run = OwnLog(), Run(open_store(options.store), options.run)
+    code = supervise(given[place + 1 :], run, options.least)
+    result = run.result()
+    if result is not None and result.status != "failed":
+        log.remove()
+    return code
 
 
 if __name__ == "__main__":

@@ -4,23 +4,43 @@ A fixed number of machines is one job with that many nodes: they start together,
 requeued together, and none waits for another on an idle node. A range is an array of jobs with one node each: the run
 starts with the smallest number and takes in the others as the queue starts them; a preempted job is requeued alone. A
 node that fails ends its job, and Slurm requeues the job: the other nodes of a fixed number could only wait.
+
+`python -m packtrain.fleet.slurm --run RUN --store STORE --job JOB --code CODE` is what the script asks when the nodes
+have ended and nothing told it why: exit code 0 means that the job is to be requeued.
 """
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Mistake
+from pydantic import TypeAdapter, ValidationError
+
+from packtrain.errors import (
+    EXIT_ALREADY_JOINED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_MISTAKE,
+    EXIT_NOT_FOUND,
+    EXIT_STOPPED,
+    EXIT_UNFINISHED,
+    Mistake,
+    PacktrainError,
+    quoted,
+)
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.fleet import (
     Fleet,
@@ -40,14 +60,23 @@ from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Argument, Location, Ordinal, Seconds
 from packtrain.node.preemption import SECONDS_VARIABLE
+from packtrain.run.checkpoint import committed
+from packtrain.run.records import Event
 from packtrain.run.run import Run
-from packtrain.store import Store
+from packtrain.store import Store, StoreError, open_store
+from packtrain.system import say as say_in_log
+from packtrain.units import counted
 
 NOTICE_SECONDS = 120  # from Slurm's signal to the time limit
 _MIN_SECONDS = 300  # a shorter job would spend most of its time on starting and on its last checkpoint
 _ASK_SECONDS = 30.0
 _IMMEDIATE_SECONDS = 60  # how long doctor's commands wait for free nodes
-_OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)  # exit codes of a node after which the job is not requeued
+_OVER = (EXIT_DONE, EXIT_FAILED, EXIT_STOPPED)  # exit codes of a node of a run that has a result
+# Exit codes that the next try would end with, too: the shell's are of a program that is missing or cannot be executed.
+_HOPELESS = (EXIT_MISTAKE, EXIT_NOT_FOUND, EXIT_ALREADY_JOINED, 126, 127)
+_BLIND_RESTARTS = 20  # how often a job may be requeued by Slurm's own count, if the store does not answer
+# Options of sbatch by which Packtrain finds and requeues its jobs.
+_OWN_OPTIONS = ("--job-name", "--comment", "--nodes", "--array", "--requeue", "--no-requeue", "--signal", "--export")
 # Words of Slurm's job states; a requeued job has several of them.
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -63,8 +92,11 @@ _SCRIPT = """#!/bin/bash
 # {notice} s before the time limit Slurm sends SIGUSR1: nodes commit and leave, and the job is requeued.
 export {variable}={notice}
 noticed=no
-trap 'noticed=yes; kill -USR1 "$nodes" 2>/dev/null' USR1
-trap 'kill -TERM "$nodes" 2>/dev/null' TERM
+trap 'noticed=$SECONDS; kill -USR1 "$nodes" 2>/dev/null' USR1
+# SIGTERM comes from scancel, or {notice} s after the notice from the time limit. A requeue would undo a scancel.
+cancelled=no
+trap '[ "$noticed" != no ] && [ $((SECONDS - noticed)) -ge {almost} ] || cancelled=yes
+  kill -TERM "$nodes" 2>/dev/null' TERM
 
 srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
   {command} &
@@ -73,14 +105,22 @@ while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done # a signal ends the w
 wait "$nodes"
 code=$?
 
-# srun exits with the highest code of all nodes, so one that was killed may hide that the others only left.
-case "$noticed $code" in
-  {over}) ;; # the run is over
-  "yes "*)
-    # By its place in the array: the first job of an array has the array's own number, and requeuing that number
-    # would requeue all of them.
-    scontrol requeue "${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}" ;;
-esac
+# srun exits with the highest code of all nodes, so one that was killed may hide that the others only left. Without a
+# notice srun itself may have failed: it kills all nodes (137) after losing touch with one that is back already.
+again=no
+if [ "$cancelled" = no ] && [ "$noticed" != no ]; then
+  case "$code" in {over}) ;; *) again=yes ;; esac # these say that the run is over
+elif [ "$cancelled" = no ] && [ "$code" != {done} ]; then
+  # Asks the store for the run's result, and counts: a job that always fails must not be requeued forever.
+  {decide} --job "$SLURM_JOB_ID" --code "$code" && again=yes
+fi
+if [ "$again" = yes ]; then
+  # By its place in the array: the first job of an array has the array's own number, and requeuing that number would
+  # requeue all of them.
+  job="${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
+  # More than once: a machine that has just lost its network may not reach the controller yet.
+  for pause in 5 15 30 60 0; do scontrol requeue "$job" && break; sleep "$pause"; done
+fi
 exit "$code"
 """
 
@@ -102,6 +142,8 @@ class SlurmSettings(FleetKind):
         for number, option in enumerate(self.options):
             if not option.startswith("--") or "\n" in option:
                 yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
+            elif option.partition("=")[0] in _OWN_OPTIONS:
+                yield ("options", number), f"{option.partition('=')[0]} is set by Packtrain; remove it"
         if self.time is not None and self.time.value < _MIN_SECONDS:
             yield ("time",), f"must be at least {_MIN_SECONDS // 60} min; 2 min of it are for the last checkpoint"
 
@@ -127,6 +169,7 @@ class QueuedJob:
     nodes: str
     name: str
     comment: str
+    user: int
 
     @property
     def is_pending(self) -> bool:
@@ -187,7 +230,6 @@ class SlurmFleet(Fleet):
             assert plan.script is not None
             run.store.put(run.key("slurm.sh"), plan.script.encode())  # before submitting: a person can submit it again
             job = ask(plan.arguments, plan.script).strip().partition(";")[0]
-            run.store.put(run.key("slurm.json"), json.dumps([*_submitted(run), job]).encode())
             say(f"submitted Slurm job {job}; see `squeue --job {job}`")
         return []  # nothing to watch from here: the job may wait in the queue for days
 
@@ -196,12 +238,12 @@ class SlurmFleet(Fleet):
 
     def end(self, run: Run) -> None:
         """Slurm sends SIGTERM, and nodes commit; the cluster's KillWait limits how long they may take."""
-        jobs = {queued.job: None for queued in _jobs_of(run) if queued.is_pending or queued.is_running}
+        jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending or queued.is_running}
         if jobs:
             ask(("scancel", "--quiet", *jobs))
 
     def cancel_queued(self, run: Run) -> None:
-        jobs = {queued.job: None for queued in _jobs_of(run) if queued.is_pending}
+        jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending}
         if jobs:
             ask(("scancel", "--quiet", "--state=PENDING", *jobs))
 
@@ -214,7 +256,7 @@ class SlurmFleet(Fleet):
             return None  # the cluster does not answer; the store still does
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        jobs = [queued for queued in _jobs_of(run) if queued.is_running]
+        jobs = [queued for queued in _own_jobs(run) if queued.is_running]
         if not jobs:
             raise Mistake(f"{run.name}: no running Slurm job to open a shell in")
         where = () if machine is None else ("--nodelist", machine)
@@ -246,14 +288,20 @@ class SlurmTarget(Target):
 
 def script(run: Run, job: Job, settings: SlurmSettings) -> str:
     """Return the script for sbatch. It contains names of variables, never their values."""
-    command = node_arguments(run, settings.python or sys.executable, settings, settings.interface)
+    python = settings.python or sys.executable
+    command = node_arguments(run, python, settings, settings.interface)
+    which = () if run.store.identity is None else ("--store-id", run.store.identity)
+    decide = (python, "-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
     return _SCRIPT.format(
         run=run.name,
         header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),
         command=shlex.join(command),
         notice=NOTICE_SECONDS,
+        almost=NOTICE_SECONDS - 10,  # bash counts whole seconds, and Slurm's clock is not this machine's
         variable=SECONDS_VARIABLE,
-        over=" | ".join(f'"yes {code}"' for code in _OVER),
+        over=" | ".join(map(str, _OVER)),
+        done=EXIT_DONE,
+        decide=shlex.join(decide),
     )
 
 
@@ -265,24 +313,36 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
     # A machine is a whole node unless the job asks for a part of one: Slurm would give the one task one core.
     shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
     whole = settings.gpus is None and not any(option.startswith(shares) for option in settings.options)
-    # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the node's own disk.
-    output = f"/tmp/packtrain-{run.name}-%j.out"  # noqa: S108
+    # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the home directory.
+    # (Not to /tmp, where another user could have put a link in its place.)
+    output = f"{_literal(Path.home())}/packtrain-{run.name}-%j.out"
     if run.store.is_directory:
-        output = str(Path(run.store.url) / run.folder).replace("%", "%%") + "/slurm-%j.out"
-    return [
+        output = f"{_literal(Path(run.store.url) / run.folder)}/slurm-%j.out"
+    options = [
         f"--job-name={_job_name(run)}",
-        shlex.quote(f"--comment={run.store.url}"),  # together with the name it identifies the run
+        f"--comment={_comment(run)}",
         *size,
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",  # or a requeued job would overwrite its output
-        shlex.quote(f"--output={output}"),
+        f"--output={output}",
         f"--signal=B:USR1@{NOTICE_SECONDS}",  # B: to the script alone, which passes it on
         *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
         *settings.resources(),
         *(["--exclusive"] if whole else []),
         *settings.options,
     ]
+    for option in options:
+        # A line break would end the line of the script, and what follows it would be a command. Slurm drops backslashes
+        # even inside quotes.
+        if not option.isprintable() or "\\" in option:
+            raise Mistake(f"{quoted(option)}: Slurm takes neither control characters nor backslashes; rename it")
+    return [shlex.quote(option) for option in options]
+
+
+def _literal(path: Path) -> str:
+    """Return the path for a file name pattern of Slurm."""
+    return str(path).replace("%", "%%")
 
 
 def slurm_time(seconds: float) -> str:
@@ -307,16 +367,22 @@ def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS)
 
 
 def _jobs_of(run: Run) -> list[QueuedJob]:
-    """Return the queued jobs of a run: those that its folder lists, and those that name it, if the list is missing."""
-    submitted, named = _submitted(run), (_job_name(run), run.store.url)
-    queue = [_queued(job) for job in json.loads(ask(("squeue", "--json")))["jobs"]]
-    return [queued for queued in queue if queued.job in submitted or (queued.name, queued.comment) == named]
+    """Return the queued jobs of a run, whoever submitted them.
+
+    Their name and comment identify them. Numbers that somebody wrote down would not: whoever can write to the store
+    could make `stop` cancel any job.
+    """
+    answer = ask(("squeue", "--json"))
+    try:
+        queue = [_queued(job) for job in json.loads(answer)["jobs"]]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Mistake(f"squeue: unexpected answer: {answer[:200]!r}; check that its --json works") from None
+    return [queued for queued in queue if (queued.name, queued.comment) == (_job_name(run), _comment(run))]
 
 
-def _submitted(run: Run) -> list[str]:
-    """Return the numbers of all jobs that were submitted for a run."""
-    data = run.store.find(run.key("slurm.json"))
-    return [] if data is None else [str(job) for job in json.loads(data)]
+def _own_jobs(run: Run) -> list[QueuedJob]:
+    """Return those that this user submitted: others may give any name and comment to a job of theirs."""
+    return [queued for queued in _jobs_of(run) if queued.user == os.getuid()]
 
 
 def _queued(job: Mapping[str, Any]) -> QueuedJob:
@@ -334,8 +400,87 @@ def _queued(job: Mapping[str, Any]) -> QueuedJob:
         nodes=str(job.get("nodes") or ""),
         name=str(job.get("name") or ""),
         comment=str(job.get("comment") or ""),
+        user=number("user_id"),
     )
 
 
 def _job_name(run: Run) -> str:
     return f"packtrain-{run.name}"
+
+
+def _comment(run: Run) -> str:
+    """Return what tells the run apart from one of the same name in another store, or on another server."""
+    store = run.store
+    more = (store.endpoint and f"at {store.endpoint}", store.identity and f"({store.identity})")
+    return " ".join((f"{run.name} in {store.url}", *filter(None, more)))
+
+
+@dataclass(frozen=True)
+class Requeues:
+    """How often a job was requeued without a notice since this checkpoint was the newest."""
+
+    checkpoint: str
+    count: int
+
+
+def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
+    """True if a job whose nodes ended without a notice is to be requeued; then it is counted in the run's folder.
+
+    As for other failures, the job may try `fleet.failures` times without a new commit. `restarts` is Slurm's own count,
+    which includes the requeues after notices: it only matters while the store does not answer.
+    """
+    what = f"Slurm job {job} ended with code {code}"
+    if code in _HOPELESS:
+        say_in_log(f"{what}: another try would end the same way; not requeued")
+        return False
+    try:
+        if run.result() is not None or run.stop_request() is not None:
+            return False
+        key = run.key(f"requeues/{job}.json")
+        before = _requeues_since_commit(run, key)
+        again = before.count < run.job.fleet.failures
+        if again:
+            run.store.put(key, json.dumps(asdict(replace(before, count=before.count + 1))).encode())
+            text = f"{what} without a result; it is requeued"
+        else:
+            tries = counted(before.count, "requeue")
+            text = f"{what}, and {tries} brought no new commit; look at its output, then `packtrain resume {run.name}`"
+        events = run.event_writer(f"slurm-{job}-{restarts}")
+        events.append(Event(time.time(), "warning", text))
+        events.flush()
+    except StoreError as error:
+        # The network that failed here may be what ended the nodes.
+        again = error.temporary and restarts < _BLIND_RESTARTS
+        text = f"{what}; {error}"
+    say_in_log(text)
+    return again
+
+
+def _requeues_since_commit(run: Run, key: str) -> Requeues:
+    newest = next((checkpoint.name for checkpoint in reversed(committed(run))), "")
+    with suppress(ValidationError):  # a damaged record is replaced
+        known = TypeAdapter(Requeues).validate_json(run.store.find(key) or b"")
+        if known.checkpoint == newest:
+            return known
+    return Requeues(newest, 0)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="packtrain.fleet.slurm")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--store-id")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--code", type=int, required=True)
+    options = parser.parse_args(words)
+    run = Run(open_store(options.store, identity=options.store_id), options.run)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return EXIT_DONE if should_requeue(run, options.job, options.code, restarts) else EXIT_UNFINISHED
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PacktrainError as error:
+        print(f"packtrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

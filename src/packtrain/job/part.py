@@ -35,7 +35,7 @@ MAX_INTEGER = 2**63 - 1
 
 _SHOWN = 60  # characters of a value that an error repeats
 
-_NAME = re.compile(r"[a-z0-9-]{1,63}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")  # a hyphen first would make it an option of some program
 _OWN_RECIPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -250,6 +250,8 @@ def matching(pattern: str, what: str) -> PlainValidator:
 
 
 def _name_fault(text: str) -> str | None:
+    if text.startswith("-"):
+        return f"{quoted(text, _SHOWN)} must not begin with -"
     return None if is_name(text) else f"{quoted(text, _SHOWN)} must be 1 to 63 characters from a-z, 0-9 and -"
 
 

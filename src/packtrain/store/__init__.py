@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, quoted
 from packtrain.store.base import RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
 from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreAway, StoreError
@@ -41,6 +41,7 @@ def open_store(
     # Refused without repeating it: it may contain a secret.
     if "@" in rest.split("/")[0] or "?" in rest:
         raise Mistake("a store URL must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+    _check_printable(location)
     if scheme == "file":
         url = urlsplit(location)
         if url.netloc not in ("", "localhost"):
@@ -60,10 +61,17 @@ def open_store(
 def _open_directory(path: str, create: bool, identity: str | None) -> Store:
     if not path.strip() or "\0" in path:
         raise Mistake("the store's location is empty; use a directory or s3://bucket/prefix")
-    root = Path(path).expanduser()
+    root = Path(path).expanduser().absolute()
+    _check_printable(str(root))
     if root.exists() and not root.is_dir():
         raise Mistake(f"{root}: is a file, and a store is a directory; choose another name")
     store = DirectoryStore(root, identity)
     if create:
         store.create()
     return store
+
+
+def _check_printable(location: str) -> None:
+    """Refuse control characters: locations become parts of scripts, command lines and messages."""
+    if not location.isprintable():
+        raise Mistake(f"the store's location {quoted(location)} contains a control character; use another one")
