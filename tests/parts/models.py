@@ -19,7 +19,8 @@ from packtrain.recipes import recipe_class
 from packtrain.run.checkpoint import Checkpoint, commit
 from packtrain.run.code import archive
 from packtrain.run.run import Run, create_run
-from packtrain.store import open_store
+from packtrain.store import Store, open_store
+from packtrain.system import sha256_of
 from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress, versions
 
 
@@ -28,6 +29,16 @@ def packed_run(folder: Path, job: Job) -> Run:
     store = open_store(str(folder / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
     return create_run(store, job, archive({}), manifest.name)
+
+
+def with_files(job: Job, store: Store) -> Job:
+    """Put the files that options of the model name into the store, as the start of a run does; return the new job."""
+    options = dict(job.model.options)
+    for name in set(recipe_class(str(job.recipe)).files) & options.keys():
+        path = Path(str(options[name]))
+        options[name] = f"store:files/{sha256_of(path)}"
+        store.put_file(f"files/{sha256_of(path)}", path)
+    return job.model_copy(update={"model": job.model.model_copy(update={"options": options})})
 
 
 def commit_model(run: Run, folder: Path, step: int, seed: int = 1, score: float | None = None, **of: Any) -> Checkpoint:

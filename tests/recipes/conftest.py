@@ -18,6 +18,7 @@ from packtrain.recipes.chat.model import DialogueTransformer
 from packtrain.recipes.pairs import TransformerShape
 from packtrain.recipes.transformer import Transformer
 from packtrain.store import open_store
+from parts.models import with_files
 
 MakeRecipe = Callable[..., Recipe]
 MakeModel = Callable[..., Transformer]
@@ -32,7 +33,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
         job = job_of(folder, **changes)
         store = open_store(str(folder / "store"), create=True)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-        return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, folder / "cache"))
+        return recipe_class(str(job.recipe))(with_files(job, store), Pack(store, manifest.name, folder / "cache"))
 
     return make
 

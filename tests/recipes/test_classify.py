@@ -31,6 +31,7 @@ from packtrain.recipes import (
 )
 from packtrain.recipes.classify import EVALUATION_BATCH, read_words, top_prediction
 from packtrain.store import open_store
+from parts.models import with_files
 
 MakeClassify = Callable[..., Recipe]
 CLASSES = ("ape", "bee", "cat", "dog", "elk", "fox", "gnu")
@@ -68,7 +69,7 @@ def make(raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> MakeC
     def make(data: dict[str, Any] | None = None, **sections: Any) -> Recipe:
         job = job_of({**raw, **(data or {})}, **sections)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-        return recipe_class("classify")(job, Pack(store, manifest.name, folder / "cache"))
+        return recipe_class("classify")(with_files(job, store), Pack(store, manifest.name, folder / "cache"))
 
     return make
 

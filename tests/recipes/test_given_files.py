@@ -121,3 +121,12 @@ def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> No
     run = create(load(folder / "job.yaml", ["model.width=16"]), PlainProgress(lambda _: None))
     with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, but this model needs 16 x"):
         started(recipe_on(run, tmp_path / "worker"))
+
+
+def test_a_job_that_was_changed_in_the_store_cannot_have_files_of_a_machine_read(folder: Path, tmp_path: Path) -> None:
+    run = created(folder)
+    options = {**run.job.model.options, "weights": str(folder / "first.safetensors")}
+    changed = run.job.model_copy(update={"model": run.job.model.model_copy(update={"options": options})})
+    run.store.put(run.key("job.json"), changed.model_dump_json().encode())
+    with pytest.raises(PacktrainError, match=r"the job names the file '/.*first\.safetensors', which is not in"):
+        started(recipe_on(Run(run.store, run.name), tmp_path / "worker"))

@@ -62,10 +62,13 @@ class Pack:
         return self._splits[name]
 
     def given_file(self, path: str) -> Path:
-        """Return a file that a job names: in a run from the store, by its hash; before that, the path itself."""
+        """Return a file that the job of a run names: a copy of one in the store, by its hash.
+
+        Never a path of this machine: the job is in the store, too, and its writers may not read files here.
+        """
         key = path.removeprefix("store:")
         if not path.startswith(f"store:{GIVEN}"):
-            return Path(path)
+            raise PacktrainError(f"the job names the file {path!r}, which is not in {self._store.url}; start it again")
         entry = self._store.entry(key)
         if entry is None:
             raise NotFound(f"{key} not found in {self._store.url}; the run needs it")
