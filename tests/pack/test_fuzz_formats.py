@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from pack.rawsets import (
     cornell_conversations,
     cornell_lines,
     json_lines,
+    meta_mat,
     numbered,
     picture,
     tar,
@@ -68,6 +70,34 @@ FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
         lambda folder, drop: ImageNetSource(
             paths=(f"{folder}/val.tar", f"{folder}/truth.txt", f"{folder}/synsets.txt"),
         ).labeled(CLASSES, drop, drop),
+    ),
+    "class folders in a compressed tar": (
+        {"train.tgz": gzip.compress(tar([("set/n01/1", picture()), ("set/n02/deep/2", picture())]))},
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/train.tgz",)).labeled(CLASSES, drop, drop),
+    ),
+    "class folders in a zip": (
+        {"train.zip": zipped([("set/n01/1", picture()), ("set/n02/deep/2", picture())])},
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/train.zip",)).labeled(CLASSES, drop, drop),
+    ),
+    "devkit": (
+        {
+            "val.tar": tar((name, picture()) for name in numbered(3)),
+            "devkit/data/meta.mat": meta_mat({1: "n02", 2: "n01", 3: "n00"}, compress=False),
+            "devkit/data/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n1\n",
+        },
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/val.tar", f"{folder}/devkit")).labeled(
+            CLASSES, drop, drop
+        ),
+    ),
+    "Kaggle": (
+        {
+            "val.tar": tar((name, picture()) for name in numbered(2)),
+            "solution.csv": b"ImageId,PredictionString\nILSVRC2012_val_00000002,n01 1 2 3 4 \n"
+            b'ILSVRC2012_val_00000001,"n02 1 2 3 4 n02 1 2 3 4"\n',
+        },
+        lambda folder, drop: ImageNetSource(paths=(f"{folder}/val.tar", f"{folder}/solution.csv")).labeled(
+            CLASSES, drop, drop
+        ),
     ),
     "class folders": (
         {"names.txt": b"n01/1.JPEG\nn02/2.JPEG\nn02/3.JPEG\n"},

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import signal
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from pack.rawsets import tar, zipped
-from packtrain.errors import FieldMistake
+from packtrain.errors import FieldMistake, PacktrainError
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
 from packtrain.pack.build import PlainProgress
@@ -128,10 +129,10 @@ def test_a_dask_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
         open_store(str(tmp_path / "alone"), create=True),
         open_store(str(tmp_path / "cluster"), create=True),
     )
-    packed(alone, train=[{"imagenet": source}])
+    packed(alone, train=[{"imagenet": source}], sizes=[16])
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         workers = Dask(cluster.scheduler_address)
-        packed(cluster_store, workers, train=[{"imagenet": source}])
+        packed(cluster_store, workers, train=[{"imagenet": source}], sizes=[16])
         workers.close()
     assert objects(alone) == objects(cluster_store)
 
@@ -286,11 +287,11 @@ def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
     train = [{"imagenet": classes_in(tmp_path / "train", each=8)}]
     broken, whole = open_store(str(tmp_path / "broken"), create=True), open_store(str(tmp_path / "whole"), create=True)
     with pytest.raises(KeyboardInterrupt):
-        packed(broken, Interrupted(2), train=train)
+        packed(broken, Interrupted(2), train=train, sizes=[16])
     first = {entry.key: entry for entry in broken.list() if entry.key.endswith(".safetensors")}
-    assert len(first) == 2
-    packed(broken, train=train)
-    packed(whole, train=train)
+    assert len(first) == 4
+    packed(broken, train=train, sizes=[16])
+    packed(whole, train=train, sizes=[16])
     assert objects(broken) == objects(whole)
     assert [broken.entry(key) for key in first] == list(first.values())
 
@@ -339,7 +340,39 @@ def test_a_compressed_tar_of_classes_is_packed_by_processes(tmp_path: Path, monk
     folder = Path(classes_in(tmp_path / "train"))
     files = [(str(path.relative_to(tmp_path)), path.read_bytes()) for path in sorted(folder.rglob("*.jpg"))]
     (tmp_path / "train.tgz").write_bytes(gzip.compress(tar(files)))
-    whole, compressed = open_store(str(tmp_path / "whole")), open_store(str(tmp_path / "compressed"))
+    whole, compressed = (open_store(str(tmp_path / name), create=True) for name in ("whole", "compressed"))
     one = packed(whole, train=[{"imagenet": str(folder)}])
     other = packed(compressed, Processes(2), train=[{"imagenet": str(tmp_path / "train.tgz")}])
     assert one.splits == other.splits
+
+
+def test_captions_that_are_too_long_for_a_vocabulary_are_left_out(directory_store: Store, tmp_path: Path) -> None:
+    captions, folder = captions_in(tmp_path / "coco", 120)
+    document = json.loads(Path(captions).read_text())
+    for number in (0, 2, 3):  # one caption of the first image, and both of the second
+        document["annotations"][number]["caption"] = "x" * 16_001
+    Path(captions).write_text(json.dumps(document))
+    split = packed(directory_store, train=[{"coco": [captions, folder]}]).splits["train"]
+    assert split.samples == 119
+    assert split.filtered == {"caption of more than 16,000 bytes": Drops(3, ("0.jpg", "1.jpg", "1.jpg"))}
+    assert split.dropped == {"image without a caption": Drops(1, ("1.jpg",))}
+
+
+def test_a_folder_and_a_zip_of_it_have_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
+    captions, folder = captions_in(tmp_path / "coco", 12)
+    archive = tmp_path / "images.zip"
+    archive.write_bytes(zipped((path.name, path.read_bytes()) for path in Path(folder).iterdir()))
+    stores = [open_store(str(tmp_path / name), create=True) for name in ("one", "two")]
+    one = packed(stores[0], train=[{"coco": [captions, folder]}])
+    two = packed(stores[1], train=[{"coco": [captions, str(archive)]}])
+    assert one.splits == two.splits
+
+
+def killed(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_said_in_one_line() -> None:
+    with pytest.raises(PacktrainError, match="was killed, perhaps for lack of memory; pack again with fewer"):
+        list(Processes(1).do(killed, range(3)))

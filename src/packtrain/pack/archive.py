@@ -134,8 +134,10 @@ class _Part(io.RawIOBase):
                 data = b""
             view[: len(data)] = data
         self._left -= len(data)
-        self._crc = zlib.crc32(data, self._crc)
-        if (size and not data) or (not self._left and self._expected_crc not in (None, self._crc)):
+        if self._expected_crc is not None:
+            self._crc = zlib.crc32(data, self._crc)
+        is_wrong = self._expected_crc is not None and not self._left and self._crc != self._expected_crc
+        if is_wrong or (size and not data):
             raise OSError(errno.EIO, "damaged in its archive")
         return len(data)
 

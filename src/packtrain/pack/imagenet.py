@@ -18,12 +18,13 @@ import csv
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import ArchiveMember, Locator, archive_members, tar_members
+from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, tar_members
 from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth, is_devkit
 from packtrain.pack.manifest import Kind
 from packtrain.pack.picture import MAX_BYTES
@@ -369,7 +370,9 @@ def _synsets(path: str) -> list[str]:
 
 def _rows(lines: Iterable[str], place: str) -> list[str]:
     """Return the lines; only the last ones may be blank, since a blank line in between would shift the numbers."""
-    rows = [line.strip() for line in lines]
+    rows = [line.strip() for line in islice(lines, MAX_MEMBERS + 1)]
+    if len(rows) > MAX_MEMBERS:
+        raise Mistake(f"{place}: more than {MAX_MEMBERS:,} lines; expected a line for each class or image")
     while rows and not rows[-1]:
         rows.pop()
     if not rows:

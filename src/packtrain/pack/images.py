@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from packtrain.errors import FieldMistake
+from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     FinishedShard,
     PackContents,
@@ -21,12 +21,13 @@ from packtrain.pack.build import (
     splits_of,
 )
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_copies
-from packtrain.pack.raw import DropCounter, RawImage
+from packtrain.pack.raw import NO_CAPTION, DropCounter, RawImage
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.tiles import Tiled
-from packtrain.pack.vocabulary import BOS, EOS, Vocabulary
+from packtrain.pack.vocabulary import BOS, EOS, MAX_TEXT_BYTES, Vocabulary, is_too_long
 from packtrain.store import open_store
 
+LONG_CAPTION = f"caption of more than {MAX_TEXT_BYTES:,} bytes"
 SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use, large enough for few requests
 _MAX_SAMPLES = 20_000  # in a shard, for images of a few bytes
 
@@ -52,15 +53,27 @@ def pack_captions(packing: Packing) -> PackContents:
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
     for split, sources in splits_of(packing.data).items():
         build = contents.splits[split]
-        reads = [partial(one.captioned, build.dropped, build.filtered) for one in sources]
+        reads = [partial(_captioned, one, build.dropped, build.filtered) for one in sources]
         _make_shards(packing, contents, split, reads, vocabulary)
     return contents
 
 
 def _training_captions(packing: Packing) -> Iterator[str]:
     for source in packing.data.train:
-        for image in source.captioned(DropCounter(), DropCounter()):
+        for image in _captioned(source, DropCounter(), DropCounter()):
             yield from image.captions
+
+
+def _captioned(source: Source, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
+    """Yield images with the captions that are not too long for a vocabulary."""
+    for image in source.captioned(drop, filtered):
+        captions = tuple(caption for caption in image.captions if not is_too_long(caption))
+        for _ in range(len(image.captions) - len(captions)):
+            filtered(LONG_CAPTION, image.name)
+        if captions:
+            yield replace(image, captions=captions)
+        else:
+            drop(NO_CAPTION, image.name)
 
 
 def _make_shards(
@@ -160,7 +173,7 @@ def _about(images: list[RawImage], vocabulary: str | None) -> Columns:
 def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
     """Group consecutive images into shards of similar size.
 
-    Sizes are those of the raw files, so the grouping depends on the data alone and not on the encoder.
+    Sizes are those of the raw files, so the grouping depends neither on the encoder nor on an archive's compression.
     """
     part: list[RawImage] = []
     size = 0
@@ -175,9 +188,7 @@ def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
 
 
 def _bytes_of(image: RawImage) -> int:
-    if image.where.length is not None:
-        return image.where.length
     try:
-        return Path(image.where.path).stat().st_size
+        return image.where.size
     except OSError:
         return 0  # the task that reads the file reports the error

@@ -36,7 +36,7 @@ Encoding = Literal["utf-8", "windows-1252"]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A longer line is not text, and it would have to fit into memory.
 MAX_LINE_BYTES = 16 << 20
-MAX_JSON_BYTES = 1 << 30
+MAX_JSON_BYTES = 256 << 20  # four times COCO's captions; the values take up to twenty times their text
 # Bytes 81, 8D, 8F, 90 and 9D have no character in windows-1252; they keep the control characters of ISO-8859-1.
 _WINDOWS_1252 = {
     byte: character for byte in range(0x80, 0xA0) if (character := bytes([byte]).decode("cp1252", "ignore"))

@@ -7,9 +7,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.identity import install_command
 
 Task = TypeVar("Task")
@@ -47,6 +48,11 @@ class Processes(Workers):
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
             yield from (future.result() for future in pending)
+        except BrokenProcessPool:
+            raise PacktrainError(
+                "a process that packs was killed, perhaps for lack of memory; pack again with fewer --processes:"
+                " finished shards are kept"
+            ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
