@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,13 +23,17 @@ ORDER = [
     "node", "fleet", "report", "export", "start", "api", "cli",
 ]  # fmt: skip
 
-# Modules, functions and arguments that run code from data or pass text to a shell.
-FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+# Modules, functions and arguments that run code from data, pass text to a shell, follow links out of an archive, or
+# switch a check of the network off. The rules S of ruff look for more, and cannot be switched off as a whole.
+FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 FORBIDDEN_CALLS = {
-    "eval", "exec", "extractall", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "eval", "exec", "__import__", "extractall", "os.system", "os.popen", "subprocess.getoutput",
+    "subprocess.getstatusoutput", "create_subprocess_shell", "tempfile.mktemp", "torch.load", "torch.save", "hub.load",
+    "jit.load", "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "all_gather_object",
+    "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "_create_unverified_context",
 }  # fmt: skip
-FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
+FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("verify", False)}
+FORBIDDEN_TEXTS = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "--trusted-host", "--insecure")
 
 
 def modules() -> list[Path]:
@@ -61,6 +66,11 @@ def faults(tree: ast.AST) -> Iterator[str]:
         if name.split(".")[0] in FORBIDDEN_IMPORTS:
             yield f"imports {name}"
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{(node.module or '').rpartition('.')[2]}.{alias.name}" for alias in node.names}
+            yield from (f"imports {name}" for name in sorted(names & FORBIDDEN_CALLS))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"line {node.lineno} has {text}" for text in FORBIDDEN_TEXTS if text in node.value)
         if isinstance(node, ast.Call):
             plain, dotted = called_name(node)
             is_method = isinstance(node.func, ast.Attribute)
@@ -97,10 +107,22 @@ def test_nothing_unsafe_is_used(path: Path) -> None:
     [
         "import pickle", "from pickle import loads", "eval(text)", "subprocess.run(x, shell=True)", "torch.load(x)",
         "yaml.load(x)", "tar.extractall(x)", "np.load(x, allow_pickle=True)", "dist.broadcast_object_list(x)",
+        "from os import system", "from subprocess import getoutput", "__import__(x)", "torch.hub.load(x)",
+        "['ssh', '-o', 'StrictHostKeyChecking=no']", "get(x, verify=False)",
     ],
 )  # fmt: skip
 def test_the_search_for_unsafe_code_finds_it(code: str) -> None:
     assert len(list(faults(ast.parse(code)))) == 1
+
+
+def test_the_rules_of_the_linter_for_security_are_on() -> None:
+    """Ignored are those that would refuse what fleets are for, and each exception in a line says its reason."""
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert "S" in lint["select"]
+    is_security = re.compile(r"S\d+").fullmatch
+    assert {rule for rule in lint["ignore"] if is_security(rule)} == {"S101", "S603", "S607"}
+    source = [rules for path, rules in lint["per-file-ignores"].items() if path.startswith("src")]
+    assert not any(is_security(rule) for rules in source for rule in rules)
 
 
 def test_models_may_be_put_into_evaluation_mode() -> None:

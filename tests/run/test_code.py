@@ -249,6 +249,14 @@ def test_anything_but_regular_files_inside_the_directory_is_refused(
     assert read_files(tmp_path) == {"back/train.py": b""}
 
 
+def test_modes_of_an_archive_give_no_rights_to_others_and_no_user(tmp_path: Path) -> None:
+    entry = tarfile.TarInfo("train.py")
+    entry.mode, entry.uid, entry.gid = 0o7777, 12345, 12345
+    unpack(tar_of((entry, b"")), tmp_path)
+    status = (tmp_path / "train.py").stat()
+    assert (status.st_mode & 0o7777, status.st_uid) == (0o755, os.getuid())
+
+
 def test_a_link_cannot_lead_a_later_file_outside(tmp_path: Path) -> None:
     (tmp_path / "back").mkdir()
     link = (special("door", tarfile.SYMTYPE, str(tmp_path)), b"")
