@@ -97,9 +97,13 @@ def test_a_wrong_python_and_an_unreachable_host_are_different_failures(answers: 
     assert [check.step for check in checks if not check.ok] == [step]
 
 
-def test_the_link_probe_refuses_a_public_address_as_nodes_do(tmp_path: Path) -> None:
-    options = ["--store", str(tmp_path), "--key", "k", "--world", "2", "--address", "8.8.8.8"]
-    with pytest.raises(Mistake, match="is a public address"):
+@pytest.mark.parametrize(
+    ("address", "fault"),
+    [("8.8.8.8", "not an address of this machine"), ("0.0.0.0", "not the address of a machine")],
+)
+def test_the_link_probe_refuses_an_address_as_nodes_do(tmp_path: Path, address: str, fault: str) -> None:
+    options = ["--store", str(tmp_path), "--key", "k", "--world", "2", "--address", address]
+    with pytest.raises(Mistake, match=fault):
         link_probe.main(options)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.node import address as address_module
-from packtrain.node.address import check_private, choose_address, is_inner_bridge, is_private, ssh_address
+from packtrain.node.address import check_own, check_private, choose_address, is_inner_bridge, is_private, ssh_address
 
 
 @pytest.fixture
@@ -27,6 +27,12 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         ("169.254.1.1", True),
         ("93.184.216.34", False),
         ("8.8.8.8", False),
+        ("::ffff:8.8.8.8", False),
+        ("::ffff:10.1.2.3", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("evil.example.org", False),
+        ("", False),
     ],
 )
 def test_private_addresses_are_recognized(address: str, private: bool) -> None:
@@ -113,7 +119,7 @@ def test_a_store_whose_name_cannot_be_resolved_is_ignored() -> None:
 
 @pytest.mark.usefixtures("interfaces")
 def test_a_given_address_or_interface_is_used() -> None:
-    assert choose_address("192.168.7.7", None, False, None) == "192.168.7.7"
+    assert choose_address("127.0.0.2", None, False, None) == "127.0.0.2"
     assert choose_address("localhost", None, False, None) == "127.0.0.1"
     assert choose_address(None, "wan0", True, None) == "93.184.216.34"
 
@@ -126,11 +132,31 @@ def test_a_given_address_or_interface_is_used() -> None:
         (None, "eth1", "available: lo, wan0, eth0, down0"),
         (None, "down0", "no IPv4 address"),
         ("no-such-host.invalid", None, "not an IP address"),
+        ("192.0.2.1", None, "192.0.2.1: not an address of this machine; it has 127.0.0.1, 93.184.216.34, 10.0.0.5"),
     ],
 )
 def test_an_impossible_choice_is_refused(address: str | None, interface: str | None, fault: str) -> None:
     with pytest.raises(Mistake, match=fault):
         choose_address(address, interface, False, None)
+
+
+def test_an_address_that_is_none_or_stands_for_every_interface_is_always_refused() -> None:
+    for address in ("0.0.0.0", "::", "evil.example.org"):
+        with pytest.raises(Mistake, match="not the address of a machine"):
+            check_private(address, True)
+
+
+def test_a_private_address_on_an_interface_that_also_has_a_public_one_is_refused(
+    interfaces: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes the name of an interface and listens on its first address."""
+    interfaces["eth0"] = ["93.184.216.35", "10.0.0.5"]
+    monkeypatch.setattr(address_module, "interface_of", lambda _: "eth0")
+    with pytest.raises(Mistake, match=r"93.184.216.35 is a public address of eth0, like 10.0.0.5, and collectives"):
+        check_own("10.0.0.5", False)
+    check_own("10.0.0.5", True)
+    interfaces["eth0"].reverse()
+    check_own("10.0.0.5", False)
 
 
 @pytest.mark.parametrize(

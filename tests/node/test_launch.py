@@ -39,7 +39,7 @@ def test_a_recipe_is_started_as_the_training_module() -> None:
         "--rdzv-backend", "packtrain",
         "--rdzv-endpoint", "127.0.0.1:29500",
         "--rdzv-id", "generation-1",
-        "--rdzv-conf", "rank=0",
+        "--rdzv-conf", "rank=0,listen=no",
         "--max-restarts", "0",
         "--monitor-interval", "0.2",
         "--redirects", "3",
@@ -50,8 +50,8 @@ def test_a_recipe_is_started_as_the_training_module() -> None:
 
 def test_machines_differ_in_rank_and_workers_and_share_the_rendezvous_at_the_first() -> None:
     first, second = (dict(options(launcher_arguments(TWO_MACHINES, rank, None, LOGS))) for rank in (0, 1))
-    assert (first["--rdzv-conf"], first["--nproc-per-node"]) == ("rank=0", "2")
-    assert (second["--rdzv-conf"], second["--nproc-per-node"]) == ("rank=1", "4")
+    assert (first["--rdzv-conf"], first["--nproc-per-node"]) == ("rank=0,listen=yes", "2")
+    assert (second["--rdzv-conf"], second["--nproc-per-node"]) == ("rank=1,listen=yes", "4")
     for arguments in (first, second):
         assert arguments["--nnodes"] == "2"
         assert (arguments["--rdzv-endpoint"], arguments["--rdzv-id"]) == ("10.0.0.1:29501", "generation-3")
@@ -71,6 +71,7 @@ def options(arguments: list[str]) -> Iterator[tuple[str, str]]:
 )
 def test_a_program_is_started_with_its_arguments_unchanged(program: tuple[str, ...], started: list[str]) -> None:
     arguments = launcher_arguments(a_generation(1), 0, program, LOGS)
+    assert "rank=0,listen=yes" in arguments, "it joins by the launcher's store"
     assert arguments[arguments.index("--log-dir") + 2 :] == started
 
 
@@ -110,7 +111,8 @@ def test_collectives_are_bound_to_the_interface_with_the_machines_address(
     environment = worker_environment(run, a_generation(1, "a"), 0, directories, {})
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == loopback
     elsewhere = Generation(1, (Member("a", "192.0.2.1", 1),), 29500, "start")
-    assert "GLOO_SOCKET_IFNAME" not in worker_environment(run, elsewhere, 0, directories, {})
+    with pytest.raises(OSError, match=r"192.0.2.1 is no longer an address of this machine"):
+        worker_environment(run, elsewhere, 0, directories, {})
 
 
 def test_only_the_job_binds_collectives_to_another_interface(directory_store: Store, tmp_path: Path) -> None:

@@ -16,10 +16,15 @@ from packtrain.node.rendezvous import create, handler
 from parts.loopback import free_port
 
 
-def at(address: str, port: int, rank: int, ranks: int = 1) -> RendezvousHandler:
+def at(address: str, port: int, rank: int, ranks: int = 1, **more: str) -> RendezvousHandler:
     return get_rendezvous_handler(
-        RendezvousParameters("packtrain", f"{address}:{port}", "generation-1", ranks, ranks, rank=str(rank))
+        RendezvousParameters("packtrain", f"{address}:{port}", "generation-1", ranks, ranks, rank=str(rank), **more)
     )
+
+
+def listening() -> list[tuple[str, int]]:
+    found = psutil.Process().net_connections("tcp")
+    return [(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN]
 
 
 def test_torchs_launcher_finds_the_rendezvous_by_its_entry_point() -> None:
@@ -31,8 +36,7 @@ def test_torchs_launcher_finds_the_rendezvous_by_its_entry_point() -> None:
 def test_the_rendezvous_listens_on_its_address_only() -> None:
     port = free_port()
     met = at("127.0.0.1", port, 0).next_rendezvous()
-    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    assert [(place.ip, place.port) for place in listening if place.port == port] == [("127.0.0.1", port)]
+    assert [place for place in listening() if place[1] == port] == [("127.0.0.1", port)]
     assert (met.rank, met.world_size) == (0, 1)
 
 
@@ -52,3 +56,18 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use") as raised:
         at("127.0.0.1", taken.getsockname()[1], 0).next_rendezvous()
     assert raised.value.errno == errno.EADDRINUSE
+
+
+def test_an_address_of_another_machine_is_an_error_and_not_every_interface() -> None:
+    before, port = listening(), free_port()
+    with pytest.raises(OSError, match=r"192.0.2.1 is not an address of this machine; start the node with one"):
+        at("192.0.2.1", port, 0).next_rendezvous()
+    assert listening() == before
+
+
+def test_a_launcher_without_others_and_with_workers_of_ours_listens_nowhere() -> None:
+    before = listening()
+    met = at("127.0.0.1", free_port(), 0, listen="no").next_rendezvous()
+    met.store.set("said", "here")
+    assert met.store.get("said") == b"here"
+    assert listening() == before

@@ -11,11 +11,11 @@ import pytest
 from packtrain.node.assembly import GROW_FACTOR
 from packtrain.run.checkpoint import Superseded, commit, committed
 from packtrain.run.liveness import LEASE_LOST_SECONDS
-from packtrain.run.records import Point, Result
+from packtrain.run.records import Generation, Member, Point, Result
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, cluster_of, look_until_settled
-from parts.runs import new_run, program_job
+from parts.runs import a_lease, new_run, program_job
 
 LOST = int(LEASE_LOST_SECONDS) + 6
 
@@ -100,6 +100,30 @@ def test_a_machine_that_comes_late_replaces_the_second_node_of_another(make: Mak
     cluster.wait(40)
     assert cluster.members() == [0, 2]
     assert cluster.causes() == ["start", "joined"], "and the other node does not join again"
+
+
+def test_a_node_at_a_public_address_takes_no_part(make: Make) -> None:
+    cluster = make("1..2", 1)
+    for renewal in range(12):
+        cluster.run.renew(a_lease("forged", renewal, address="93.184.216.34"))
+        cluster.wait(1)
+    assert cluster.members() == [0]
+    cluster.nodes[0].events.flush()
+    warned = [event.text for event in cluster.run.events().read() if event.kind == "warning"]
+    assert [text.partition(" is a")[0] for text in warned] == ["continuing without forged: 93.184.216.34"]
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "evil.example.org", "0.0.0.0"])
+def test_no_worker_is_started_in_a_generation_with_a_public_address(make: Make, address: str) -> None:
+    cluster = make(2, 1)
+    members = (Member("forged", address, 1), Member(cluster.nodes[0].name, "127.0.0.1", 1))
+    cluster.run.propose(Generation(1, members, 29500, "start"))
+    cluster.wait(3)
+    result = cluster.run.result()
+    assert cluster.nodes[0].group is None
+    assert result is not None
+    assert result.status == "failed"
+    assert address in result.reason
 
 
 def test_machines_started_together_form_one_generation(make: Make) -> None:

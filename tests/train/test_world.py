@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from forking import WorkerForker
@@ -45,6 +47,18 @@ def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(forker: Wor
         assert one["broadcast"] == [[0.0, 0.0], [7]]
     assert first["rows"] == [[0.0], [1.0]]
     assert second["rows"] == []
+
+
+def test_workers_of_one_machine_meet_in_a_file_and_a_single_one_meets_nobody(
+    forker: WorkerForker, tmp_path: Path
+) -> None:
+    """Without the launcher's store: its port would be open to every user of the machine."""
+    for ranks in (2, 1):
+        listening = forker.succeed("join_on_one_machine", ranks, control=str(tmp_path))
+        # gloo itself listens for the other workers.
+        assert listening == [["127.0.0.1"]] * 2 if ranks == 2 else [[]]
+        assert (tmp_path / "rendezvous").exists() == (ranks == 2)
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
 
 
 class Others(World):

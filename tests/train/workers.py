@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
@@ -227,6 +228,15 @@ def warm_up() -> None:
 def here() -> World:
     torch.set_num_threads(1)
     return World.join() if int(os.environ["WORLD_SIZE"]) > 1 else World()
+
+
+def join_on_one_machine(control: str) -> list[str]:
+    """Join as under a launcher that listens nowhere, and return the addresses that this worker listens on."""
+    os.environ.update(GROUP_WORLD_SIZE="1", PACKTRAIN_CONTROL=control, GLOO_SOCKET_IFNAME="lo", MASTER_PORT="1")
+    world = World.join()
+    assert world.count(True) == [world.num_ranks]
+    found = psutil.Process().net_connections("tcp")
+    return [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
 
 
 class KillingClock(Clock):

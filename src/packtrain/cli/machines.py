@@ -206,13 +206,13 @@ def _wait_for_store(run: Run) -> None:
 
 def _node(run: Run, address: str | None, interface: str | None, workers: int | None, slot: NodeSlot) -> Node:
     from packtrain.fleet import fleet_of
-    from packtrain.node.address import check_private, choose_address
+    from packtrain.node.address import check_own, choose_address
     from packtrain.node.node import Node
     from packtrain.node.telemetry import gpu_count
 
     fleet = run.job.fleet
     own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
-    check_private(own, fleet.public_address)
+    check_own(own, fleet.public_address)
     count = workers or fleet.workers or gpu_count() or 1
     return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices(), slot=slot)
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from packtrain.errors import PacktrainError
-from packtrain.node.address import check_private, choose_address, interface_of
+from packtrain.node.address import check_own, choose_address, interface_of
 from packtrain.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def main(given: Sequence[str]) -> None:
     options = parser.parse_args(given)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several probes on one machine would compete for its cores
     address = choose_address(options.address, options.interface, False, None)
-    check_private(address, options.public_address)
+    check_own(address, options.public_address)
     interface = interface_of(address)
     if interface is not None:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)

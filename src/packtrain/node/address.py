@@ -18,6 +18,10 @@ from packtrain.errors import Mistake
 
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation, so nobody has a special route to it: finds the default route
+_UNPROTECTED = (
+    "and collectives are not protected; set `fleet.public_address: true` if the network between the machines is safe, "
+    "or tunnel it (docs/fleets.md)"
+)
 _SHARED = ipaddress.ip_network("100.64.0.0/10")  # carrier-grade NAT; overlay networks such as Tailscale use it, too
 
 
@@ -32,7 +36,7 @@ def choose_address(
     if given is not None and interface is not None:
         raise Mistake("--address and --interface: give only one of them")
     if given is not None:
-        return _number_of(given)
+        return _own_number_of(given)
     if interface is not None:
         return _address_on(interface)
     if alone:
@@ -64,16 +68,44 @@ def ssh_address(environment: Mapping[str, str]) -> str | None:
 
 
 def check_private(address: str, public_address: bool) -> None:
+    """Refuse an address at which anyone could talk to the workers, or that is none."""
+    if _is_any(address):
+        raise Mistake(f"{address!r} is not the address of a machine; name one that other machines can reach")
     if not public_address and not is_private(address):
-        raise Mistake(
-            f"{address} is a public address, and collectives are not protected; set `fleet.public_address: true` if "
-            "the network between the machines is safe, or tunnel it (docs/reliability.md)"
-        )
+        raise Mistake(f"{address} is a public address, {_UNPROTECTED}")
+
+
+def check_own(address: str, public_address: bool) -> None:
+    """Refuse an address of this machine that is public, or whose interface makes torch listen on one that is.
+
+    torch is told the interface, and listens on its first address.
+    """
+    check_private(address, public_address)
+    interface = interface_of(address)
+    first = next(iter(interface_addresses().get(interface or "", [])), address)
+    if not public_address and not is_private(first):
+        raise Mistake(f"{first} is a public address of {interface}, like {address}, {_UNPROTECTED}")
 
 
 def is_private(address: str) -> bool:
-    number = ipaddress.ip_address(address)
-    return number.is_private or number.is_loopback or number.is_link_local or number in _SHARED
+    """True for an address that the internet does not route; False for what is none."""
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
+        number = number.ipv4_mapped
+    return not number.is_unspecified and (
+        number.is_private or number.is_loopback or number.is_link_local or number in _SHARED
+    )
+
+
+def _is_any(address: str) -> bool:
+    """True for 0.0.0.0 and ::, which listen on every interface, and for what is no address at all."""
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return True
 
 
 def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> bool:
@@ -95,7 +127,9 @@ def interface_addresses() -> Mapping[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with that address."""
+    """Return the name of this machine's network interface with that address."""
+    if address.startswith("127."):  # all of these belong to the loopback interface, which lists only one
+        address = LOOPBACK
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
@@ -109,6 +143,18 @@ def _address_on(interface: str) -> str:
     if not known[interface]:
         raise Mistake(f"--interface {interface}: it has no IPv4 address")
     return known[interface][0]
+
+
+def _own_number_of(given: str) -> str:
+    number = _number_of(given)
+    family = socket.AF_INET6 if ":" in number else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((number, 0))
+    except OSError:  # the outer address of a router, or a typo: torch would listen on every interface instead
+        own = ", ".join(address for addresses in interface_addresses().values() for address in addresses)
+        raise Mistake(f"--address {given}: not an address of this machine; it has {own}") from None
+    return number
 
 
 def _number_of(given: str) -> str:

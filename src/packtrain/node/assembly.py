@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
+from packtrain.errors import Mistake
+from packtrain.node.address import check_private
 from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_specific, reason_for, verdict
 from packtrain.node.deadline import seconds_left
 from packtrain.node.lease import LeaseRenewer
@@ -146,6 +148,7 @@ class Assembly:
         self._verdicts: dict[int, str | None] = {}
         self._history: list[Generation] = []
         self._told_excluded: set[str] = set()
+        self._told_unsafe: set[str] = set()
         self._first_step = (0, 0.0)  # of which generation, and when
 
     # Leases.
@@ -166,9 +169,22 @@ class Assembly:
         """Return the nodes that can take part now. This node's own lease is fresher here than in the store."""
         now = self._clock()
         others = [
-            lease for node, lease in self.watch.leases.items() if node != self._name and self.watch.alive(node, now)
+            lease
+            for node, lease in self.watch.leases.items()
+            if node != self._name and self.watch.alive(node, now) and self._is_safe(lease)
         ]
         return [self._lease.lease, *others]
+
+    def _is_safe(self, lease: Lease) -> bool:
+        """False for a node at a public address, which only a node of another version or a forged lease can have."""
+        try:
+            check_private(lease.address, self._run.job.fleet.public_address)
+        except Mistake as mistake:
+            if lease.node not in self._told_unsafe:
+                self._told_unsafe.add(lease.node)
+                self._tell("warning", f"continuing without {lease.node}: {mistake}")
+            return False
+        return True
 
     # While workers run: does their generation have to end because of another node?
 

@@ -108,7 +108,7 @@ class NodeDirectory:
         part = path.with_name(f"{path.name}{_PART}")
         owner = Owner(run.store.url, run.name, node, socket.gethostname())
         try:
-            part.mkdir(parents=True)
+            part.mkdir(mode=0o700, parents=True)  # workers meet in a file in it, and programs write checkpoints
             lock = _lock(part)
             (part / "owner.json").write_text(json.dumps(asdict(owner)))
             part.rename(path)  # only when it is complete and locked: a sweep skips it until then

@@ -5,6 +5,7 @@ Nothing here imports torch: this runs in the node.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -61,13 +62,15 @@ class Directories:
 def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ...] | None, logs: Path) -> list[str]:
     """Return the launcher's command line: rendezvous at the first member, and no restarts of its own."""
     member = generation.members[rank]
+    # A program joins by the launcher's store, as under torchrun; recipes on one machine do not need it.
+    listen = "no" if program is None and len(generation.members) == 1 else "yes"
     arguments = [
         "--nnodes", str(len(generation.members)),
         "--nproc-per-node", str(member.workers),
         "--rdzv-backend", "packtrain",
         "--rdzv-endpoint", f"{generation.members[0].address}:{generation.port}",
         "--rdzv-id", f"generation-{generation.number}",
-        "--rdzv-conf", f"rank={rank}",
+        "--rdzv-conf", f"rank={rank},listen={listen}",
         "--max-restarts", "0",  # a restart is a new generation, which the nodes agree on
         "--monitor-interval", "0.2",
         "--redirects", "3",
@@ -89,6 +92,8 @@ def worker_environment(
     # torch would otherwise use all cores in every worker.
     threads = max(1, (os.cpu_count() or 1) // member.workers)
     interface = interface_of(member.address)
+    if interface is None:  # torch would choose one, and might listen on a public address
+        raise OSError(errno.EADDRNOTAVAIL, f"{member.address} is no longer an address of this machine")
     # A variable set on the machine may name another network than the one we checked: only the job overrides ours.
     bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
     return {
@@ -97,7 +102,7 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **kept,
-        **(dict.fromkeys(bound, interface) if interface else {}),
+        **dict.fromkeys(bound, interface),
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
         STORE_ID_VARIABLE: run.store.identity or "",

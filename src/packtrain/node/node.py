@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
+from packtrain.node.address import check_private
 from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
@@ -238,6 +239,12 @@ class Node:
         self._last_tried, self._report = generation.number, None  # a node starts each generation only once
         self.lease.count_from(generation.used_seconds)
         if self.deadline.is_near:
+            return
+        try:
+            for member in generation.members:  # whatever the store says, workers talk to private addresses only
+                check_private(member.address, self._job.fleet.public_address)
+        except Mistake as mistake:
+            self._conclude("failed", f"generation {generation.number}: {mistake}")
             return
         try:
             group = WorkerGroup.create(

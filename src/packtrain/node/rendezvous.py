@@ -1,8 +1,9 @@
 """The rendezvous at which the launchers of a generation find each other; runs in the launcher process.
 
 It is torch's static rendezvous, except that it listens only on the address that the first node registered. torch's own
-listens on every interface, and anyone who reaches one can join. torch finds this one by the entry point
-`torchrun.handlers`.
+listens on every interface, and anyone who reaches one can join. If the generation is one machine with a recipe, it
+listens nowhere: its workers meet in a file (train/world.py), which other users of the machine cannot read. torch finds
+this rendezvous by the entry point `torchrun.handlers`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -20,12 +21,16 @@ _TIMEOUT_SECONDS = 900
 
 
 class Rendezvous(StaticTCPRendezvous):
+    listens = True  # False for a launcher that has no others to meet, and whose workers do not need its store
+
     def get_backend(self) -> str:
         return "packtrain"
 
     def next_rendezvous(self) -> RendezvousInfo:
         # With its store already there, the base class does not make one of its own.
-        if self._store is None:
+        if self._store is None and not self.listens:
+            self._store = HashStore()
+        elif self._store is None:
             first = self.rank == 0
             self._store = TCPStore(
                 self.master_addr,
@@ -43,7 +48,9 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     timeout = int(parameters.config.get("timeout", _TIMEOUT_SECONDS))
     rank = int(parameters.config["rank"])
-    return Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+    made = Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+    made.listens = parameters.config.get("listen") != "no"
+    return made
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -51,15 +58,16 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     return create
 
 
-def _bound(address: str, port: int) -> int | None:
-    """Return a socket bound to the address; None if it is not this machine's own, as behind a router with NAT."""
+def _bound(address: str, port: int) -> int:
+    """Return a socket bound to the address. If it is not this machine's own, torch would listen on every interface."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(place)
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                return None
-            raise
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            advice = "start the node with one of its own (--interface, --address)"
+            raise OSError(error.errno, f"{address} is not an address of this machine; {advice}") from None
         return listener.detach()  # torch takes over the descriptor; leaving the block must not close it

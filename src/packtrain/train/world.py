@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _broadcast_coalesced
+from torch._C._distributed_c10d import FileStore, Store, _broadcast_coalesced
+
+from packtrain.train.control import CONTROL_VARIABLE
 
 _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
 _MESSAGE_BYTES = 250 * 2**20  # tensors of one dtype are joined into messages of this size
@@ -24,6 +27,16 @@ _WAITING = "waiting for data"
 
 class StopRequested(Exception):
     """Raised where all ranks abandon an evaluation or a wait for data together, because of a stop."""
+
+
+def _store_of_machine(num_ranks: int) -> Store | None:
+    """Return the store in which the workers find each other if all are on one machine; None for the launcher's.
+
+    A file of the node's directory: a port on loopback would be open to every user of the machine.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    return FileStore(str(Path(os.environ[CONTROL_VARIABLE]) / "rendezvous"), num_ranks)
 
 
 class World:
@@ -38,13 +51,17 @@ class World:
     @classmethod
     def join(cls) -> World:
         """Join the process group that the launcher's environment variables name."""
-        local_rank = int(os.environ["LOCAL_RANK"])
+        rank, num_ranks, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), device, local_rank)
+        if num_ranks > 1:
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(
+                backend, timeout=_TIMEOUT, rank=rank, world_size=num_ranks, store=_store_of_machine(num_ranks)
+            )
+        return cls(rank, num_ranks, device, local_rank)
 
     def leave(self) -> None:
         if dist.is_initialized():
