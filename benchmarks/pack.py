@@ -1,9 +1,12 @@
-"""Time and memory of packing images, against decoding and encoding alone on the same cores.
+"""Time and memory of packing images, against decoding and encoding alone on the same cores; or of packing pairs.
 
-    python benchmarks/pack.py [--json] [--images 8000] [--gigabytes 0]
+    python benchmarks/pack.py [--json] [--images 8000] [--gigabytes 0] [--pairs 0]
 
 The images are synthetic: smooth noise of ImageNet's size, quality 92. With --gigabytes the set is that large (the same
 files under many names), and only memory and rate are printed: memory should not grow with the set.
+
+With --pairs, that many pairs of synthetic sentences are packed instead. As in real text, the more there are, the more
+distinct words they have: about two new ones in three pairs.
 """
 
 from __future__ import annotations
@@ -104,8 +107,27 @@ class PeakMemory:
             self.bytes = max(self.bytes, total)
 
 
-def seconds_packing(folder: Path, store: Path) -> tuple[float, int]:
-    data = DataSettings.model_validate({"train": [{"imagenet": str(folder)}]})
+def make_pairs(path: Path, count: int) -> None:
+    numbers = np.random.default_rng(1)
+    syllables = np.array(["ka", "lo", "mer", "tin", "sch", "ab", "ver", "gol", "pa", "nid", "ru", "ez", "ton", "bel"])
+    known = ["".join(numbers.choice(syllables, length)) for length in numbers.integers(1, 6, 50_000)]
+    places = np.arange(1, len(known) + 1)
+    with path.open("w") as file:
+        for start in range(0, count, 10_000):
+            # Frequencies of known words follow Zipf's law; new words are one in sixty.
+            drawn = numbers.choice(len(known), (min(10_000, count - start), 2, 20), p=1 / places / (1 / places).sum())
+            new = numbers.random(drawn.shape) < 1 / 60
+            made = iter(numbers.choice(syllables, (int(new.sum()), 6)).tolist())
+            for pair, is_new in zip(drawn.tolist(), new.tolist(), strict=True):
+                sides = (
+                    " ".join("".join(next(made)) if fresh else known[word] for word, fresh in zip(*side, strict=True))
+                    for side in zip(pair, is_new, strict=True)
+                )
+                file.write("\t".join(sides) + "\n")
+
+
+def seconds_packing(source: dict[str, str], store: Path) -> tuple[float, int]:
+    data = DataSettings.model_validate({"train": [source], "vocabulary": 32768})
     with PeakMemory() as memory:
         started = time.perf_counter()
         pack("bench", data, open_store(str(store), create=True), Processes(), PlainProgress(lambda _: None))
@@ -116,9 +138,16 @@ def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--images", type=int, default=8000)
     arguments.add_argument("--gigabytes", type=float, default=0.0)
+    arguments.add_argument("--pairs", type=int, default=0)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.pairs:
+            make_pairs(folder / "pairs.tsv", options.pairs)
+            seconds, peak = seconds_packing({"bitext": str(folder / "pairs.tsv")}, folder / "store")
+            row = {"pairs": options.pairs, "pack, s": seconds, "pairs/s": options.pairs / seconds}
+            bench.show("Packing pairs", [{**row, "peak memory, MB": peak / 1e6}], [], options.json)
+            return
         count = options.images
         if options.gigabytes:
             count = int(options.gigabytes * 1e9 / (make_set(folder / "probe", 50) / 50))
@@ -127,7 +156,7 @@ def main() -> None:
         ratios = []
         for number in range(1 if options.gigabytes else options.rounds):
             alone = 0.0 if options.gigabytes else seconds_alone(folder / "raw")
-            packing, peak = seconds_packing(folder / "raw", folder / f"store-{number}")
+            packing, peak = seconds_packing({"imagenet": str(folder / "raw")}, folder / f"store-{number}")
             ratios.append(packing / alone if alone else 0.0)
             rows.append(
                 {

@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["step.py", "--steps", "8"],
         ["start.py"],
         ["pack.py", "--images", "40"],
+        ["pack.py", "--pairs", "500"],
         ["input.py", "--images", "16"],
         ["input_text.py", "--pairs", "2000"],
         ["scale.py", "--nodes", "2", "4"],

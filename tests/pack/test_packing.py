@@ -10,9 +10,11 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
 from packtrain.job.job import DataSettings, Job
+from packtrain.pack import pairs
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import digest, pack, settings_of
+from packtrain.pack.vocabulary import Vocabulary
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store, open_store
 
@@ -155,8 +157,8 @@ def test_a_sample_in_train_and_valid_causes_a_warning(directory_store: Store, tm
 
 
 def test_no_warning_for_a_few_filtered_pairs_and_for_duplicates(directory_store: Store, tmp_path: Path) -> None:
-    pairs = [(f"line {number}", f"Zeile {number}") for number in range(19)]
-    assert told(job_of(tmp_path, pairs=[*pairs * 2, ("", "leer"), ("", "leer")]), directory_store) == [
+    lines = [(f"line {number}", f"Zeile {number}") for number in range(19)]
+    assert told(job_of(tmp_path, pairs=[*lines * 2, ("", "leer"), ("", "leer")]), directory_store) == [
         "train: 19 pairs; left out 19 (47.5%, duplicate pair), 2 (5.0%, one side is empty)",
         "valid: 5 pairs",
     ]
@@ -169,6 +171,18 @@ def test_a_text_that_is_too_long_is_left_out_before_it_is_tokenized(directory_st
         quietly(job, directory_store)
     made = quietly(job, directory_store, allow_drops=True)
     assert [split.samples for split in made.splits.values()] == [8, 5]
+
+
+def test_the_vocabulary_of_a_large_set_is_learned_from_a_sample(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [f"number {number:04}" for number in range(1000)]
+    job = job_of(tmp_path, pairs=[(side, side) for side in sides])
+    monkeypatch.setattr(pairs, "FIT_CHARACTERS", 2 * 250 * len(sides[0]))
+    manifest = quietly(job, directory_store)
+    assert manifest.splits["train"].samples == 1000
+    expected = Vocabulary.fit([side for side in sides[3::4] for _ in range(2)], 300).to_json()
+    assert directory_store.get(f"packs/{manifest.name}/vocabulary.json").decode() == expected
 
 
 def test_every_source_has_shards_of_its_own(directory_store: Store, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
 MAX_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
 MAX_FILTERED = 0.05  # of the training pairs, by the settings; more usually means that a limit does not fit the data
 _HASHED_BYTES = 4_000_000_000  # larger files are identified by size and time: hashing them would take minutes
+_COMPARED = 1_000_000  # training samples compared with those of another split at a time
 _NOUNS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "images", "captions": "images with captions"}
 
 
@@ -114,9 +115,13 @@ def _check_drops(split: str, found: Split, allow_drops: bool) -> None:
 
 
 def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:
-    trained = np.unique(np.frombuffer(contents.fingerprints["train"], np.uint64))
-    for split, values in contents.fingerprints.items():
-        same = int(np.isin(np.frombuffer(values, np.uint64), trained).sum()) if split != "train" else 0
+    trained = np.frombuffer(contents.fingerprints["train"], np.uint64)
+    for split in (name for name in contents.fingerprints if name != "train"):
+        values = np.frombuffer(contents.fingerprints[split], np.uint64)
+        # In parts, because sorting all training samples at once would need several times their memory.
+        parts = (trained[start : start + _COMPARED] for start in range(0, max(1, len(trained)), _COMPARED))
+        shared = np.concatenate([part[np.isin(part, values)] for part in parts])
+        same = int(np.isin(values, shared).sum())
         if same:
             progress.say(f"warning: {same:,} samples of {split} are also in train; scores will be too optimistic")
 

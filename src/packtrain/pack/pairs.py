@@ -1,4 +1,4 @@
-"""Pack pairs of texts in two streaming passes: memory holds one shard, and 8 bytes for every pair.
+"""Pack pairs of texts in streaming passes: memory holds one shard, the words of a sample, and 8 bytes for every pair.
 
 The tokenizer uses all cores by itself, so packing pairs does not use workers.
 """
@@ -31,6 +31,8 @@ from packtrain.pack.vocabulary import BOS, EOS, MAX_TEXT_BYTES, Vocabulary, is_t
 from packtrain.pack.words import count_words
 
 SHARD_PAIRS = 250_000
+# Of the pairs that a vocabulary is learned from: beyond that, new words take memory, and change next to nothing.
+FIT_CHARACTERS = 50_000_000
 DUPLICATE = "duplicate pair"
 TOO_LONG = f"text of more than {MAX_TEXT_BYTES:,} bytes"
 _ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
@@ -40,9 +42,11 @@ _SORTED_PARTS = 16  # parts of the fingerprints, each sorted by itself to save m
 
 def pack_pairs(packing: Packing) -> PackContents:
     contents = empty_contents(packing.data)
-    # First pass: vocabularies and fingerprints. The second pass, below, encodes.
+    # First pass: lengths, and the fingerprints that find duplicates. The last pass, below, encodes.
     with packing.progress.track("reading train", None) as advance:
-        source, target = _fit(packing, contents, advance)
+        characters = _survey(packing, contents, advance)
+    with packing.progress.track("learning the vocabulary", None) as advance:
+        source, target = _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
     if not packing.data.joint:
         target_json = target.to_json().encode()
@@ -55,25 +59,34 @@ def pack_pairs(packing: Packing) -> PackContents:
     return contents
 
 
-def _fit(packing: Packing, contents: PackContents, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
-    """Read the training data once: fit the vocabularies, and note the fingerprints that find duplicates."""
+def _survey(packing: Packing, contents: PackContents, advance: Advance) -> int:
+    """Note the fingerprint of every training pair; return the number of their characters."""
     seen = contents.fingerprints["train"]
+    characters = 0
+    for _, _, pair in _kept(packing, DropCounter(), DropCounter()):  # the last pass counts what is left out
+        seen.append(fingerprint(pair))
+        characters += len(pair.source) + len(pair.target)
+        if len(seen) % _ADVANCE_EVERY == 0:
+            advance(_ADVANCE_EVERY)
+    return characters
 
-    # Fitting consumes an iterator of texts, so fingerprints are taken as the pairs pass by.
-    def noted() -> Iterator[TextPair]:
-        for _, _, pair in _kept(packing, DropCounter(), DropCounter()):
-            seen.append(fingerprint(pair))
-            if len(seen) % _ADVANCE_EVERY == 0:
+
+def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
+    """Learn the vocabularies from a share of the training pairs, evenly spaced."""
+
+    def sample() -> Iterator[TextPair]:
+        for number, (_, _, pair) in enumerate(_kept(packing, DropCounter(), DropCounter()), 1):
+            if number % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
-            yield pair
+            if int(number * share) > int((number - 1) * share):
+                yield pair
 
     size = packing.data.vocabulary
     if packing.data.joint:
-        joint = Vocabulary.fit((side for pair in noted() for side in (pair.source, pair.target)), size)
+        joint = Vocabulary.fit((side for pair in sample() for side in (pair.source, pair.target)), size)
         return joint, joint
-    source = Vocabulary.fit((pair.source for pair in noted()), size)
-    kept = _kept(packing, DropCounter(), DropCounter())  # the second pass counts what is left out
-    return source, Vocabulary.fit((pair.target for _, _, pair in kept), size)
+    source = Vocabulary.fit((pair.source for pair in sample()), size)
+    return source, Vocabulary.fit((pair.target for pair in sample()), size)
 
 
 Chosen = Iterator[tuple[int, TextPair]]
