@@ -95,6 +95,10 @@ class CountingStore(Store):
         self._count(False, 0)
         return self._inner.entry(key)
 
+    def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
+        self._count(True, 0)
+        self._inner.remove_unfinished(prefix, is_dead)
+
     def delete(self, key: str) -> None:
         self._count(True, 0)
         self._inner.delete(key)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, kill, wait_until
+from pathlib import Path
+
+import pytest
+
+from packtrain.run.checkpoint import committed
+from parts.s3 import S3Server, fresh_location
+from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, kill, make_sandbox, wait_until
+from parts.stores import keys
 
 
 def members(sandbox: Sandbox) -> list[str]:
@@ -63,3 +70,38 @@ def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
     assert sandbox.packtrain("stop").returncode == 0
     assert sandbox.wait_for_result() == "stopped"
     assert_nothing_left(sandbox)
+
+
+LARGE = ("model.width=256", "model.feedforward=8192")  # so that a checkpoint takes long enough to be caught
+SHORT = ("train.duration=30 steps", "checkpoint.every=10 steps", "fleet.local.machines=1")
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_nothing_but_commits_is_left_of_a_run_that_was_killed_during_an_upload(
+    kind: str, tmp_path: Path, s3_environment: S3Server
+) -> None:
+    sandbox = make_sandbox(tmp_path, fresh_location() if kind == "bucket" else None)
+
+    def unfinished() -> list[str]:
+        if kind == "bucket":
+            return s3_environment.uploads(sandbox.store)
+        return [str(path) for path in Path(sandbox.store).rglob("files/.tmp-*")]
+
+    try:
+        sandbox.detach(*(word for field in (*LARGE, *SHORT) for word in ("--set", field)))
+        sandbox.wait_for_commit(10)
+        wait_until(unfinished, "the next upload")
+        kill(sandbox.processes())
+        wait_until(lambda: not sandbox.processes(), "all processes to end", 30)
+        assert unfinished()
+        assert sandbox.packtrain("resume").returncode == 0
+        run = sandbox.run()
+        names = {key.split("/")[3] for key in keys(run.store, run.key("checkpoints"))}
+        assert names == {checkpoint.name for checkpoint in committed(run)}
+        assert unfinished() == []
+        if kind == "directory":
+            left = [path for path in Path(sandbox.store).rglob("*") if path.is_dir() and not list(path.iterdir())]
+            assert left == list(Path(sandbox.store).rglob(".tmp-*")) == []
+        assert_nothing_left(sandbox)
+    finally:
+        sandbox.close()

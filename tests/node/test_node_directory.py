@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from packtrain.errors import AlreadyJoined, Mistake
-from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, remove_orphans, sweep
-from packtrain.run.checkpoint import commit, committed
+from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, sweep
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import nodes_directory
@@ -261,18 +260,3 @@ def test_only_one_of_many_clients_that_start_a_node_at_the_same_moment_succeeds(
     assert sorted(said) == [b"", b"", b"", b"joined\n"]
     sweep(run, lambda *_: None)
     assert list(nodes_directory().iterdir()) == [], "the slot of a node that was killed is removed"
-
-
-# Checkpoints that were begun and never committed.
-
-
-def test_uncommitted_files_of_older_generations_are_removed(any_store: Store, tmp_path: Path) -> None:
-    run = new_run(any_store)
-    (tmp_path / "file").write_bytes(b"x")
-    commit(run, 10, 1, None, {"f": tmp_path / "file"})
-    for name in ("000000020-000001-aaa", "000000030-000002-bbb", "000000040-000003-ccc", "odd"):
-        any_store.put(run.key(f"checkpoints/{name}/files/f"), b"x")
-    remove_orphans(run, 3, pytest.fail)
-    left = any_store.folders(run.key("checkpoints/"))
-    assert [one.step for one in committed(run)] == [10]
-    assert left == [committed(run)[0].name, "000000040-000003-ccc", "odd"]

@@ -76,5 +76,8 @@ class FaultyStore(Store):
     def entry(self, key: str) -> Entry | None:
         return self._do("entry", key, lambda: self._inner.entry(key))
 
+    def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
+        self._do("remove_unfinished", prefix, lambda: self._inner.remove_unfinished(prefix, is_dead))
+
     def delete(self, key: str) -> None:
         self._do("delete", key, lambda: self._inner.delete(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -31,16 +32,33 @@ class S3Server:
         for name, value in self.environment().items():
             monkeypatch.setenv(name, value)
 
-    def create_bucket(self) -> None:
+    def client(self) -> Any:
+        """Amazon's own client, which shows what ours cannot."""
         import boto3  # type: ignore[import-untyped]
 
-        boto3.client(
+        return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name="us-east-1",
-        ).create_bucket(Bucket=BUCKET)
+        )
+
+    def create_bucket(self) -> None:
+        self.client().create_bucket(Bucket=BUCKET)
+
+    def uploads(self, location: str) -> list[str]:
+        """Return the keys of the unfinished multipart uploads below a location of the tests' bucket."""
+        prefix = location.removeprefix(f"s3://{BUCKET}/") + "/"
+        found = self.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
+        return sorted(upload["Key"].removeprefix(prefix) for upload in found)
+
+    def begin_upload(self, location: str, key: str) -> None:
+        """Begin a multipart upload and leave it, as a client does that is killed."""
+        name = f"{location}/{key}".removeprefix(f"s3://{BUCKET}/")
+        begun = self.client().create_multipart_upload(Bucket=BUCKET, Key=name)
+        part = {"Bucket": BUCKET, "Key": name, "UploadId": begun["UploadId"], "PartNumber": 1}
+        self.client().upload_part(**part, Body=b"x" * 100)
 
 
 def leave_aws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,15 @@ from packtrain.run.checkpoint import (
     fetch,
     fetch_newest,
     prune,
+    remove_uncommitted,
     superfluous,
 )
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from parts.faulty import FaultyStore, Killed
 from parts.runs import a_generation, new_run, read_files, write_files
+from parts.s3 import S3Server
+from parts.stores import python
 
 
 def content(step: int) -> dict[str, bytes]:
@@ -384,3 +387,60 @@ def test_the_best_has_the_highest_score_and_without_scores_is_the_newest() -> No
     assert best(made) == made[1]
     assert best(made[2:3]) == made[2]
     assert best([]) is None
+
+
+# Checkpoints that were begun and never committed.
+
+
+def test_uncommitted_files_of_older_generations_are_removed(any_store: Store, tmp_path: Path) -> None:
+    run = new_run(any_store)
+    (tmp_path / "file").write_bytes(b"x")
+    commit(run, 10, 1, None, {"f": tmp_path / "file"})
+    for name in ("000000020-000001-aaa", "000000030-000002-bbb", "000000040-000003-ccc", "odd"):
+        any_store.put(run.key(f"checkpoints/{name}/files/f"), b"x")
+    remove_uncommitted(run, 3)
+    left = any_store.folders(run.key("checkpoints/"))
+    assert [one.step for one in committed(run)] == [10]
+    assert left == [committed(run)[0].name, "000000040-000003-ccc", "odd"]
+
+
+KILLED_DURING_A_COMMIT = """
+import sys
+from pathlib import Path
+from packtrain.run.checkpoint import commit
+from packtrain.run.run import Run
+from packtrain.store import open_store
+commit(Run(open_store(sys.argv[1]), sys.argv[2]), 20, 1, None, {"a": Path(sys.argv[3]), "b": Path(sys.argv[3])})
+"""
+
+
+def test_nothing_is_left_of_a_commit_that_was_killed_during_its_upload(
+    directory_store: Store, s3_store: Store, s3_environment: S3Server, tmp_path: Path
+) -> None:
+    (tmp_path / "small").write_bytes(b"x")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(400 << 20)
+
+    def unfinished(store: Store) -> list[str]:
+        if store.is_directory:
+            return [str(path) for path in Path(store.url).rglob(".tmp-*") if path.parent.name == "files"]
+        return s3_environment.uploads(store.url)
+
+    for store in (directory_store, s3_store):
+        run = new_run(store)
+        kept = commit(run, 10, 1, None, {"f": tmp_path / "small"})
+        before = [entry.key for entry in store.list()]
+        writer = python(KILLED_DURING_A_COMMIT, store.url, run.name, tmp_path / "large")
+        while not unfinished(store):
+            assert writer.poll() is None
+        writer.kill()
+        writer.communicate()
+        assert len(unfinished(store)) == 1
+        remove_uncommitted(run, 1)
+        assert len(unfinished(store)) == 1, "its generation may still commit"
+        remove_uncommitted(run, 2)
+        assert unfinished(store) == []
+        assert [entry.key for entry in store.list()] == before
+        assert committed(run) == [kept]
+        if store.is_directory:
+            assert [path.name for path in Path(store.url, run.key("checkpoints")).iterdir()] == [kept.name]

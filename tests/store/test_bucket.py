@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.store import Store, StoreError, open_store
+from packtrain.store.uploads import UploadClient
 from parts.loopback import free_port
 from parts.proxy import BUSY, CUT, DROP, HANG, LOSE_ANSWER, PASS, REFUSE, Proxy
-from parts.s3 import S3Server, fresh_location
+from parts.s3 import BUCKET, S3Server, fresh_location
 from parts.stores import MEGABYTE, keys, noise, output_of, python
 
 
@@ -69,6 +72,79 @@ def test_an_access_key_without_its_secret_is_refused_and_vice_versa(monkeypatch:
     with pytest.raises(Mistake, match="set AWS_ACCESS_KEY_ID too") as caught:
         open_store("s3://bucket")
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("server", ["moto_server", "ceph_server"])
+def test_unfinished_uploads_of_dead_writers_are_aborted_and_no_others(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3: S3Server = request.getfixturevalue(server)
+    s3.enter(monkeypatch)
+    location = fresh_location()
+    store = open_store(location)
+    for key in ("runs/a-1/1/x", "runs/a-1/2/y z&<ü>+%20", "runs/a-10/1/x", "packs/p/x"):
+        s3.begin_upload(location, key)
+    store.put("runs/a-1/1/done", b"1")
+    store.remove_unfinished("runs/a-1", lambda key: key.startswith("runs/a-1/2/"))
+    assert s3.uploads(location) == ["packs/p/x", "runs/a-1/1/x", "runs/a-10/1/x"]
+    store.remove_unfinished("runs/a-1/")
+    assert s3.uploads(location) == ["packs/p/x", "runs/a-10/1/x"]
+    store.remove_unfinished("")
+    assert s3.uploads(location) == []
+    assert keys(store) == ["runs/a-1/1/done"]
+
+
+def test_unfinished_uploads_are_listed_page_by_page(ceph_server: S3Server) -> None:
+    location = fresh_location()
+    for number in range(5):
+        ceph_server.begin_upload(location, f"many/{number}")
+    keys = ceph_server.access_key, ceph_server.secret_key
+    client = UploadClient(f"{ceph_server.endpoint}/{BUCKET}", "us-east-1", *keys, None, 10.0, uploads_per_page=2)
+    prefix = location.removeprefix(f"s3://{BUCKET}/")
+    assert [upload.key for upload in client.list(prefix)] == [f"{prefix}/many/{number}" for number in range(5)]
+
+
+def test_wrong_keys_and_failures_are_told_when_uploads_are_aborted(
+    s3_proxy: Proxy, s3_location: str, ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_proxy.first(BUSY)
+    patient(s3_location).remove_unfinished("")
+    s3_proxy.fault = lambda *_: REFUSE
+    with pytest.raises(StoreError, match="try again later") as caught:
+        patient(s3_location, outage_seconds=0.2).remove_unfinished("")
+    assert caught.value.temporary
+    ceph_server.enter(monkeypatch)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    with pytest.raises(StoreError, match="wrong secret key") as caught:
+        open_store(s3_location).remove_unfinished("")
+    assert "canary" not in str(caught.value)
+
+
+def test_an_upload_that_is_taken_for_dead_starts_over(
+    s3_environment: S3Server, s3_location: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(noise(80 * MEGABYTE))
+    store = open_store(s3_location)
+    uploading = threading.Thread(target=store.put_file, args=("big", source))
+    uploading.start()
+    while not s3_environment.uploads(s3_location):
+        assert uploading.is_alive()
+    store.remove_unfinished("")
+    uploading.join()
+    store.get_file("big", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == source.read_bytes()
+    assert s3_environment.uploads(s3_location) == []
+
+
+@pytest.mark.parametrize("server", ["moto_server", "ceph_server"])
+def test_the_lifecycle_rule_in_the_docs_is_accepted(server: str, request: pytest.FixtureRequest) -> None:
+    s3: S3Server = request.getfixturevalue(server)
+    page = (Path(__file__).parents[2] / "docs/fleets.md").read_text()
+    rule = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    s3.client().put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rule)
+    [kept] = s3.client().get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert kept["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 3}
 
 
 @pytest.mark.parametrize("fault", [REFUSE, BUSY, LOSE_ANSWER, DROP, HANG, CUT])

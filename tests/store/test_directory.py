@@ -18,7 +18,7 @@ import pytest
 
 from packtrain.store import DamagedObject, Store, StoreAway, StoreError, open_store
 from parts.mounts import Mounts
-from parts.stores import MEGABYTE, keys, output_of, python
+from parts.stores import MEGABYTE, keys, noise, output_of, python
 
 
 class unprivileged:  # noqa: N801
@@ -270,6 +270,37 @@ while True:
             assert data.count(data[:1]) == 8_000_000
         for entry in found:
             store.delete(entry.key)
+
+
+def test_what_killed_writers_left_is_removed_where_they_are_known_to_be_dead(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    directory_store.put("runs/a/1/whole", b"1")
+    for name in ("runs/a/1/.tmp-x", "runs/a/2/files/.tmp-x", "runs/a/3/.tmp-x", "runs/b/.tmp-x"):
+        (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / name).write_bytes(b"half")
+    directory_store.remove_unfinished("runs/a", lambda name: not name.startswith("runs/a/3/"))
+    left = sorted(str(path.relative_to(tmp_path / "store/runs")) for path in (tmp_path / "store/runs").rglob("*"))
+    assert left == ["a", "a/1", "a/1/whole", "a/3", "a/3/.tmp-x", "b", "b/.tmp-x"]
+    directory_store.remove_unfinished("runs/nothing")
+
+
+def test_a_writer_that_is_taken_for_dead_starts_over(directory_store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(noise(40 * MEGABYTE))
+
+    def remove() -> None:
+        while not list((tmp_path / "store").rglob(".tmp-*")):
+            pass
+        directory_store.remove_unfinished("")
+
+    removing = threading.Thread(target=remove)
+    removing.start()
+    directory_store.put_file("big/file", source)
+    removing.join()
+    directory_store.get_file("big/file", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == source.read_bytes()
+    assert list((tmp_path / "store").rglob(".tmp-*")) == []
 
 
 def test_a_full_disk_leaves_existing_objects_intact(small_disk: Path) -> None:

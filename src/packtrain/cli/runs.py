@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -192,12 +193,18 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
 
 def _finish_unattended(run: Run) -> None:
     """Write the result of a run that no machine works on, at its last checkpoint."""
-    from packtrain.run.checkpoint import committed
+    from packtrain.errors import PacktrainError
+    from packtrain.run.checkpoint import committed, remove_uncommitted
     from packtrain.run.records import Result
 
     step = max((checkpoint.step for checkpoint in committed(run)), default=0)
     seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
     run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
+    latest = run.latest_generation()
+    with suppress(PacktrainError):  # the run has its result; the next generation would remove the rest, too
+        # The last generation's files stay: a machine that was only cut off may still commit them.
+        remove_uncommitted(run, 0 if latest is None else latest.number)
+        run.store.remove_unfinished(run.folder)
 
 
 def report(name: RunArgument = None, store: StoreOption = None) -> None:

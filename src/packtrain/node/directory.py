@@ -19,7 +19,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +27,6 @@ from pathlib import Path
 from packtrain.errors import AlreadyJoined, Mistake
 from packtrain.node.launch import kill_marked
 from packtrain.node.workers import LogShipper, source_of
-from packtrain.run.checkpoint import generation_of
 from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, TellEvent
 from packtrain.run.run import Run
@@ -219,20 +218,3 @@ def _lines_of(run: Run, node: str) -> Iterator[LogLine]:
             for entry in run.store.list(run.key(f"logs/{writer}")):
                 for line in run.store.get(entry.key).splitlines():
                     yield LogLine(**json.loads(line))
-
-
-def remove_orphans(run: Run, current: int, complain: Callable[[StoreError], None]) -> None:
-    """Delete the files of checkpoints that older generations started and never committed.
-
-    Generations before the current one can no longer commit; the current one is left alone.
-    """
-    try:
-        for name in run.store.folders(run.key("checkpoints/")):
-            generation = generation_of(name)
-            folder = run.key(f"checkpoints/{name}")
-            if generation is None or generation >= current or run.store.exists(f"{folder}/manifest.json"):
-                continue
-            for entry in run.store.list(folder):
-                run.store.delete(entry.key)
-    except StoreError as error:
-        complain(error)

@@ -27,14 +27,14 @@ from packtrain.node.address import check_private
 from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
-from packtrain.node.directory import NodeDirectory, NodeSlot, remove_orphans, sweep
+from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
-from packtrain.run.checkpoint import Superseded, committed
+from packtrain.run.checkpoint import Superseded, committed, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
 from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
@@ -150,6 +150,7 @@ class Node:
                 lambda: self._tell("machine", f"{self.name} is leaving"),
                 flusher.close,
                 telemetry_flusher.close,
+                self._clean_up_after_run,
                 self.lease.leave,
                 self.directory.remove,
                 self.deadline.close,
@@ -257,7 +258,7 @@ class Node:
         if self._job.program is not None:  # a recipe's workers restore by themselves
             group.restoring = Task(self.program.restore, "restore")
         if group.is_first and generation.number > 1:  # one node cleans up for all
-            Task(lambda: remove_orphans(self.run, generation.number, complain), "orphans")
+            Task(lambda: self._clean_up(generation.number), "clean up")
         self._launch(group)
 
     def _launch_or_leave(self, group: WorkerGroup) -> None:
@@ -427,6 +428,31 @@ class Node:
         if self.run.finish(Result(status, reason, step, self.lease.used_seconds())):
             self._tell(status, reason)
         self.is_over = True
+
+    def _clean_up(self, before: int) -> None:
+        """Remove what killed workers of generations before that number left in the store."""
+        try:
+            remove_uncommitted(self.run, before)
+        except StoreError as error:
+            complain(error)
+
+    def _clean_up_after_run(self) -> None:
+        """Remove what is left of unfinished uploads, once nothing is committed anymore.
+
+        Only by the first node of the last generation, whose own workers have ended: only they commit.
+        """
+        latest = self._latest
+        if latest is None or latest.members[0].node != self.name or self.run.result() is None:
+            return
+
+        def remove() -> None:
+            self._clean_up(latest.number + 1)
+            try:
+                self.run.store.remove_unfinished(self.run.folder)
+            except StoreError as error:
+                complain(error)
+
+        Task(remove, "clean up").wait(_SWEEP_SECONDS)  # the machine must not wait for a store that is away
 
     # Called by the deadline, in its own thread: nothing here waits for the store.
 

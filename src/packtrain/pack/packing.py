@@ -20,7 +20,7 @@ from packtrain.pack.images import pack_captions, pack_labels
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key, sized_split
 from packtrain.pack.pairs import DUPLICATE, pack_pairs
 from packtrain.pack.workers import Workers
-from packtrain.store import Store
+from packtrain.store import Store, StoreError
 from packtrain.system import sha256_of
 
 PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
@@ -63,6 +63,10 @@ def pack(
     # Last: a pack without a manifest does not exist, so a reader never sees half of one.
     store.put(pack_key(folder, "manifest.json"), manifest.to_json())
     delete_notes(store, folder)
+    try:
+        store.remove_unfinished(f"packs/{folder}")  # of interrupted builds
+    except StoreError as error:
+        progress.say(f"warning: {error}")
     return manifest
 
 

@@ -206,6 +206,22 @@ def prune(run: Run, keep_last: int, keep_best: int) -> None:
             run.store.delete(_file_key(run, checkpoint.name, file.name))
 
 
+def remove_uncommitted(run: Run, before: int) -> None:
+    """Delete what generations before that number uploaded and never committed; they can no longer commit it."""
+    folder = run.key("checkpoints/")
+    for name in run.store.folders(folder):
+        generation = generation_of(name)
+        if generation is not None and generation < before and not run.store.exists(_manifest_key(run, name)):
+            for entry in run.store.list(f"{folder}{name}"):
+                run.store.delete(entry.key)
+
+    def is_dead(key: str) -> bool:
+        generation = generation_of(key.removeprefix(folder).split("/")[0])
+        return generation is not None and generation < before
+
+    run.store.remove_unfinished(folder, is_dead)
+
+
 def _manifest_key(run: Run, name: str) -> str:
     return run.key(f"checkpoints/{name}/manifest.json")
 

@@ -6,6 +6,7 @@ import builtins
 import re
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -91,6 +92,13 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete the object if it exists."""
+
+    @abstractmethod
+    def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
+        """Remove what killed writers left below `prefix`: temporary files, empty folders, multipart uploads.
+
+        `is_dead` is asked with the name of each. A writer that turns out to be alive loses nothing: it starts over.
+        """
 
     def exists(self, key: str) -> bool:
         return self.entry(key) is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from packtrain.errors import Mistake
 from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checked_prefix, is_key
 from packtrain.store.directory import CHUNK_BYTES, opened_folder, replace, stage
 from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
+from packtrain.store.uploads import UploadClient
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -79,6 +81,14 @@ class S3Access:
                 "(`aws configure export-credentials --format env` prints those of the aws command)"
             )
         return access
+
+    def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:
+        """Return a client for the bucket's unfinished uploads; None if only obstore knows the keys."""
+        if self.access_key is None or self.secret_key is None:
+            return None
+        server = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+        keys = self.access_key, self.secret_key, self.session_token
+        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, *keys, answer_seconds)
 
     def config(self) -> S3Config:
         config: S3Config = {
@@ -150,6 +160,7 @@ class BucketStore(Store):
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.endpoint = access.endpoint
+        self._prefix, self._uploads = prefix, access.uploads(bucket, answer_seconds)
         self._outage_seconds = outage_seconds
         self._bucket_seen = False
         self._pid = os.getpid()
@@ -281,6 +292,16 @@ class BucketStore(Store):
         checked_key(key)
         with suppress(ObjectNotFound):
             self._retry(key, lambda: obstore.delete(self._client, key))
+
+    def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
+        """Abort multipart uploads. Without keys of its own (a machine's role), the bucket's lifecycle rule has to."""
+        if self._uploads is None:
+            return
+        uploads, prefix = self._uploads, checked_prefix(prefix)
+        above = f"{self._prefix}/" if self._prefix else ""
+        for upload in self._retry(prefix, lambda: [*uploads.list(f"{above}{prefix}/" if prefix else above)]):
+            if is_dead(upload.key.removeprefix(above)):
+                self._retry(prefix, partial(uploads.abort, upload))
 
     def _mark_of(self, key: str) -> object:
         try:

@@ -130,6 +130,11 @@ class DirectoryStore(Store):
                     with self._folder(above) as folder:
                         os.rmdir(name, dir_fd=folder)
 
+    def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
+        prefix = checked_prefix(prefix)
+        with self._explained(prefix), suppress(*_ABSENT), self._folder(prefix) as folder:
+            _remove_unfinished(folder, prefix, is_dead)
+
     def _publish(
         self, key: str, chunks: Callable[[], Iterable[bytes]], give_name: Callable[[int, str, str], Published]
     ) -> Published:
@@ -141,7 +146,8 @@ class DirectoryStore(Store):
                     with self._folder(above, make=True) as folder:
                         return give_name(folder, stage(folder, chunks()), name)
                 except FileNotFoundError:
-                    # Another process deleted the last object of the folder, and so the folder, meanwhile.
+                    # Another process deleted the last object of the folder, and so the folder, meanwhile; or the
+                    # temporary file, because it considered this writer dead.
                     if not tries_left:
                         raise
         raise AssertionError
@@ -314,6 +320,21 @@ def _has_objects(folder: int, name: str) -> bool:
 
 def _entry(key: str, status: os.stat_result) -> Entry:
     return Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+
+
+def _remove_unfinished(folder: int, prefix: str, is_dead: Callable[[str], bool]) -> None:
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        name = f"{prefix}/{entry.name}" if prefix else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            with suppress(*_ABSENT), _closing(_open_below(folder, entry.name)) as below:
+                _remove_unfinished(below, name, is_dead)
+            if is_dead(f"{name}/"):
+                with suppress(OSError):  # it has objects
+                    os.rmdir(entry.name, dir_fd=folder)
+        elif entry.name.startswith(TEMPORARY) and is_dead(name):
+            _unlink(folder, entry.name)
 
 
 def _remove_if_abandoned(folder: int, entry: os.DirEntry[str]) -> None:
