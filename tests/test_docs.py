@@ -90,3 +90,16 @@ def test_every_span_of_time_is_explained() -> None:
     text = section_of(ROOT / "docs" / "training.md", "Where the time goes")
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", rows)) == set(SPANS)
+
+
+def test_every_attack_names_tests_that_exist() -> None:
+    rows = re.findall(
+        r"^\| (?!attack|---).*\| (.+) \|$", section_of(ROOT / "SECURITY.md", "Attacks tried"), re.MULTILINE
+    )
+    names = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert len(rows) > 20
+    assert all(names), "each row has a test"
+    tests = {
+        name for path in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert {name for row in names for name in row} - tests == set()
