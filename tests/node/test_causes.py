@@ -4,12 +4,33 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.node.causes import failures_in_a_row, most_specific, oom_kills, reason_for, verdict, why_they_ended
+from packtrain.node.causes import (
+    LastOutput,
+    failures_in_a_row,
+    most_specific,
+    oom_kills,
+    reason_for,
+    verdict,
+    why_they_ended,
+)
 from packtrain.run.records import Cause, Generation, NodeReport
 from packtrain.train.control import WorkerError
 from parts.runs import a_generation
 
 KILLED = "exitcode  : -9 (pid: 4242)"
+IN_USE = "The server socket has failed to listen (errno: 98 - Address already in use)."
+WARNED = "warning: checkpoint not saved: [Errno 28] No space left on device"
+SUMMARY = """
+Failures:
+[1]:
+  rank      : {other} (local_rank: {other})
+  exitcode  : {code_of_other} (pid: 11)
+Root Cause (first observed failure):
+[0]:
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 12)  (SIGKILL)
+"""
+KILLED_ALONE = {"rank": 1, "code": -9, "other": 0, "code_of_other": -15}
 
 
 def error(text: str, **fields: object) -> WorkerError:
@@ -22,41 +43,39 @@ def error(text: str, **fields: object) -> WorkerError:
 @pytest.mark.parametrize(
     ("code", "errors", "said", "kills", "cause"),
     [
-        (0, [], "", 0, "ended"),
-        (1, [], "", 0, "program"),
-        (1, [error("full", cause="memory")], "", 0, "memory"),
-        (1, [error("away", cause="store")], "", 0, "store"),
-        (1, [], KILLED, 1, "memory"),
-        (1, [], KILLED, 0, "program"),
-        (1, [], "somebody else was killed", 1, "program"),
-        (1, [], "MemoryError\n", 0, "memory"),
-        (1, [], "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", 0, "memory"),
-        (1, [], "OSError: [Errno 28] No space left on device", 0, "disk"),
-        (1, [], "The server socket has failed to listen (errno: 98 - Address already in use).", 0, "port"),
-        (1, [error("it broke")], "", 0, "program"),
+        (0, [], LastOutput(), 0, "ended"),
+        (1, [], LastOutput(), 0, "program"),
+        (1, [error("full", cause="memory")], LastOutput(), 0, "memory"),
+        (1, [error("away", cause="store")], LastOutput(), 0, "store"),
+        (1, [error("it broke")], LastOutput(), 0, "program"),
+        (1, [], LastOutput(KILLED), 1, "memory"),
+        (1, [], LastOutput(KILLED), 0, "program"),
+        (1, [], LastOutput("somebody else was killed"), 1, "program"),
+        (1, [], LastOutput("", "MemoryError\n"), 0, "memory"),
+        (1, [], LastOutput("", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"), 0, "memory"),
+        (1, [], LastOutput("", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried"), 0, "memory"),
+        (1, [], LastOutput("", "OSError: [Errno 28] No space left on device"), 0, "disk"),
+        (1, [], LastOutput("", "cp: error writing 'x': No space left on device"), 0, "disk"),
+        (1, [], LastOutput(IN_USE), 0, "port"),
+        # What workers wrote before, or about others, is not why they ended.
+        (1, [], LastOutput(SUMMARY.format(**KILLED_ALONE), WARNED), 0, "program"),
+        (1, [error("Connection reset by peer")], LastOutput(SUMMARY.format(**KILLED_ALONE), WARNED), 0, "program"),
+        (1, [], LastOutput("", f"{WARNED}\nValueError: it broke"), 0, "program"),
+        (1, [], LastOutput("", f"OSError: {IN_USE}"), 0, "program"),
+        (1, [], LastOutput("", KILLED), 1, "program"),
     ],
 )
-def test_each_cause_is_recognized(code: int, errors: list[WorkerError], said: str, kills: int, cause: str) -> None:
+def test_each_cause_is_recognized(
+    code: int, errors: list[WorkerError], said: LastOutput, kills: int, cause: str
+) -> None:
     assert why_they_ended(3, code, errors, said, kills).cause == cause
 
 
 def test_an_error_is_reported_with_its_step_but_a_lost_connection_without() -> None:
-    own = why_they_ended(3, 1, [error("it broke", step=7)], "", 0)
+    own = why_they_ended(3, 1, [error("it broke", step=7)], LastOutput(), 0)
     assert (own.generation, own.text, own.step) == (3, "it broke", 7)
-    lost = why_they_ended(3, 1, [error("[gloo] Connection closed by peer", step=7)], "", 0)
+    lost = why_they_ended(3, 1, [error("[gloo] Connection closed by peer", step=7)], LastOutput(), 0)
     assert (lost.cause, lost.step) == ("program", None)
-
-
-SUMMARY = """
-Failures:
-[1]:
-  rank      : {other} (local_rank: {other})
-  exitcode  : {code_of_other} (pid: 11)
-Root Cause (first observed failure):
-[0]:
-  rank      : {rank} (local_rank: {rank})
-  exitcode  : {code} (pid: 12)  (SIGKILL)
-"""
 
 
 @pytest.mark.parametrize(
@@ -70,7 +89,7 @@ Root Cause (first observed failure):
     ],
 )
 def test_a_killed_rank_explains_the_connections_that_others_lost(launcher: dict[str, int], text: str) -> None:
-    ended = why_they_ended(3, 1, [error("Connection reset by peer", step=7)], SUMMARY.format(**launcher), 0)
+    ended = why_they_ended(3, 1, [error("Connection reset by peer", step=7)], LastOutput(SUMMARY.format(**launcher)), 0)
     assert (ended.cause, ended.text, ended.step) == ("program", text, None)
 
 
@@ -85,13 +104,13 @@ ValueError: no such column: 'price'
 Traceback (most recent call last):
 torch.distributed.DistNetworkError: Connection was likely closed
 """
-    text = why_they_ended(3, 1, [], said, 0).text
+    text = why_they_ended(3, 1, [], LastOutput("", said), 0).text
     assert text == "a worker exited with code 1 (ValueError: no such column: 'price'); see `packtrain logs`"
 
 
 def test_the_error_that_explains_the_others_comes_first() -> None:
     errors = [error("Connection reset by peer", time=1.0), error("it broke", time=2.0, step=7)]
-    assert why_they_ended(3, 1, errors, "", 0).text == "it broke"
+    assert why_they_ended(3, 1, errors, LastOutput(), 0).text == "it broke"
 
 
 # What happened to all of them.

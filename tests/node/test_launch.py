@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from packtrain.node.address import interface_of
+from packtrain.node.causes import LastOutput
 from packtrain.node.launch import (
     Directories,
     Launch,
@@ -353,7 +354,7 @@ def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(node
     directories = Directories(home / "logs", home / "control", home / "checkpoints")
     launch = launchers.launch(a_generation(1, "a"), 0, directories)
     assert launch.process.wait(timeout=90) == 1
-    assert last_output(home / "logs").rstrip().endswith("ImportError: no such thing")
+    assert last_output(home / "logs").launcher.rstrip().endswith("ImportError: no such thing")
 
 
 def test_a_port_that_is_free_can_be_listened_on() -> None:
@@ -369,6 +370,7 @@ def test_the_last_output_is_of_the_launcher_and_every_worker(tmp_path: Path) -> 
     (tmp_path / "x" / "attempt_0" / "1" / "stderr.log").write_text("MemoryError")
     (tmp_path / "x" / "attempt_0" / "1" / "stdout.log").write_text("not this")
     said = last_output(tmp_path)
-    assert said.endswith("the end\nMemoryError")
-    assert len(said) < 20_000
-    assert last_output(tmp_path / "nothing") == ""
+    assert said.launcher.endswith("the end")
+    assert said.workers == "MemoryError"
+    assert len(said.launcher) < 20_000
+    assert last_output(tmp_path / "nothing") == LastOutput()

@@ -9,6 +9,7 @@ import errno
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.run.records import Cause, Generation, NodeReport
@@ -31,7 +32,9 @@ _ADVICE: Mapping[Cause, str] = {
 }
 
 _PORT = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-_MEMORY = re.compile(r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]annot allocate memory")
+_MEMORY = re.compile(
+    r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]annot allocate memory|can't allocate memory"
+)
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
@@ -56,11 +59,21 @@ def is_own_failure(report: NodeReport) -> bool:
     return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
 
 
+@dataclass(frozen=True)
+class LastOutput:
+    """The end of what the launcher and the workers wrote."""
+
+    launcher: str = ""
+    workers: str = ""
+
+
 def why_they_ended(
-    generation: int, code: int, errors: Sequence[WorkerError], output: str, out_of_memory_kills: int
+    generation: int, code: int, errors: Sequence[WorkerError], output: LastOutput, out_of_memory_kills: int
 ) -> NodeReport:
     """Judge by the workers' own reports, the last output of launcher and workers, and the number of processes that the
     kernel killed meanwhile because memory was full.
+
+    Only the launcher knows about signals and the rendezvous port: workers may write about others.
     """
     if code == 0:
         return NodeReport(generation, "ended", "the workers exited before the run was complete")
@@ -68,20 +81,26 @@ def why_they_ended(
     first = told[0] if told else None
     if first is not None and (first.fatal or first.cause != "program"):
         return NodeReport(generation, first.cause, first.text, first.step, first.fatal)
-    if out_of_memory_kills and _KILLED.search(output):
+    if out_of_memory_kills and _KILLED.search(output.launcher):
         return NodeReport(generation, "memory", "the kernel killed a worker: this machine is out of memory")
-    if _PORT.search(output):
+    if _PORT.search(output.launcher):
         return NodeReport(generation, "port", "the rendezvous port was taken by another process")
-    if first is None or is_consequence(first.text):
-        # Without a step: the error belongs to another worker, which may have been at another step.
-        text = _killed_by(output) or (first.text if first is not None else _exited_with(code, output))
-        step = None
-    else:
-        text, step = first.text, first.step
-    for cause, pattern in (("memory", _MEMORY), ("disk", _DISK)):
-        if pattern.search(output if first is None else text):
-            return NodeReport(generation, cause, text, step)  # type: ignore[arg-type]
-    return NodeReport(generation, "program", text, step)
+    if first is not None and not is_consequence(first.text):
+        return NodeReport(generation, _cause_in(first.text), first.text, first.step)
+    # Without a step: the error belongs to another worker, which may have been at another step.
+    if (killed := _killed_by(output.launcher)) is not None:
+        return NodeReport(generation, "program", killed)  # a full disk that was complained about earlier did not do it
+    if first is not None:
+        return NodeReport(generation, "program", first.text)
+    said = f"{output.launcher}\n{output.workers}"
+    own = [line for line in _ERROR.findall(said) if not is_consequence(line)]
+    last = f" ({own[-1]})" if own else ""
+    text = f"a worker exited with code {code}{last}; see `packtrain logs`"
+    return NodeReport(generation, _cause_in(own[-1] if own else said), text)
+
+
+def _cause_in(text: str) -> Cause:
+    return "memory" if _MEMORY.search(text) else "disk" if _DISK.search(text) else "program"
 
 
 def _killed_by(output: str) -> str | None:
@@ -92,12 +111,6 @@ def _killed_by(output: str) -> str | None:
     rank, number = killed[-1]
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"rank {rank} was killed ({name})"
-
-
-def _exited_with(code: int, output: str) -> str:
-    own = [line for line in _ERROR.findall(output) if not is_consequence(line)]
-    error = f" ({own[-1]})" if own else ""
-    return f"a worker exited with code {code}{error}; see `packtrain logs`"
 
 
 def why_not_started(generation: int, error: OSError) -> NodeReport:

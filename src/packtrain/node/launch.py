@@ -23,6 +23,7 @@ import psutil
 
 from packtrain.errors import PacktrainError
 from packtrain.node.address import interface_of
+from packtrain.node.causes import LastOutput
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent
@@ -220,13 +221,14 @@ class Launch:
         return list(family)
 
 
-def last_output(logs: Path) -> str:
+def last_output(logs: Path) -> LastOutput:
     """Return the ends of the launcher's log and of the workers' stderr."""
-    paths = [logs / "launcher.log", *sorted(logs.rglob("stderr.log"))]
-    return "\n".join(_tail(path) for path in paths if path.exists())
+    return LastOutput(_tail(logs / "launcher.log"), "\n".join(map(_tail, sorted(logs.rglob("stderr.log")))))
 
 
 def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace")
