@@ -17,9 +17,8 @@ from packtrain.identity import install_command
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
-from packtrain.pack.archive import split_member
 from packtrain.pack.build import PackProgress
-from packtrain.pack.fetch import local_copy
+from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
@@ -52,13 +51,7 @@ def pack_data(
         return None
     try:
         directory = cache_directory() / "sources"  # remote files are downloaded once per machine
-
-        def copied(path: str) -> str:
-            archive, member = split_member(path)
-            copy = local_copy(archive, store, directory, progress.say)
-            return f"{copy}#{member}" if member else str(copy)
-
-        data = loaded.job.data.map_paths(copied)
+        data = loaded.job.data.map_sources(lambda source: local_source(source, store, directory, progress.say))
         return pack(loaded.job.name, data, store, workers, progress, allow_drops)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None

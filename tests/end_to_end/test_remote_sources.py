@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pack.pictures import photo
 from packtrain.pack.build import PlainProgress
+from packtrain.pack.manifest import Manifest
 from packtrain.pack.workers import InProcess
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
@@ -54,3 +56,40 @@ def test_a_pack_is_the_same_wherever_its_data_is(
         server.shutdown()
         server.server_close()
     assert len(set(names)) == 1
+
+
+def test_json_lines_on_a_server_are_packed_with_their_images_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    web = tmp_path / "web" / "set"
+    (web / "images").mkdir(parents=True)
+    for number in range(4):
+        photo(40, 30, number).save(web / "images" / f"{number}.jpg")
+    lines = (f'{{"image": "images/{number}.jpg", "label": "{number % 2}"}}\n' for number in range(4))
+    (web / "samples.jsonl").write_text("".join(lines))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "job.yaml").write_text(
+        f"name: numbers\nstore: {tmp_path / 'store'}\n"
+        f"data: {{train: [{{folder: 'http://127.0.0.1:{server.server_port}/set/samples.jsonl'}}]}}\n"
+    )
+
+    def packed() -> Manifest:
+        loaded = load(tmp_path / "job.yaml")
+        store = open_store(loaded.job.store, create=True)
+        manifest = pack_data(loaded, store, PlainProgress(lambda _: None), InProcess())
+        assert manifest is not None
+        return manifest
+
+    try:
+        first, again = packed(), packed()
+        photo(50, 30, 9).save(web / "images" / "2.jpg")
+        changed = packed()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert first.splits["train"].samples == 4
+    assert again == first
+    assert changed.name != first.name
+    assert changed.splits["train"].shards[0].sha256 != first.splits["train"].shards[0].sha256

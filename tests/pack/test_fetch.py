@@ -19,7 +19,8 @@ import pytest
 
 import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import Download, FetchPolicy, local_copy, redirected
+from packtrain.pack.fetch import Download, FetchPolicy, local_copy, local_source, redirected
+from packtrain.pack.folder import FolderSource
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy
@@ -384,7 +385,7 @@ def test_a_file_of_unknown_size_stops_at_the_limit(web: Web, copy: Copy, tmp_pat
     web.plan = ["no size", "chunked"]
     with pytest.raises(Mistake, match=r"larger than 1.0 MB, the limit"):
         copy(f"{web.url}/train.de.gz", max_bytes=10**6)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 def test_a_file_that_does_not_fit_on_the_disk_is_refused(web: Web, copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -739,3 +740,112 @@ def test_an_object_over_the_limit_is_not_downloaded(s3_location: str, copy: Copy
     open_store(s3_location).put("big", DATA)
     with pytest.raises(Mistake, match="the limit for downloads"):
         copy(f"{s3_location}/big", max_bytes=1000)
+
+
+# Files that a source names: the images beside a file of JSON lines.
+LINES = "".join(f'{{"image": "{name}", "label": "cat"}}\n' for name in ("a.jpg", "cats/b c.jpg", "./cats//d.jpg"))
+Local = Callable[..., FolderSource]
+
+
+@pytest.fixture
+def local(tmp_path: Path, directory_store: Store) -> Local:
+    """Fetches a file of JSON lines and its images."""
+
+    def fetched(path: str, cache: str = "cache", say: fetch.Say = lambda _text: None) -> FolderSource:
+        source = FolderSource(paths=(path,))
+        found = local_source(source, directory_store, tmp_path / cache, say, policy=HASTE)
+        assert isinstance(found, FolderSource)
+        return found
+
+    return fetched
+
+
+def images(source: FolderSource) -> dict[str, bytes | None]:
+    return {name: None if path is None else Path(path).read_bytes() for name, path in source.named_files()}
+
+
+def serve_images(web: Web) -> None:
+    web.files["/set/samples.jsonl"] = LINES.encode()
+    web.files |= {f"/set/{name}": name.encode() for name in ("a.jpg", "cats/b%20c.jpg", "cats/d.jpg")}
+
+
+def test_the_images_beside_a_file_of_json_lines_are_downloaded_too(web: Web, local: Local) -> None:
+    serve_images(web)
+    told: list[str] = []
+    source = local(f"{web.url}/set/samples.jsonl?key=hunter2", say=told.append)
+    assert images(source) == {
+        "a.jpg": b"a.jpg",
+        "cats/b c.jpg": b"cats/b%20c.jpg",
+        "./cats//d.jpg": b"cats/d.jpg",
+    }
+    assert len(told) == 2
+    assert "hunter2" not in "".join(told)
+    web.asked.clear()
+    assert images(local(f"{web.url}/set/samples.jsonl?key=hunter2")) == images(source)
+    assert set(web.methods()) == {"HEAD"}
+
+
+def test_an_image_that_is_missing_on_the_server_is_missing_here(web: Web, local: Local) -> None:
+    serve_images(web)
+    local(f"{web.url}/set/samples.jsonl")
+    del web.files["/set/a.jpg"]
+    assert images(local(f"{web.url}/set/samples.jsonl"))["a.jpg"] is None
+
+
+def test_the_digest_of_images_changes_with_them_and_is_the_same_on_every_machine(web: Web, local: Local) -> None:
+    serve_images(web)
+
+    def digest(cache: str) -> list[tuple[int, int]]:
+        found = [Path(str(path)).stat() for _, path in local(f"{web.url}/set/samples.jsonl", cache).named_files()]
+        return [(status.st_size, status.st_mtime_ns) for status in found]
+
+    first = digest("one")
+    assert digest("other") == first
+    web.files["/set/a.jpg"], web.etag = b"b.jpg", '"two"'
+    assert digest("one")[0] != first[0]
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "/etc/passwd", "a/../../x"])
+def test_images_outside_of_the_folder_are_refused_and_not_asked_for(name: str, web: Web, local: Local) -> None:
+    web.files["/set/samples.jsonl"] = f'{{"image": "{name}", "label": "cat"}}\n'.encode()
+    with pytest.raises(Mistake, match="must be a path below"):
+        local(f"{web.url}/set/samples.jsonl")
+    assert {path for _, path, _ in web.asked} == {"/set/samples.jsonl"}
+
+
+def test_an_image_named_like_a_url_is_looked_for_below_the_folder(web: Web, local: Local) -> None:
+    web.files["/set/samples.jsonl"] = b'{"image": "http://127.0.0.1:1/x.jpg", "label": "cat"}\n'
+    assert images(local(f"{web.url}/set/samples.jsonl")) == {"http://127.0.0.1:1/x.jpg": None}
+    assert "/set/http%3A/127.0.0.1%3A1/x.jpg" in {path for _, path, _ in web.asked}
+
+
+def test_a_server_that_fails_for_an_image_ends_the_downloads(web: Web, local: Local) -> None:
+    names = [f"{number}.jpg" for number in range(200)]
+    web.files["/set/samples.jsonl"] = "".join(f'{{"image": "{name}", "label": "x"}}\n' for name in names).encode()
+    web.plan = ["", "", *["403"] * 1000]
+    with pytest.raises(Mistake, match="access denied"):
+        local(f"{web.url}/set/samples.jsonl")
+    assert len(web.asked) < 100
+
+
+def test_texts_in_json_lines_name_no_files(web: Web, local: Local) -> None:
+    web.files["/set/samples.jsonl"] = b'{"source": "good morning", "target": "guten Morgen"}\n' * 2
+    assert images(local(f"{web.url}/set/samples.jsonl")) == {}
+    assert len(web.asked) == 2
+
+
+def test_the_images_beside_an_object_are_downloaded_too(s3_location: str, s3_store: Store, tmp_path: Path) -> None:
+    place = open_store(s3_location)
+    for store, prefix, address in ((place, "set/", f"{s3_location}/set/"), (s3_store, "", "store:")):
+        store.put(f"{prefix}samples.jsonl", b'{"image": "cats/a.jpg", "label": "cat"}\n')
+        store.put(f"{prefix}cats/a.jpg", b"image")
+        source = FolderSource(paths=(f"{address}samples.jsonl",))
+        found = local_source(source, s3_store, tmp_path / "cache", lambda _text: None)
+        assert isinstance(found, FolderSource)
+        assert images(found) == {"cats/a.jpg": b"image"}
+
+
+def test_images_of_a_directory_store_are_used_in_place(directory_store: Store, local: Local) -> None:
+    directory_store.put("set/samples.jsonl", b'{"image": "a.jpg", "label": "cat"}\n')
+    directory_store.put("set/a.jpg", b"image")
+    assert local("store:set/samples.jsonl").path == f"{directory_store.url}/set/samples.jsonl"

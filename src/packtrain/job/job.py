@@ -83,14 +83,14 @@ class DataSettings(Part):
         if len(set(self.sizes)) != len(self.sizes):
             yield ("sizes",), "lists a size twice"
 
+    def map_sources(self, change: Callable[[Source], Source]) -> DataSettings:
+        """Return the same settings with every source changed."""
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        return self.model_copy(update={name: tuple(map(change, sources)) for name, sources in splits.items()})
+
     def map_paths(self, change: Callable[[str], str]) -> DataSettings:
         """Return the same settings with every path of every source changed."""
-
-        def changed(source: Source) -> Source:
-            return source.model_copy(update={"paths": tuple(map(change, source.paths))})
-
-        splits = {"train": self.train, "valid": self.valid, "test": self.test}
-        return self.model_copy(update={name: tuple(map(changed, sources)) for name, sources in splits.items()})
+        return self.map_sources(lambda source: source.model_copy(update={"paths": tuple(map(change, source.paths))}))
 
 
 def _read_options(value: object) -> dict[str, Option]:

@@ -17,13 +17,17 @@ import errno
 import hashlib
 import math
 import os
+import posixpath
 import re
 import shutil
 import socket
 import ssl
 import string
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,6 +42,9 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, printable
+from packtrain.job.kinds import Source
+from packtrain.pack.archive import split_member
+from packtrain.pack.picture import MAX_BYTES as MAX_IMAGE_BYTES
 from packtrain.store import Store, StoreError, is_key, open_store
 from packtrain.store.base import TEMPORARY
 from packtrain.store.directory import make_folder, opened_folder, replace
@@ -55,6 +62,7 @@ MAX_REDIRECTS = 5
 _MAX_CHANGES = 10  # mirrors behind one name may report different versions; one of them will answer twice
 _ABANDONED_SECONDS = 24 * 3600.0
 _NAME_LENGTH = 120
+_PARALLEL = 16  # downloads of small files, whose time is mostly spent waiting
 _CHUNK_BYTES = 1 << 18
 _PROGRESS_BYTES = 1 << 20  # a retry that got less than this counts as no progress: a server could send single bytes
 _PROGRESS_SECONDS = 15.0
@@ -92,21 +100,125 @@ def local_copy(
 
     Raises `Mistake` if a person must fix something, and a temporary `StoreError` if trying later may help.
     """
+    fetch = _fetch_from(path, store, directory, policy or FetchPolicy())
+    return Path(path) if fetch is None else fetch(path, say, max_bytes)
+
+
+def local_source(
+    source: Source, store: Store, directory: Path, say: Say, *, policy: FetchPolicy | None = None
+) -> Source:
+    """Return the source with local paths, and with local copies of the files that it names beside its own."""
+    paths, fetches = [], []
+    for path in source.paths:
+        archive, member = split_member(path)
+        fetch = _fetch_from(archive, store, directory, policy or FetchPolicy())
+        copy = archive if fetch is None else str(fetch(archive, say, MAX_BYTES))
+        paths.append(f"{copy}#{member}" if member else copy)
+        fetches.append(fetch)
+    copied = source.model_copy(update={"paths": tuple(paths)})
+    listing, fetch = Path(paths[0]), fetches[0]
+    # In place, in a store that is a directory, its neighbors are there too.
+    if fetch is None or not listing.is_relative_to(directory) or next(copied.named_files(), None) is None:
+        return copied
+    folder = listing.with_name(f"{listing.name}.files")
+    with explained(folder):
+        folder.mkdir(exist_ok=True)
+        _link(listing, folder / listing.name)
+    beside = copied.model_copy(update={"paths": (str(folder / listing.name), *paths[1:])})
+    _fetch_named(beside, folder, lambda name: fetch(_beside(source.paths[0], name), _silent, MAX_IMAGE_BYTES), say)
+    return beside
+
+
+Fetch = Callable[[str, Say, int], Path]
+"""Downloads an address of one server or bucket, of at most so many bytes, and returns the copy."""
+
+
+def _fetch_from(path: str, store: Store, directory: Path, policy: FetchPolicy) -> Fetch | None:
+    """Return how to download a path and what is beside it; None if it is local."""
     if path.startswith("store:"):
-        return _from_store(store, path.removeprefix("store:"), path, directory, say, max_bytes)
+        return lambda path, say, most: _from_store(store, path.removeprefix("store:"), path, directory, say, most)
     scheme, separator, rest = path.partition("://")
     if not separator:
-        return Path(path)
+        return None
     if scheme.lower() in ("http", "https"):
-        return _from_web(checked_url(path), Client(policy or FetchPolicy()), directory, say, max_bytes)
+        client = Client(policy)
+        return lambda path, say, most: _from_web(checked_url(path), client, directory, say, most)
     if scheme.lower() == "s3":
         bucket, _, key = rest.partition("/")
         if "?" in key:  # not shown: it may hold a signature
             raise Mistake("an s3:// URL has no '?'; name only the object, or use a signed https:// URL")
         with _lasting_errors_as_mistakes():
-            return _from_store(open_store(f"s3://{bucket}"), key, path, directory, say, max_bytes)
+            opened = open_store(f"s3://{bucket}")
+        start = len(f"{scheme}://{bucket}/")
+        return lambda path, say, most: _from_store(opened, path[start:], path, directory, say, most)
     hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, s3:// or store:"
     raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
+
+
+class MissingFile(Mistake):
+    """There is no file at an address."""
+
+
+def _beside(address: str, name: str) -> str:
+    """Return the address of a file that is named by the file at `address`; never outside of its folder."""
+    name = posixpath.normpath(name)
+    if address.startswith("store:") or address.lower().startswith("s3:"):
+        return address[: max(address.rfind("/"), len("store:") - 1) + 1] + name
+    return urljoin(address, quote(name))  # quoted: a name such as https://elsewhere/x stays below the folder
+
+
+def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], say: Say) -> None:
+    """Download all files that a source names to their places below `folder`, several at once."""
+    left = source.named_files()
+    lock, count, told = threading.Lock(), 0, time.monotonic()
+    say(f"downloading the images of {source.paths[0]}")
+
+    def next_name() -> str | None:
+        nonlocal count, told
+        with lock:  # a generator runs in one thread at a time
+            name, _ = next(left, (None, None))
+            count += name is not None
+            if time.monotonic() - told > _PROGRESS_SECONDS:
+                told = time.monotonic()
+                say(f"downloading the images of {source.paths[0]}: {count:,} so far")
+            return name
+
+    def work() -> None:
+        nonlocal left
+        try:
+            while (name := next_name()) is not None:
+                try:
+                    copy: Path | None = fetch(name)
+                except MissingFile:  # packing drops the sample, and counts it
+                    copy = None
+                with explained(folder):
+                    _link(copy, folder / name)
+        except BaseException:
+            with lock:
+                left = iter(())  # the other threads need not finish
+            raise
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        for done in [pool.submit(work) for _ in range(_PARALLEL)]:
+            done.result()
+
+
+def _link(copy: Path | None, place: Path) -> None:
+    """Let `place` be the same file as the copy, or nothing; atomically, because another process may be reading."""
+    if copy is None:
+        place.unlink(missing_ok=True)
+        return
+    with suppress(FileNotFoundError):
+        if place.samefile(copy):
+            return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    staged = place.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    os.link(copy, staged)
+    staged.replace(place)
+
+
+def _silent(_text: str) -> None:
+    pass
 
 
 def _from_store(store: Store, key: str, address: str, directory: Path, say: Say, max_bytes: int) -> Path:
@@ -115,7 +227,7 @@ def _from_store(store: Store, key: str, address: str, directory: Path, say: Say,
     with _lasting_errors_as_mistakes():
         entry = store.entry(key)
         if entry is None:
-            raise Mistake(f"{address}: not found in {store.url}")
+            raise MissingFile(f"{printable(address)}: not found in {store.url}")
         if store.is_directory:
             return Path(store.url, key)
         _check_size(address, entry.size, max_bytes)
@@ -127,6 +239,10 @@ def _from_store(store: Store, key: str, address: str, directory: Path, say: Say,
             if target.stat().st_size != entry.size:
                 target.unlink()
                 raise StoreError(f"{address}: changed during the download; try again", temporary=True)
+            # The same on every machine: packs of large files and images depend on it.
+            modified = round(entry.modified.timestamp() * 1e9)
+            with explained(target):
+                os.utime(target, ns=(modified, modified))
     return target
 
 
@@ -154,6 +270,8 @@ def _from_web(url: str, client: Client, directory: Path, say: Say, max_bytes: in
             changed = Download(client, url, version, file, target, max_bytes, say).run()
             if changed is None:
                 with explained(target):
+                    if version.is_known:
+                        os.utime(file.fileno(), ns=(version.time_ns, version.time_ns))
                     os.fsync(file.fileno())
                     with opened_folder(target.parent) as folder:
                         replace(folder, _partial_path(target).name, target.name)
@@ -244,6 +362,11 @@ class RemoteVersion:
     @property
     def is_known(self) -> bool:
         return bool(self.etag or self.modified or self.size is not None)
+
+    @property
+    def time_ns(self) -> int:
+        """A time for the copy that is the same on every machine: packs of large files and images depend on it."""
+        return int.from_bytes(hashlib.sha256(str(self).encode(errors="replace")).digest()[:7], "big")
 
     def differs(self, other: RemoteVersion) -> bool:
         if None not in (self.size, other.size) and self.size != other.size:
@@ -647,10 +770,10 @@ def _check_status(answer: HTTPResponse, url: str, allowed: tuple[int, ...]) -> N
     if answer.status in allowed:
         return
     _raise_temporary(answer)
-    words = "the server refused the request"
     if answer.status in (404, 410):
-        words = "not found"
-    elif answer.status in (401, 403, 407):
+        raise MissingFile(f"{shown(url)}: not found ({answer.status})")
+    words = "the server refused the request"
+    if answer.status in (401, 403, 407):
         words = "access denied; a signed URL may have expired"
     raise Mistake(f"{shown(url)}: {words} ({answer.status})")
 

@@ -60,7 +60,9 @@ class FolderSource(ImageSource):
 
     def named_files(self) -> Iterator[tuple[str, str | None]]:
         for place, record in self._records():
-            name = record.get("image")
+            if "image" not in record:
+                return  # pairs of texts: all lines have the shape of the first, and there may be many
+            name = record["image"]
             if is_text(name):
                 yield name, self._path_of(name, place)
 
