@@ -1,0 +1,304 @@
+"""Every field of every stored record, damaged in every way: commands answer with a line and an exit code.
+
+A sample of the damages, chosen by a seed, touches every field. `PACKTRAIN_FUZZ=all` tries all of them in minutes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pack.corpus import job_of
+from packtrain import start
+from packtrain.cli import main
+from packtrain.run import records
+from packtrain.run.records import (
+    Event,
+    Generation,
+    Gpu,
+    Lease,
+    LogLine,
+    Member,
+    NodeReport,
+    Point,
+    Result,
+    Sample,
+    Telemetry,
+    TelemetrySample,
+    TimeSpent,
+    WorkerUse,
+)
+from packtrain.run.run import Run, create_run
+from parts.models import commit_model, packed_run
+
+SEED = 11
+DAMAGES_PER_FIELD = 2
+TRY_ALL = os.environ.get("PACKTRAIN_FUZZ") == "all"
+EXIT_CODES = {0, 2, 100, 101, 102, 103}
+MAX_LINE, MAX_SECONDS = 2000, 20.0
+
+# What a field becomes, as it stands in the JSON.
+DAMAGES: Mapping[str, bytes] = {
+    "null": b"null",
+    "true": b"true",
+    "zero": b"0",
+    "negative": b"-1",
+    "fraction": b"1.5",
+    "large": b"9" * 18,
+    "huge": b"1" + b"0" * 30,
+    "endless": b"1" * 10_000,
+    "largest float": b"1e308",
+    "smallest float": b"-1e308",
+    "overflow": b"1e999",
+    "not a number": b"NaN",
+    "infinity": b"-Infinity",
+    "year 10000": b"253402300800",
+    "year 99999": b"3093527980800",
+    "text": b'"text"',
+    "empty text": b'""',
+    "time": b'"9999-99-99T99:99:99"',
+    "long text": b'"' + b"x" * 200_000 + b'"',
+    "escapes": rb'"\u001b[31m\u0007\u009b2J\r\n\u202e\u2028"',
+    "nul": rb'"a\u0000b"',
+    "half a character": rb'"\ud800"',
+    "not UTF-8": b'"\xff\xfe\x80"',
+    "path": b'"../../../../etc/passwd"',
+    "absolute path": b'"/etc/passwd"',
+    "option": b'"--help"',
+    "markup": b'"[red]x[/bold]"',
+    "list": b"[]",
+    "list of nulls": b"[null, null]",
+    "mapping": b"{}",
+    "odd mapping": rb'{"": 1, "\u001b[31m": 1e308, "a": null}',
+    "deep": b"[" * 150 + b"]" * 150,
+    "deeper": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+}
+WHOLE: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "not UTF-8": lambda data: b"\xff\xfe" + data,
+    "NULs": lambda data: b"\0" * len(data),
+    "twice": lambda data: data + data,
+    "large": lambda data: data + b" " * (17 << 20),
+    "a picture": lambda _: b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+}
+MARK = "damaged here"
+
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """A store with a finished run, and one that no machine works on."""
+
+    ended: Run
+    left: Run
+
+    def path(self, key: str) -> Path:
+        return Path(self.ended.store.url) / key
+
+
+def write_records(run: Run) -> None:
+    """Write one of each record, with every field."""
+    telemetry = Telemetry(
+        0.5, 0.5, 1, 1, 1.0, 1.0, (Gpu("A100", 0.5, 1, 2, 300.0, 60.0),), (WorkerUse(0, 1.0, 1 << 30),)
+    )
+    report = NodeReport(1, "program", "exited with code 1", 7, False)
+    run.propose(Generation(1, (Member("a", "10.0.0.1", 1),), 29500, "start", 0, "start", 1, 1.0, 60.0, "a"))
+    run.renew(Lease("a", "host-of-a", "10.0.0.1", 29500, 1, 1, 9, 60.0, False, False, 0, 60.0, report, telemetry))
+    now = time.time()
+    values = {"loss": 2.5, "rate": 0.1, "gradient_norm": 1.0, "tokens": 64.0, "epoch": 0.5, "elapsed_seconds": 9.0}
+    spans = {"step_seconds": 1.0, "forward_seconds": 0.5, "start_seconds": 0.1}
+    sample = Sample("hello", "hallo", "guten Tag")
+    events, points, spent = run.event_writer("a"), run.point_writer("000001-rank-0"), run.time_spent_writer("a")
+    logs, machines = run.log_writer("a"), run.telemetry_writer("a")
+    events.append(Event(now, "generation", "generation 1 with 1 worker", 1))
+    points.append(Point("start", 1, 0, now, {}))
+    for step in (1, 2):
+        points.append(Point("train", 1, step, now, values | spans))
+    points.append(Point("valid", 1, 2, now, {"loss": 2.0, "bleu": 3.0, "evaluation_seconds": 1.0}, (sample,)))
+    spent.append(TimeSpent(now, 1, 0, 2, {"forward": 1.0, "start": 3.0}))
+    logs.append(LogLine(now, 1, "a", 0, "out", "hello"))
+    machines.append(TelemetrySample(now, "a", telemetry))
+    for writer in (events, points, spent, logs, machines):
+        writer.flush()
+    run.store.put(run.key("slurm.json"), b'["17"]')
+    run.store.put(run.key("proposers/000001-000.txt"), b"a")
+    old = time.time() - 3600  # one look is enough to see that no machine is left
+    os.utime(Path(run.store.url) / run.lease_key("a"), (old, old))
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACKTRAIN_CACHE", str(folder / "cache"))
+        patch.setenv("PATH", str(folder))  # no program of a fleet is found
+        patch.setattr(start, "start", lambda *_: [])  # resume reads everything, and starts nothing
+        ended = packed_run(folder, job_of(folder, evaluate={"every": "2 steps"}))
+        slurm = job_of(folder, fleet={"slurm": {"machines": 1}})
+        left = create_run(ended.store, slurm, ended.store.get(ended.key("code.tar.zst")), ended.pack_name())
+        for run in (ended, left):
+            commit_model(run, folder, 2, score=3.0)
+            write_records(run)
+        ended.request_stop("stopped by user")
+        sample = Sample("hello", "hallo", "guten Tag")
+        ended.finish(Result("finished", "reached 2 steps", 2, 9.0, {"test.bleu": 3.0}, {"test.bleu": "sacre"}, (sample,)))
+        yield Fuzzed(ended, left)
+
+
+def commands_for(fuzzed: Fuzzed, key: str) -> list[list[str]]:
+    """Return the commands that may read an object, and the rest if all damages are tried."""
+    ended, left = fuzzed.ended.name, fuzzed.left.name
+    predict = ["predict", ended, "hello"]
+    if key.startswith("packs/"):
+        return [predict]
+    if key.startswith(left_folder(fuzzed)):
+        # Not those that watch a run without a result for seconds.
+        return [["ls"], ["ls", "--json"], ["logs", left], ["stop", left], ["resume", left, "--detach"]]
+    reading = {
+        "logs/": [["logs", ended]],
+        "events/": [["show", ended, "--json"], ["report", ended]],
+        "time/": [["show", ended], ["show", ended, "--json"], ["report", ended]],
+        "metrics/": [["ls"], ["ls", "--json"], ["show", ended], ["show", ended, "--json"], ["report", ended]],
+        "checkpoints/": [predict],
+        "pack.txt": [predict],
+    }
+    for name, commands in reading.items():
+        if key.startswith(fuzzed.ended.key(name)) and not TRY_ALL:
+            return commands
+    every = [["ls"], ["ls", "--json"], ["show", ended], ["show", ended, "--json"], ["logs", ended], ["report", ended]]
+    return [*every, ["stop", ended], ["resume", ended, "--detach"], predict]
+
+
+def left_folder(fuzzed: Fuzzed) -> str:
+    return fuzzed.left.key("")
+
+
+def ran(store: str, arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Run a command as a shell would, in this process; any exception but its exit is a defect."""
+    output, errors = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    before, sys.argv = sys.argv, ["packtrain", *arguments, "--store", store]
+    try:
+        with redirect_stdout(output), redirect_stderr(errors):
+            main()
+        code: object = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        sys.argv = before
+    for stream in (output, errors):
+        stream.flush()
+    written = [stream.buffer.getvalue().decode() for stream in (output, errors)]  # type: ignore[attr-defined]
+    assert isinstance(code, int)
+    return code, *written  # type: ignore[return-value]
+
+
+def check(fuzzed: Fuzzed, arguments: Sequence[str]) -> None:
+    began = time.monotonic()
+    code, output, errors = ran(fuzzed.ended.store.url, arguments)
+    assert code in EXIT_CODES, (code, output, errors)
+    assert time.monotonic() - began < MAX_SECONDS
+    assert all(len(line) <= MAX_LINE for line in errors.splitlines()), errors[:MAX_LINE]
+    assert not re.search(r"[^\n -~\xa0-\uffff]", errors), errors
+    said = [line for line in errors.splitlines() if line.startswith("packtrain: ")]
+    assert len(said) <= 1, errors
+    if "--json" in arguments and output:
+        json.loads(output, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    if arguments[0] == "ls":
+        assert fuzzed.ended.name in output
+        assert fuzzed.left.name in output
+
+
+def places(value: Any, at: Place = ()) -> Iterator[Place]:
+    """Yield the place of every value below this one; of long lists and mappings only the first entries."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for _, (step, below) in zip(range(40), entries, strict=False):
+        yield (*at, step)
+        if len(at) < 5:
+            yield from places(below, (*at, step))
+
+
+def damaged(document: Any, place: Place, how: str) -> bytes:
+    """Return the JSON with the value at that place damaged, or left out."""
+    document = json.loads(json.dumps(document))
+    inner = document
+    for step in place[:-1]:
+        inner = inner[step]
+    if how == "missing":
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = MARK
+    return json.dumps(document).encode().replace(json.dumps(MARK).encode(), DAMAGES.get(how, b""))
+
+
+def documents(fuzzed: Fuzzed) -> dict[str, list[Any]]:
+    """Return every stored JSON object by its key, and the lines of streams."""
+    found = {}
+    for entry in fuzzed.ended.store.list():
+        data = fuzzed.ended.store.get(entry.key)
+        if entry.key.endswith(".json"):
+            found[entry.key] = [json.loads(data)]
+        elif entry.key.endswith(".jsonl"):
+            found[entry.key] = [json.loads(line) for line in data.splitlines()]
+    return found
+
+
+def damages(fuzzed: Fuzzed) -> Iterator[tuple[str, str, bytes]]:
+    """Yield the key of an object, what is done to it, and what it becomes."""
+    chance = random.Random(SEED)
+    hows = ["missing", *DAMAGES]
+    for key, parts in documents(fuzzed).items():
+        for number, part in enumerate(parts):
+            for place in places(part):
+                for how in hows if TRY_ALL else chance.sample(hows, DAMAGES_PER_FIELD):
+                    lines = [json.dumps(one).encode() for one in parts]
+                    lines[number] = damaged(part, place, how)
+                    yield key, f"{'.'.join(map(str, place))}: {how}", b"\n".join(lines)
+    for entry in fuzzed.ended.store.list():
+        data = fuzzed.ended.store.get(entry.key)
+        for how in WHOLE:
+            yield entry.key, how, WHOLE[how](data)
+
+
+def test_every_record_type_is_stored_with_every_field(fuzzed: Fuzzed) -> None:
+    """The damages below are made from what is stored, so a record that is not stored would not be tried."""
+    stored = [json.dumps(part) for parts in documents(fuzzed).values() for part in parts]
+    kinds = [kind for kind in vars(records).values() if is_dataclass(kind) and kind.__module__ == records.__name__]
+    for kind in kinds:
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        assert any(all(f'"{name}":' in text for name in names) for text in stored), kind
+
+
+def test_a_damaged_object_gives_a_line_and_an_exit_code(fuzzed: Fuzzed) -> None:
+    store = fuzzed.ended.store
+    written = (fuzzed.ended.key("report.html"), fuzzed.left.key("result.json"), fuzzed.left.key("stop.json"))
+    for key, how, data in damages(fuzzed):
+        path = fuzzed.path(key)
+        before, status = path.read_bytes(), path.stat()
+        for arguments in commands_for(fuzzed, key):
+            path.write_bytes(data)  # again: a command may have replaced it
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            try:
+                check(fuzzed, arguments)
+            except BaseException as error:
+                error.add_note(f"`packtrain {' '.join(arguments)}` after damaging {key}: {how}")
+                raise
+            for name in written:
+                store.delete(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(before)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
