@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -147,12 +149,39 @@ def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_an_unreadable_run_does_not_hide_the_others(directory_store: Store, tmp_path: Path) -> None:
-    good, bad = new_run(directory_store, recipe_job("good")), new_run(directory_store, recipe_job("bad"))
-    directory_store.put(bad.key("job.json"), b"{}")
-    done = packtrain("ls", "--store", directory_store.url, cwd=tmp_path)
-    assert_refused(done, 100, "job.json of run bad-1", "is damaged")
-    assert good.name in done.stdout
+@pytest.mark.parametrize(
+    "name",
+    ["job.json", "result.json", "nodes/a.json", "metrics/000001-rank-0/00000000.jsonl", "nodes/large.json"],
+)
+def test_a_damaged_run_does_not_hide_the_others(directory_store: Store, name: str) -> None:
+    bad, good = new_run(directory_store, recipe_job("bad")), new_run(directory_store, recipe_job("good"))
+    good.finish(Result("finished", "reached 10 steps", 10, 1.0))
+    directory_store.put(bad.key(name), b"[" * (17 << 20 if "large" in name else 1))
+    listed = CliRunner().invoke(app, ["ls", "--store", directory_store.url])
+    assert (listed.exit_code, listed.stderr) == (100, "")
+    first, second = [line.split() for line in listed.stdout.splitlines()[1:]]
+    assert first[:2] == ["good-1", "finished"]
+    assert second[:2] == ["bad-1", "?"]
+    assert name in " ".join(second)
+    assert "damaged" in second
+    rows = json.loads(CliRunner().invoke(app, ["ls", "--json", "--store", directory_store.url]).stdout)
+    assert [(row["run"], row["state"]) for row in rows] == [("good-1", "finished"), ("bad-1", "?")]
+    assert name in rows[1]["reason"]
+
+
+@pytest.mark.parametrize("verb", ["show", "logs", "stop", "report"])
+def test_a_verb_on_a_damaged_run_says_so_in_one_line(directory_store: Store, verb: str, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    directory_store.put(run.key("result.json"), b'{"status": "finished", "reason": "", "step": 1e99, "seconds": 1}')
+    done = packtrain(verb, run.name, "--store", directory_store.url, cwd=tmp_path)
+    assert_refused(done, 100, "result.json of run job-1", "is damaged, or from another version (field step)")
+
+
+def test_a_number_that_json_cannot_write_is_null(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.finish(Result("finished", "done", 1, 1.0, {"test.loss": math.nan, "test.bleu": math.inf}))
+    (row,) = json.loads(CliRunner().invoke(app, ["ls", "--json", "--store", directory_store.url]).stdout)
+    assert row["scores"] == {"test.loss": None, "test.bleu": None}
 
 
 def test_logs_say_why_they_are_empty(directory_store: Store) -> None:

@@ -22,7 +22,7 @@ from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, look_until_settled
-from parts.runs import program_job
+from parts.runs import MEASURED, program_job
 
 REFUSED = StoreError("s3://b: the session token is not valid (any more)")
 
@@ -205,7 +205,7 @@ def test_a_machine_that_fails_twice_is_excluded_while_there_are_enough_others(ma
     (tmp_path / "w").write_bytes(b"x")
     commit(cluster.run, 100, 3, None, {"w": tmp_path / "w"})
     writer = cluster.run.point_writer("000003-rank-0")
-    writer.append(Point("train", 3, 1, time.time() - 3600, {}))
+    writer.append(Point("train", 3, 1, time.time() - 3600, MEASURED))
     writer.flush()
     cluster.wait(60)
     assert cluster.members() == [0, 2], "it is not taken in again either"

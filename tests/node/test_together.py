@@ -15,7 +15,7 @@ from packtrain.run.records import Generation, Member, Point, Result
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, cluster_of, look_until_settled
-from parts.runs import a_lease, new_run, program_job
+from parts.runs import MEASURED, a_lease, new_run, program_job
 
 LOST = int(LEASE_LOST_SECONDS) + 6
 
@@ -23,7 +23,7 @@ LOST = int(LEASE_LOST_SECONDS) + 6
 def made_first_step(cluster: Cluster, generation: int, seconds_ago: float) -> None:
     writer = cluster.run.point_writer(f"{generation:06d}-rank-0")
     for kind, ago in (("start", seconds_ago + 1), ("train", seconds_ago), ("train", 0.0)):
-        writer.append(Point(kind, generation, 1, time.time() - ago, {}))  # type: ignore[arg-type]
+        writer.append(Point(kind, generation, 1, time.time() - ago, MEASURED))  # type: ignore[arg-type]
     writer.flush()
 
 

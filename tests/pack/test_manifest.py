@@ -18,7 +18,7 @@ from packtrain.pack.manifest import (
 )
 from packtrain.store import Store
 
-SHARD = ShardFile("train-00000.safetensors", 99, "ff", 3)
+SHARD = ShardFile("train-00000.safetensors", 99, "f" * 64, 3)
 MANIFEST = Manifest(
     FORMAT,
     "toy-0123",
@@ -26,7 +26,7 @@ MANIFEST = Manifest(
     {"vocabulary": 300, "splits": {"train": [["bitext", "ab"]]}},
     {"train": Split(3, {"one side is empty": Drops(2, ("a:1",))}, {}, (3,), (SHARD,))},
     (),
-    PackFile("vocabulary.json", 7, "ee"),
+    PackFile("vocabulary.json", 7, "e" * 64),
 )
 
 
@@ -38,6 +38,20 @@ def test_a_manifest_round_trips(any_store: Store) -> None:
     stored(any_store, MANIFEST.to_json())
     assert find_manifest(any_store, "toy-0123") == MANIFEST
     assert read_manifest(any_store, "toy-0123") == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bytes": 10**30}, {"bytes": 2**62}, {"bytes": -1}, {"bytes": "99"}, {"sha256": "../x"}, {"samples": -3}],
+    ids=str,
+)
+def test_an_impossible_file_is_refused(directory_store: Store, change: dict[str, object]) -> None:
+    """A cache makes room for as many bytes as a manifest says."""
+    document = json.loads(MANIFEST.to_json())
+    document["splits"]["train"]["shards"][0] |= change
+    stored(directory_store, json.dumps(document).encode())
+    with pytest.raises(PacktrainError, match=r"^the manifest of pack toy-0123 in .* is damaged; delete it and pack"):
+        find_manifest(directory_store, "toy-0123")
 
 
 def test_a_pack_without_a_manifest_is_not_found(directory_store: Store) -> None:

@@ -11,6 +11,9 @@ from packtrain.run.records import Generation, Lease, Member
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
 
+MEASURED = {"loss": 1.0, "rate": 0.1, "epoch": 0.0, "elapsed_seconds": 1.0, "step_seconds": 1.0}
+"""The measurements that every step of training has."""
+
 
 def program_job(name: str = "job", **fields: Any) -> Job:
     return Job.model_validate({"name": name, "program": ["train.py"], **fields})

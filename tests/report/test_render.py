@@ -22,7 +22,7 @@ EVIL = "<script>alert(1)</script>\"'&"
 
 def trained(step: int, **values: float) -> Point:
     spans = dict.fromkeys(["data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"], 0.1)
-    measured = {"loss": 4.0, "rate": 0.001, "gradient_norm": 1.0, "tokens": 64.0, "step_seconds": 0.5}
+    measured = {"loss": 4.0, "rate": 0.001, "epoch": 0.5, "gradient_norm": 1.0, "tokens": 64.0, "step_seconds": 0.5}
     return Point("train", 1, step, 100.0 + step, {**measured, **spans, "elapsed_seconds": 9.0 + step, **values})
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run.records import Generation, Point, Result, Sample
+from packtrain.run.records import DamagedRecord, Generation, Point, Result, Sample, encode
 from packtrain.run.run import Run, create_run, open_run, run_names, surviving
 from packtrain.store import Store, open_store
-from parts.runs import a_generation, a_lease, new_run, program_job
+from parts.runs import MEASURED, a_generation, a_lease, new_run, program_job
 
 # Names.
 
@@ -103,7 +103,7 @@ def test_an_unknown_name_is_answered_with_the_newest_runs(directory_store: Store
         open_run(directory_store, "nothing")
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64])
+@pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64, "-a", "--help"])
 def test_an_invalid_name_is_refused_before_the_store_is_asked(directory_store: Store, name: str) -> None:
     with pytest.raises(NotFound, match="is not a valid run name"):
         Run(directory_store, name)
@@ -112,6 +112,15 @@ def test_an_invalid_name_is_refused_before_the_store_is_asked(directory_store: S
 def test_a_run_that_does_not_exist_is_an_error(any_store: Store) -> None:
     with pytest.raises(NotFound, match="no run 'job-1'"):
         _ = Run(any_store, "job-1").job
+
+
+@pytest.mark.parametrize("stray", ["job-999999", "job-999999999999", "-job-1", "Job-7", "x" * 100])
+def test_a_stray_folder_does_not_keep_runs_from_being_created(directory_store: Store, stray: str) -> None:
+    first = new_run(directory_store)
+    directory_store.put(f"runs/{stray}/notes.txt", b"mine")
+    assert [first.name, new_run(directory_store).name, new_run(directory_store).name] == ["job-1", "job-2", "job-3"]
+    assert run_names(directory_store) == ["job-1", "job-2", "job-3"]
+    assert open_run(directory_store, "job").name == "job-3"
 
 
 # Objects.
@@ -132,7 +141,36 @@ def test_a_damaged_object_is_named_in_one_line(directory_store: Store, name: str
     directory_store.put(run.key(name), data)
     with pytest.raises(PacktrainError) as caught:
         DAMAGED[name](run)
-    assert str(caught.value) == f"{name} of run job-1 in {directory_store.url} is damaged, or from another version"
+    line = f"{name} of run job-1 in {directory_store.url} is damaged, or from another version"
+    assert str(caught.value).partition(" (field ")[0] == line
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [("nodes/b.json", a_lease("a")), ("generations/000002.json", a_generation(3))],
+    ids=["lease", "generation"],
+)
+def test_a_record_under_the_name_of_another_is_damaged(directory_store: Store, name: str, record: object) -> None:
+    run = new_run(directory_store)
+    directory_store.put(run.key(name), encode(record))
+    with pytest.raises(DamagedRecord, match=f"^{name} of run job-1 in .* is damaged: it is"):
+        DAMAGED[{"nodes/b.json": "nodes/a.json"}.get(name, "generations/000001.json")](run)
+
+
+def test_objects_with_other_names_are_no_records(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a"))
+    run.propose(a_generation(1))
+    for name in ("nodes/.DS_Store", "nodes/old/b.json", "generations/zzz.json", "generations/000002.json~"):
+        directory_store.put(run.key(name), b"not ours")
+    assert (run.leases(), run.generations()) == ([a_lease("a")], [a_generation(1)])
+    assert run.latest_generation() == a_generation(1)
+
+
+def test_half_a_character_in_a_record_loses_only_that_character(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.finish(Result("failed", "worker said \udcff", 1, 1.0))
+    assert run.result() == Result("failed", "worker said ?", 1, 1.0)
 
 
 def test_the_first_proposal_of_a_number_wins(any_store: Store) -> None:
@@ -215,7 +253,7 @@ def test_a_reopened_run_has_no_result_and_no_stop_request(any_store: Store) -> N
 
 
 def a_point(kind: str, generation: int, step: int, value: float = 0.0) -> Point:
-    return Point(kind, generation, step, 0.0, {"loss": value})  # type: ignore[arg-type]
+    return Point(kind, generation, step, 0.0, {**MEASURED, "loss": value})  # type: ignore[arg-type]
 
 
 def test_steps_that_were_lost_and_repeated_count_once() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shlex
 import sys
@@ -159,6 +160,15 @@ def console() -> Screen:
 
 
 def print_json(value: Any) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     # JSON leaves characters above 7f as they are; those that the stream would escape get the escapes of JSON.
     print("".join(one if one == "\n" or one == harmless(one) else json.dumps(one)[1:-1] for one in text))
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for each number that JSON cannot write: a loss may be NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from packtrain.run.liveness import State
     from packtrain.run.run import Run
 
+    Listed = tuple[Overview, str | None]  # and the place in the fleet's queue
+
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 _STATE_STYLES = {
@@ -40,39 +42,51 @@ def register(app: typer.Typer) -> None:
 def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the runs in a store, newest first."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
-    from packtrain.run.liveness import states_now
+    from packtrain.run.liveness import attempt, states_now
     from packtrain.run.run import Run, run_names
 
     found = find_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
     known = states_now(runs)
     with ThreadPoolExecutor(_READERS) as readers:
-        asked = [readers.submit(_listed, run, state) for run, state in zip(runs, known, strict=True)]
-        answers = [one.result() for one in asked]
-    listed = [one for one in answers if not isinstance(one, PacktrainError)]
-    unreadable = [one for one in answers if isinstance(one, PacktrainError)]
+        answers = list(readers.map(lambda run, state: attempt(lambda: _listed(run, state)), runs, known))
+    rows = list(zip(runs, answers, strict=True))
     if as_json:
-        print_json([{**asdict(one), "queue": queue} for one, queue in listed])
-    elif listed:
-        _print_list(listed)
-    elif not unreadable:
+        print_json([_as_json(run, answer) for run, answer in rows])
+    elif rows:
+        _print_list(rows)
+    else:
         console().say(f"No runs in {found.url}. Start one: ", ("packtrain run JOB", "bold"))
-    for error in unreadable:
-        print(f"packtrain: {error}", file=sys.stderr)
-    sys.exit(EXIT_FAILED if unreadable else EXIT_DONE)
+    sys.exit(EXIT_FAILED if any(isinstance(answer, PacktrainError) for answer in answers) else EXIT_DONE)
 
 
-def _print_list(listed: Sequence[tuple[Overview, str | None]]) -> None:
+def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
+    from packtrain.errors import PacktrainError
+
+    if isinstance(answer, PacktrainError):
+        return {"run": run.name, "state": "?", "reason": str(answer)}
+    overview, queue = answer
+    return {**asdict(overview), "queue": queue}
+
+
+def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from packtrain.errors import PacktrainError
     from packtrain.units import show_seconds
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    queued = ["queue"] if any(queue for _, queue in listed) else []
-    for column in ("run", "state", *queued, "step", "loss", "score", "time", "job"):
+    queued = any(not isinstance(answer, PacktrainError) and answer[1] for _, answer in rows)
+    columns = ("run", "state", *(["queue"] if queued else []), "step", "loss", "score", "time", "job")
+    for column in columns:
         table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
-    for one, queue in listed:
+    for run, answer in rows:
+        if isinstance(answer, PacktrainError):
+            blank = [""] * (len(columns) - 3)
+            table.add_row(Text(run.name, "bold"), Text("?", "red"), *blank, Text(str(answer), "red"))
+            continue
+        one, queue = answer
         table.add_row(
             Text(one.run, "bold"),
             Text(one.state, _STATE_STYLES[one.state]),
@@ -86,20 +100,16 @@ def _print_list(listed: Sequence[tuple[Overview, str | None]]) -> None:
     console().print(table)
 
 
-def _listed(run: Run, state: State) -> tuple[Overview, str | None] | PacktrainError:
-    """Return a run's overview and its place in the fleet's queue, or the error that keeps it from being read."""
+def _listed(run: Run, state: State | PacktrainError) -> Listed:
+    """Return a run's overview and its place in the fleet's queue; raise the error that keeps it from being read."""
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
     from packtrain.report.summary import overview
-    from packtrain.store import StoreError
 
-    try:
-        ended = state in ("finished", "failed", "stopped")
-        return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
-    except StoreError:  # concerns all runs
-        raise
-    except PacktrainError as error:
-        return error
+    if isinstance(state, PacktrainError):
+        raise state
+    ended = state in ("finished", "failed", "stopped")
+    return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
 
 
 def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -167,7 +177,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
 
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
-    from packtrain.run.liveness import states_now
+    from packtrain.run.liveness import state_now
 
     run = find_run(store, name)
     result = run.result()
@@ -182,7 +192,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.say(f"Could not cancel queued jobs; they exit when they start: {error}")
     with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
         while (result := run.result()) is None:
-            if states_now([run])[0] in ("interrupted", "waiting"):  # no node is left to write the result
+            if state_now(run) in ("interrupted", "waiting"):  # no node is left to write the result
                 _finish_unattended(run)
             else:
                 time.sleep(_STOP_POLL_SECONDS)

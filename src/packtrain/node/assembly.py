@@ -12,7 +12,6 @@ node. So the requests of all nodes together grow with their number, not with its
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -384,9 +383,8 @@ def seconds_since_first_step(run: Run, generation: int) -> float | None:
     Wall clocks are compared, but of one machine: only the first node asks, and rank 0 is its worker.
     """
     # Oldest chunk first: the first step is in one of the first.
-    for entry in run.store.list(run.key(f"metrics/{worker_writer(generation, 0)}")):
-        for line in run.store.get(entry.key).splitlines():
-            point = json.loads(line)
-            if point["kind"] == "train":
-                return max(0.0, time.time() - float(point["time"]))
+    for chunk in run.points().of(worker_writer(generation, 0)):
+        for point in chunk:
+            if point.kind == "train":
+                return max(0.0, time.time() - point.time)
     return None

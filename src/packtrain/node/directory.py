@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from packtrain.errors import AlreadyJoined, Mistake
+from packtrain.errors import AlreadyJoined, Mistake, PacktrainError
 from packtrain.node.launch import kill_marked
 from packtrain.node.workers import LogShipper, source_of
 from packtrain.run.liveness import node_directory
@@ -152,7 +152,7 @@ def sweep(run: Run, tell: TellEvent) -> None:
         if owner is not None and owner.store == run.store.url:
             try:
                 _take_over(Run(run.store, owner.run), owner.node, path, tell if owner.run == run.name else None)
-            except StoreError as error:
+            except PacktrainError as error:
                 say(f"warning: keeping {path} for now: {error}")
                 lock.close()
                 continue
@@ -213,8 +213,8 @@ def _ship_rest(run: Run, node: str, path: Path) -> int:
 
 
 def _lines_of(run: Run, node: str) -> Iterator[LogLine]:
+    reader = run.log_lines()
     for writer in run.store.folders(run.key("logs/")):
         if writer == node or writer.startswith(f"{node}{_RECOVERED}"):
-            for entry in run.store.list(run.key(f"logs/{writer}")):
-                for line in run.store.get(entry.key).splitlines():
-                    yield LogLine(**json.loads(line))
+            for chunk in reader.of(writer):
+                yield from chunk

@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
-from pydantic import TypeAdapter, ValidationError
-
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key, sized_split
 from packtrain.pack.raw import DropCounter
 from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
+from packtrain.run.records import DamagedRecord, decode
 from packtrain.store import Store
 
 Advance = Callable[[int], None]
@@ -101,8 +100,8 @@ class ShardTarget:
         if data is None:
             return None
         try:
-            return TypeAdapter(FinishedShard).validate_json(data)
-        except ValidationError:  # of another version: make the shard again
+            return decode(FinishedShard, data, self._note())
+        except DamagedRecord:  # or of another version: make the shard again
             return None
 
     def put(

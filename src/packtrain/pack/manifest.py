@@ -6,43 +6,38 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.store import Store, is_key
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, decode
+from packtrain.store import Store
 
 FORMAT = 3
 _MAX_BYTES = 128 << 20  # of a manifest: more than 10 TB of images
+_MAX_FILE_BYTES = 64 << 30  # of one file: a shard has some 20 MB, and a cache makes room for what a manifest says
 
 Kind = Literal["pairs", "labels", "captions"]
-
-
-def _plain(name: str) -> str:
-    # A manifest comes from the store: a name with a slash could lead out of the pack's folder.
-    if not is_key(name) or "/" in name:
-        raise ValueError(f"{name!r} is not a file name")
-    return name
 
 
 @dataclass(frozen=True)
 class FormatVersion:
     """The part of a manifest that every format has."""
 
-    format: int
+    format: Count
 
 
 @dataclass(frozen=True)
 class PackFile:
-    name: Annotated[str, AfterValidator(_plain)]
-    bytes: int
-    sha256: str
+    name: FileName
+    bytes: Annotated[int, Field(ge=0, le=_MAX_FILE_BYTES)]
+    sha256: Digest
 
 
 @dataclass(frozen=True)
 class ShardFile(PackFile):
     """A shard. `names` is the hash of its images' names, in order, by which copies in other sizes are compared."""
 
-    samples: int
+    samples: Count
     names: str = ""
 
 
@@ -50,7 +45,7 @@ class ShardFile(PackFile):
 class Drops:
     """The number of samples left out for one reason, and the names of the first ones."""
 
-    count: int
+    count: Count
     names: tuple[str, ...]
 
 
@@ -61,10 +56,10 @@ class Split:
     `sources` is the number of samples from each source, in order.
     """
 
-    samples: int
+    samples: Count
     filtered: dict[str, Drops]
     dropped: dict[str, Drops]
-    sources: tuple[int, ...]
+    sources: tuple[Count, ...]
     shards: Annotated[tuple[ShardFile, ...], Field(min_length=1)]
 
     def share_of(self, count: int) -> float:
@@ -83,8 +78,8 @@ class Manifest:
     with at most 160 pixels on the short side, in the same shards and the same order.
     """
 
-    format: int
-    name: str
+    format: Count
+    name: FileName
     kind: Kind
     settings: dict[str, Any]
     splits: dict[str, Split]
@@ -126,19 +121,18 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     data = store.find(pack_key(pack, "manifest.json"), _MAX_BYTES)
     if data is None:
         return None
+    what = f"the manifest of pack {pack} in {store.url}"
     try:
         # Before the rest: a manifest of another format is not damaged, it has other fields.
-        version = TypeAdapter(FormatVersion).validate_json(data).format
+        version = decode(FormatVersion, data, what).format
         if version != FORMAT:
             raise PacktrainError(
                 f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT};"
                 " pack the data again"
             )
-        return TypeAdapter(Manifest).validate_json(data)
-    except ValidationError as error:
-        raise PacktrainError(
-            f"the manifest of pack {pack} in {store.url} is damaged; delete it and pack again"
-        ) from error
+        return decode(Manifest, data, what)
+    except DamagedRecord as error:
+        raise DamagedRecord(f"{what} is damaged; delete it and pack again") from error
 
 
 def read_manifest(store: Store, pack: str) -> Manifest:

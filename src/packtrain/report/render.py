@@ -77,7 +77,9 @@ def _charts(points: Sequence[Point], unit: str) -> str:
         line_chart("gradient norm", [series("norm", steps, "gradient_norm")]),
     ]
     if unit:
-        speeds = [(float(one.step), one.values[unit] / step_seconds(one)) for one in steps if step_seconds(one) > 0]
+        speeds = [
+            (float(one.step), one.values.get(unit, 0.0) / step_seconds(one)) for one in steps if step_seconds(one) > 0
+        ]
         charts.append(line_chart(f"{unit}/s", [Series(unit, speeds)]))
     return f'<h2>Training</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 

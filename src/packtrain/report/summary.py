@@ -138,7 +138,7 @@ def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Re
 
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
     seconds = sum(step_seconds(point) for point in steps)
-    return sum(point.values[unit] for point in steps) / seconds if seconds else None
+    return sum(point.values.get(unit, 0.0) for point in steps) / seconds if seconds else None
 
 
 def step_seconds(point: Point) -> float:

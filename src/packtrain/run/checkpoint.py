@@ -6,17 +6,15 @@ checkpoint that is deleted loses its manifest first.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, decode, encode
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
@@ -35,18 +33,18 @@ class Superseded(PacktrainError):
 @dataclass(frozen=True)
 class StoredFile:
     name: str
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Digest
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A manifest. `score` is what keep_best compares: higher is better."""
 
-    format: int
-    name: str
-    step: int
-    generation: int
+    format: Count
+    name: FileName
+    step: Count
+    generation: Count
     score: float | None
     files: tuple[StoredFile, ...]
 
@@ -75,7 +73,7 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
         raise Superseded(
             f"generation {latest.number} has started; not committing step {step} of generation {generation}"
         )
-    run.store.put(_manifest_key(run, name), json.dumps(asdict(checkpoint), indent=1).encode())
+    run.store.put(_manifest_key(run, name), encode(checkpoint))
     # The put may have waited for an unreachable store. A generation that started without this checkpoint wins: the
     # commits of a run form one line.
     latest = run.latest_generation(latest)
@@ -105,8 +103,8 @@ def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> lis
 
 def _read_manifest(name: str, data: bytes) -> Checkpoint:
     try:
-        checkpoint = TypeAdapter(Checkpoint).validate_json(data)
-    except ValidationError as error:
+        checkpoint = decode(Checkpoint, data, f"the manifest of checkpoint {name}")
+    except DamagedRecord as error:
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} cannot be read") from error
     if checkpoint.name != name:
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} belongs to another checkpoint")

@@ -10,26 +10,16 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
-from pydantic import TypeAdapter
-
-from packtrain.errors import PacktrainError
-from packtrain.store import Store, StoreError
-
-Record = TypeVar("Record")
+from packtrain.run.records import DamagedRecord, Record, decode
+from packtrain.store import Entry, Store, StoreError
+from packtrain.units import show_bytes
 
 MAX_CHUNK_BYTES = 4 << 20
 """What gathers while a store is away becomes several chunks: readers refuse an object of more than `RECORD_BYTES`."""
-
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-
-
-def adapter(kind: type[Record]) -> TypeAdapter[Record]:
-    """Return the validator of a record type. Kept, because making one takes far longer than using it."""
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+MAX_STREAM_BYTES = 1 << 30
+"""The most that one call reads: millions of steps. A store may have more than a machine has memory."""
 
 
 class ChunkWriter(Generic[Record]):
@@ -88,35 +78,48 @@ class ChunkReader(Generic[Record]):
 
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
-        self._adapter = adapter(list[record])  # type: ignore[valid-type]
+        self._record = list[record]  # type: ignore[valid-type]
         self._seen: dict[str, str] = {}
 
     def read(self) -> list[Record]:
-        records: list[Record] = []
-        seen = dict(self._seen)
-        for writer in self._store.folders(f"{self._stream}/"):
-            folder = f"{self._stream}/{writer}/"
-            for entry in self._store.list(folder, after=self._seen.get(writer)):
-                records += self._parse(entry.key)
-                seen[writer] = entry.key
-        self._seen = seen  # not before: after an error the next call reads all of it again
+        entries = {writer: self._entries(writer, self._seen.get(writer)) for writer in self._writers()}
+        size = sum(entry.size for chunks in entries.values() for entry in chunks)
+        if size > MAX_STREAM_BYTES:
+            raise DamagedRecord(
+                f"{self._stream} in {self._store.url} has {show_bytes(size)}, more than"
+                f" {show_bytes(MAX_STREAM_BYTES)}; delete what does not belong there, or copy it and read it there"
+            )
+        records = [record for chunks in entries.values() for entry in chunks for record in self._parse(entry.key)]
+        # Not before: after an error the next call reads all of it again.
+        self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
         return records
 
-    def backward(self) -> Iterator[list[Record]]:
-        """Yield the chunks from last to first, starting with the writer whose name sorts last.
+    def of(self, writer: str) -> Iterator[list[Record]]:
+        """Yield the chunks of one writer, first to last. Independent of `read`."""
+        for entry in self._entries(writer):
+            yield self._parse(entry.key)
+
+    def backward(self, max_bytes: int = MAX_STREAM_BYTES) -> Iterator[list[Record]]:
+        """Yield the chunks from last to first, starting with the writer whose name sorts last, up to a total size.
 
         Reads only what is consumed, for readers of the end of a stream. Independent of `read`.
         """
-        for writer in reversed(self._store.folders(f"{self._stream}/")):
-            for entry in reversed(self._store.list(f"{self._stream}/{writer}/")):
+        for writer in reversed(self._writers()):
+            for entry in reversed(self._entries(writer)):
+                max_bytes -= entry.size
+                if max_bytes < 0:
+                    return
                 yield self._parse(entry.key)
+
+    def _writers(self) -> list[str]:
+        return self._store.folders(f"{self._stream}/")
+
+    def _entries(self, writer: str, after: str | None = None) -> list[Entry]:
+        return self._store.list(f"{self._stream}/{writer}/", after)
 
     def _parse(self, key: str) -> list[Record]:
         lines = self._store.get(key).splitlines()
-        try:
-            return self._adapter.validate_json(b"[" + b",".join(lines) + b"]")
-        except ValueError as error:
-            raise PacktrainError(f"{key} in {self._store.url} is damaged") from error
+        return decode(self._record, b"[" + b",".join(lines) + b"]", f"{key} in {self._store.url}")
 
 
 class Flushable(Protocol):

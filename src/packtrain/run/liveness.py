@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
-from packtrain.run.records import Lease
+from packtrain.run.records import Lease, Result
 from packtrain.run.run import Run
-from packtrain.store import Store
+from packtrain.store import Store, StoreError
 from packtrain.system import FileLock, nodes_directory
 
 LEASE_SECONDS = 2.0  # between two renewals of a lease
@@ -36,6 +36,7 @@ _BLIND_SECONDS = 4.0  # a longer pause between two looks means that the reader c
 _COARSE_SECONDS = 2.0  # object stores keep times to the second
 _READERS = 16
 
+Answer = TypeVar("Answer")
 State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
 EXIT_CODES: dict[State, int] = {
     "finished": EXIT_DONE,
@@ -45,6 +46,16 @@ EXIT_CODES: dict[State, int] = {
     "waiting": EXIT_UNFINISHED,
     "interrupted": EXIT_UNFINISHED,
 }
+
+
+def attempt(read: Callable[[], Answer]) -> Answer | PacktrainError:
+    """Return the answer, or the error that keeps this run from being read; one bad run must not hide the others."""
+    try:
+        return read()
+    except PacktrainError as error:
+        if isinstance(error, StoreError) and error.temporary:  # the store is away, which concerns all runs
+            raise
+        return error
 
 
 # Watching.
@@ -109,36 +120,54 @@ def watch_states(
     poll_seconds: float = LEASE_SECONDS / 4,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[State]:
+) -> list[State | PacktrainError]:
     """Return the state of each run; one without a result is watched until a node renews its lease or joins.
 
-    All are watched together: many take no longer than one. A run that no machine has ever joined is waiting.
+    All are watched together: many take no longer than one. A run that no machine has ever joined is waiting. For a run
+    that cannot be read, its error is in the list.
     """
-    results = [run.result() for run in runs]
-    states: list[State] = ["interrupted" if result is None else result.status for result in results]
-    watches, before = {}, {}
-    for index in (index for index, result in enumerate(results) if result is None):
-        watch = LeaseWatch()
-        watch.observe(runs[index].leases(), clock())
-        if watch.leases:
-            watches[index], before[index] = watch, set(watch.leases)
-        else:
-            states[index] = "waiting"
-    # Runs whose node renews leave the set, so this usually ends after one renewal.
+    results = [attempt(run.result) for run in runs]
+    states: list[State | PacktrainError] = [
+        "waiting" if result is None else result.status if isinstance(result, Result) else result for result in results
+    ]
+    watches = {index: LeaseWatch() for index, result in enumerate(results) if result is None}
+    before: dict[int, set[str]] = {}
     deadline = clock() + seconds
-    while watches and clock() < deadline:
-        sleep(poll_seconds)
+    while watches:
         for index, watch in list(watches.items()):
-            watch.observe(runs[index].leases(), clock())
-            joined = [name for name in watch.leases if name not in before[index] and not watch.lost(name, clock())]
+            leases = attempt(runs[index].leases)
+            if isinstance(leases, PacktrainError):
+                states[index] = leases
+                del watches[index]
+                continue
+            watch.observe(leases, clock())
+            first = before.setdefault(index, set(watch.leases))
+            joined = [name for name in watch.leases if name not in first and not watch.lost(name, clock())]
             if joined or watch.count_alive(clock()):
                 states[index] = "running"
+            elif watch.leases:
+                states[index] = "interrupted"
+            # Runs whose node renews leave the set, so this usually ends after one renewal.
+            if states[index] != "interrupted":
                 del watches[index]
+        if not watches or clock() >= deadline:
+            break
+        sleep(poll_seconds)
     return states
 
 
 def state_of(run: Run) -> State:
-    return watch_states([run])[0]
+    return _readable(watch_states([run])[0])
+
+
+def state_now(run: Run) -> State:
+    return _readable(states_now([run])[0])
+
+
+def _readable(state: State | PacktrainError) -> State:
+    if isinstance(state, PacktrainError):
+        raise state
+    return state
 
 
 # At one look.
@@ -190,17 +219,19 @@ def store_time(store: Store) -> datetime | None:
 
 def states_now(
     runs: Sequence[Run],
-    watch: Callable[[Sequence[Run]], list[State]] = watch_states,
+    watch: Callable[[Sequence[Run]], list[State | PacktrainError]] = watch_states,
     clock_of: Callable[[Store], datetime | None] = store_time,
-) -> list[State]:
-    """Return the state of each run; only those that one look leaves in doubt are watched."""
+) -> list[State | PacktrainError]:
+    """Return the state of each run, or its error; only those that one look leaves in doubt are watched."""
     with ThreadPoolExecutor(_READERS) as readers:
-        results = list(readers.map(Run.result, runs))
-        states: list[State | None] = [None if result is None else result.status for result in results]
+        results = list(readers.map(lambda run: attempt(run.result), runs))
+        states: list[State | PacktrainError | None] = [
+            result.status if isinstance(result, Result) else result for result in results
+        ]
         unfinished = [index for index, state in enumerate(states) if state is None]
         # Before the leases are read: a lease that is renewed meanwhile then looks younger than it is, never older.
         now = clock_of(runs[unfinished[0]].store) if unfinished else None
-        found = readers.map(lambda index: state_by(_ages(runs[index], now)), unfinished)
+        found = readers.map(lambda index: attempt(lambda: state_by(_ages(runs[index], now))), unfinished)
         for index, state in zip(unfinished, found, strict=True):
             states[index] = state
     doubtful = [index for index in unfinished if states[index] is None]

@@ -1,13 +1,99 @@
 """The records in a run's folder: leases, generations, events, metrics, times, logs, the result.
 
 Every type here is stored as JSON by `run.py` (one object each) or `chunks.py` (streams of lines).
+
+Anyone who can write the store can write a record, so every one is read by `decode`, which refuses what no writer of
+Packtrain would write: wrong types, unknown words, numbers out of range, names that are paths. Who reads a record can
+rely on that.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+
+from packtrain.errors import PacktrainError, printable
+from packtrain.store import is_key
+
+Record = TypeVar("Record")
+
+MAX_NUMBER = 2**63 - 1
+MAX_SECONDS = 1e15
+_MAX_TIME = 253402300799.0  # the last second of the year 9999, the last that calendars of Python know
+_NAME_LENGTH = 200
+
+
+def _file_name(text: str) -> str:
+    # A name from the store becomes a part of keys and paths: with a slash it could lead elsewhere.
+    if not is_key(text) or "/" in text:
+        raise ValueError("is not a file name")
+    return text
+
+
+def _measurements(values: dict[str, float]) -> dict[str, float]:
+    # A loss may be infinite, but times are added, compared and shown as dates and hours.
+    if not all(abs(value) <= MAX_SECONDS for name, value in values.items() if name.endswith("_seconds")):
+        raise ValueError("a time is out of range")
+    return values
+
+
+FileName = Annotated[str, Field(max_length=_NAME_LENGTH), AfterValidator(_file_name)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""A SHA-256."""
+Address = Annotated[str, Field(max_length=255)]
+Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+WorkerCount = Annotated[int, Field(ge=1, le=65536)]
+Number = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS, allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=_MAX_TIME, allow_inf_nan=False)]
+"""Seconds since 1970."""
+Seconds = Number
+"""May be slightly negative: a span is the difference of two clocks."""
+Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
+Measurements = Annotated[dict[Label, float], AfterValidator(_measurements)]
+
+
+class DamagedRecord(PacktrainError):
+    """A record that Packtrain did not write, or not this version of it."""
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def decode(kind: type[Record], data: bytes, what: str) -> Record:
+    """Return the record; DamagedRecord names `what` and the first field that is wrong."""
+    if kind not in _ADAPTERS:  # making one takes far longer than using it
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    try:
+        record: Record = _ADAPTERS[kind].validate_json(data, strict=True)
+    except ValidationError as error:
+        raise damaged(what, error) from error
+    return record
+
+
+def decode_name(data: bytes, what: str) -> str:
+    """Return a name that is stored as plain text."""
+    try:
+        return _file_name(data.decode())
+    except ValueError as error:
+        raise DamagedRecord(f"{what} is damaged: it is not a name") from error
+
+
+def damaged(what: str, error: ValidationError) -> DamagedRecord:
+    place = ".".join(map(str, error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]))
+    where = f" (field {printable(place, 60)})" if place else ""
+    return DamagedRecord(f"{what} is damaged, or from another version{where}")
+
+
+def encode(record: Any) -> bytes:
+    # Half a character, as in the output of a program, becomes `?`: as an escape, `decode` would refuse the record.
+    return json.dumps(asdict(record), indent=1, ensure_ascii=False).encode(errors="replace")
+
 
 Cause = Literal[
     "start", "resumed", "joined", "preempted", "ended",  # not failures
@@ -20,9 +106,9 @@ Cause = Literal[
 class Member:
     """A node of a generation; its index in `Generation.members` is its rank among the nodes."""
 
-    node: str
-    address: str
-    workers: int
+    node: FileName
+    address: Address
+    workers: WorkerCount
 
 
 @dataclass(frozen=True)
@@ -34,16 +120,16 @@ class Generation:
     own. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows.
     """
 
-    number: int
+    number: Count
     members: tuple[Member, ...]
-    port: int
+    port: Port
     reason: str
-    step: int = 0
+    step: Count = 0
     cause: Cause = "start"
-    failed_step: int | None = None
-    used_seconds: float = 0.0
-    seconds_left: float | None = None
-    culprit: str | None = None
+    failed_step: Count | None = None
+    used_seconds: Seconds = 0.0
+    seconds_left: Seconds | None = None
+    culprit: FileName | None = None
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
@@ -56,33 +142,33 @@ class Generation:
 class Gpu:
     """One GPU; fractions are of the whole card."""
 
-    name: str
-    used_fraction: float
-    memory_used_bytes: int
-    memory_bytes: int
-    watts: float
-    celsius: float
+    name: Label
+    used_fraction: Number
+    memory_used_bytes: Count
+    memory_bytes: Count
+    watts: Number
+    celsius: Number
 
 
 @dataclass(frozen=True)
 class WorkerUse:
     """Resource use of one worker process; `cpu_fraction` is of one core."""
 
-    rank: int
-    cpu_fraction: float
-    memory_bytes: int
+    rank: Count
+    cpu_fraction: Number
+    memory_bytes: Count
 
 
 @dataclass(frozen=True)
 class Telemetry:
     """Resource use of a machine; fractions are of the whole machine."""
 
-    cpu_fraction: float = 0.0
-    memory_fraction: float = 0.0
-    memory_bytes: int = 0
-    disk_free_bytes: int = 0
-    sent_bytes_per_second: float = 0.0
-    received_bytes_per_second: float = 0.0
+    cpu_fraction: Number = 0.0
+    memory_fraction: Number = 0.0
+    memory_bytes: Count = 0
+    disk_free_bytes: Count = 0
+    sent_bytes_per_second: Number = 0.0
+    received_bytes_per_second: Number = 0.0
     gpus: tuple[Gpu, ...] = ()
     workers: tuple[WorkerUse, ...] = ()
 
@@ -91,8 +177,8 @@ class Telemetry:
 class TelemetrySample:
     """A machine's telemetry at a time of its own clock."""
 
-    time: float
-    node: str
+    time: Time
+    node: FileName
     telemetry: Telemetry
 
 
@@ -100,10 +186,10 @@ class TelemetrySample:
 class NodeReport:
     """How a generation's workers ended on one node. `fatal`: another try would end the same way."""
 
-    generation: int
+    generation: Count
     cause: Cause
     text: str
-    step: int | None = None
+    step: Count | None = None
     fatal: bool = False
 
 
@@ -118,19 +204,19 @@ class Lease:
     up, which is what it costs.
     """
 
-    node: str
-    hostname: str
-    address: str
-    port: int
-    workers: int
-    joined: int
-    renewal: int
-    used_seconds: float
-    machine: str = ""
+    node: FileName
+    hostname: Address
+    address: Address
+    port: Port
+    workers: WorkerCount
+    joined: Count
+    renewal: Count
+    used_seconds: Seconds
+    machine: Label = ""
     left: bool = False
     leaving: bool = False
-    stopping: int = 0
-    machine_seconds: float = 0.0
+    stopping: Count = 0
+    machine_seconds: Seconds = 0.0
     report: NodeReport | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -172,10 +258,10 @@ EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
 class Event:
     """Something that happened to a run, in words."""
 
-    time: float
+    time: Time
     kind: EventKind
     text: str
-    generation: int = 0
+    generation: Count = 0
 
     @property
     def display(self) -> EventDisplay:
@@ -194,37 +280,51 @@ class Sample:
     prediction: str
 
 
+_OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
+
+
 @dataclass(frozen=True)
 class Point:
-    """Measurements at a step. `start` marks the step that a generation resumes from."""
+    """Measurements at a step. `start` marks the step that a generation resumes from.
+
+    A step of training has at least those that its readers need.
+    """
 
     kind: Literal["start", "train", "valid", "test"]
-    generation: int
-    step: int
-    time: float
-    values: dict[str, float]
+    generation: Count
+    step: Count
+    time: Time
+    values: Measurements
     samples: tuple[Sample, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Point:
+        if self.kind == "train":
+            missing = _OF_A_STEP - self.values.keys()
+            if missing or not math.isfinite(self.values["epoch"]):
+                raise ValueError("a step lacks measurements")
+        return self
 
 
 @dataclass(frozen=True)
 class TimeSpent:
     """Seconds of a worker by span (train/recorder.py), since its previous record."""
 
-    time: float
-    generation: int
-    rank: int
-    step: int
-    seconds: dict[str, float]
+    time: Time
+    generation: Count
+    rank: Count
+    step: Count
+    seconds: dict[Label, Seconds]
 
 
 @dataclass(frozen=True)
 class LogLine:
     """A line that a worker or (without a rank) the launcher wrote."""
 
-    time: float
-    generation: int
-    node: str
-    rank: int | None
+    time: Time
+    generation: Count
+    node: FileName
+    rank: Count | None
     stream: Literal["out", "err"]
     text: str
 
@@ -240,10 +340,10 @@ class Result:
 
     status: Status
     reason: str
-    step: int
-    seconds: float
-    scores: dict[str, float] = field(default_factory=dict)
-    signatures: dict[str, str] = field(default_factory=dict)
+    step: Count
+    seconds: Seconds
+    scores: dict[Label, float] = field(default_factory=dict)
+    signatures: dict[Label, str] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
 
 
@@ -252,4 +352,4 @@ class StopRequest:
     """A person asked the run to stop."""
 
     reason: str
-    time: float
+    time: Time

@@ -6,21 +6,23 @@ Any machine that can read the store can follow a run; nothing about it is kept a
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any, TypeVar
+from itertools import accumulate, chain
+from typing import TypeVar
 
 from pydantic import ValidationError
 
-from packtrain.errors import NotFound, PacktrainError
+from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.run.chunks import ChunkReader, ChunkWriter, adapter
+from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
+    DamagedRecord,
     Event,
     Generation,
     Lease,
@@ -30,11 +32,20 @@ from packtrain.run.records import (
     StopRequest,
     TelemetrySample,
     TimeSpent,
+    damaged,
+    decode,
+    decode_name,
+    encode,
 )
 from packtrain.store import Store
 
 _FEW = 4  # up to this many objects are read one after the other, ...
 _READERS = 16  # ... more by this many threads
+_MAX_RECORDS = 100_000  # in one folder, such as the leases of a run
+_MAX_RUNS = 999_999  # of a job: its runs are numbered
+_RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
+_RECORD = re.compile(r"([^/]+)\.json")
+_GENERATION = re.compile(r"([0-9]{6,9})\.json")
 
 Stored = TypeVar("Stored")
 Item = TypeVar("Item")
@@ -54,7 +65,8 @@ class Run:
 
     def __init__(self, store: Store, name: str, job_data: bytes | None = None, code: bytes | None = None) -> None:
         if not is_name(name):
-            raise NotFound(f"{name!r} is not a valid run name; names consist of a-z, 0-9 and -")
+            fault = "names consist of a-z, 0-9 and -, and do not start with -"
+            raise NotFound(f"{quoted(name)} is not a valid run name; {fault}")
         self.store, self.name = store, name
         self.folder = f"runs/{name}"
         self._job_data, self._code = job_data, code
@@ -77,7 +89,7 @@ class Run:
             try:
                 self._job = Job.model_validate_json(self.job_data)
             except ValidationError as error:
-                raise self._damaged("job.json") from error
+                raise damaged(self._what("job.json"), error) from error
         return self._job
 
     @property
@@ -95,7 +107,7 @@ class Run:
 
     def pack_name(self) -> str:
         """Return the name of the pack that a recipe trains on."""
-        return self.store.get(self.key("pack.txt")).decode()
+        return decode_name(self.store.get(self.key("pack.txt")), self._what("pack.txt"))
 
     # Streams: each has a reader, and a writer for every process that adds to it.
 
@@ -137,14 +149,14 @@ class Run:
         """Return the end of `metrics`: that many steps and, if the run is `evaluated`, back to the last evaluation.
 
         Writers are named after their generation, so the newest generation is read first. By the time an older one is
-        read, it is known which of its points a restart discarded.
+        read, it is known which of its points a restart discarded. An end without steps is not searched for ever.
         """
         kept: list[Point] = []
         starts: dict[int, int] = {}
         missing = {"train": steps, "valid": int(evaluated)}
-        for chunk in self.points().backward():
+        for chunk in self.points().backward(_RECENT_BYTES):
             starts |= _starts(chunk)
-            outlived = [point for point in chunk if _outlived(point, starts)]
+            outlived = _outlived(chunk, starts)
             kept += outlived
             for kind in missing:
                 missing[kind] -= sum(point.kind == kind for point in outlived)
@@ -155,18 +167,23 @@ class Run:
     # Single objects.
 
     def generations(self, after: int = 0) -> list[Generation]:
-        entries = self.store.list(self.key("generations/"), self._generation_key(after))
-        return [self._read(entry.key, Generation) for entry in entries]
+        return _each(self._generation, self._keys("generations/", _GENERATION, self._generation_key(after)))
 
     def latest_generation(self, known: Generation | None = None) -> Generation | None:
         """Return the latest generation. With `known`, only later ones are listed, and only the last of them is read."""
         after = None if known is None else self._generation_key(known.number)
-        entries = self.store.list(self.key("generations/"), after)
-        return self._read(entries[-1].key, Generation) if entries else known
+        keys = self._keys("generations/", _GENERATION, after)
+        return self._generation(keys[-1]) if keys else known
+
+    def _generation(self, key: str) -> Generation:
+        generation = self._read(key, Generation)
+        if self._generation_key(generation.number) != key:
+            raise DamagedRecord(f"{self._what(key)} is damaged: it is generation {generation.number}")
+        return generation
 
     def propose(self, generation: Generation) -> bool:
         """True if this proposal is the first for its number, and so wins."""
-        return self.store.put_if_absent(self._generation_key(generation.number), _json(generation))
+        return self.store.put_if_absent(self._generation_key(generation.number), encode(generation))
 
     def _generation_key(self, number: int) -> str:
         return self.key(f"generations/{number:06d}.json")
@@ -174,32 +191,42 @@ class Run:
     def proposer(self, number: int, turn: int, node: str) -> str:
         """Return the node that proposes generation `number`: in each turn, the first node to ask."""
         key = self.key(f"proposers/{number:06d}-{turn:03d}.txt")
-        return node if self.store.put_if_absent(key, node.encode()) else self.store.get(key).decode()
+        if self.store.put_if_absent(key, node.encode()):
+            return node
+        return decode_name(self.store.get(key), self._what(key))
 
     def leases(self) -> list[Lease]:
-        return _each(lambda entry: self._read(entry.key, Lease), self.store.list(self.key("nodes/")))
+        return _each(lambda key: self._lease(key, self.store.get(key)), self._keys("nodes/", _RECORD))
 
     def lease(self, name: str) -> Lease | None:
-        return self._find(f"nodes/{name}.json", Lease)
+        key = self.lease_key(name)
+        data = self.store.find(key)
+        return None if data is None else self._lease(key, data)
+
+    def _lease(self, key: str, data: bytes) -> Lease:
+        lease = decode(Lease, data, self._what(key))
+        if self.lease_key(lease.node) != key:
+            raise DamagedRecord(f"{self._what(key)} is damaged: it is the lease of {lease.node}")
+        return lease
 
     def lease_key(self, node: str) -> str:
         return self.key(f"nodes/{node}.json")
 
     def renew(self, lease: Lease) -> None:
-        self.store.put(self.lease_key(lease.node), _json(lease))
+        self.store.put(self.lease_key(lease.node), encode(lease))
 
     def result(self) -> Result | None:
         return self._find("result.json", Result)
 
     def finish(self, result: Result) -> bool:
         """True if this result is the first, and so counts."""
-        return self.store.put_if_absent(self.key("result.json"), _json(result))
+        return self.store.put_if_absent(self.key("result.json"), encode(result))
 
     def stop_request(self) -> StopRequest | None:
         return self._find("stop.json", StopRequest)
 
     def request_stop(self, reason: str) -> None:
-        self.store.put_if_absent(self.key("stop.json"), _json(StopRequest(reason, time.time())))
+        self.store.put_if_absent(self.key("stop.json"), encode(StopRequest(reason, time.time())))
 
     def reopen(self) -> None:
         """Remove the stop request and the result of a run, so that nodes resume it."""
@@ -208,20 +235,23 @@ class Run:
 
     def _find(self, name: str, kind: type[Stored]) -> Stored | None:
         data = self.store.find(self.key(name))
-        return None if data is None else self._parse(name, data, kind)
+        return None if data is None else decode(kind, data, self._what(name))
 
     def _read(self, key: str, kind: type[Stored]) -> Stored:
-        return self._parse(key, self.store.get(key), kind)
+        return decode(kind, self.store.get(key), self._what(key))
 
-    def _parse(self, name: str, data: bytes, kind: type[Stored]) -> Stored:
-        try:
-            return adapter(kind).validate_json(data)
-        except ValidationError as error:
-            raise self._damaged(name) from error
+    def _keys(self, folder: str, names: re.Pattern[str], after: str | None = None) -> list[str]:
+        """Return the keys of the records in a folder, sorted; what has another name is none of ours."""
+        start = self.key(folder)
+        keys = [entry.key for entry in self.store.list(start, after)]
+        keys = [key for key in keys if names.fullmatch(key.removeprefix(start))]
+        if len(keys) > _MAX_RECORDS:
+            raise DamagedRecord(f"{self._what(folder)} is damaged: it has more than {_MAX_RECORDS:,} records")
+        return keys
 
-    def _damaged(self, name: str) -> PacktrainError:
-        what = name.removeprefix(self.key(""))
-        return PacktrainError(f"{what} of run {self.name} in {self.store.url} is damaged, or from another version")
+    def _what(self, name: str) -> str:
+        """Return an object's name for an error, given its name or its key."""
+        return f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url}"
 
 
 def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
@@ -232,10 +262,6 @@ def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]
         return list(readers.map(read, items))
 
 
-def _json(record: Any) -> bytes:
-    return json.dumps(asdict(record), indent=1).encode()
-
-
 def surviving(points: Iterable[Point]) -> list[Point]:
     """Return the points that later generations resumed from, in the order of training.
 
@@ -244,7 +270,7 @@ def surviving(points: Iterable[Point]) -> list[Point]:
     """
     ordered = sorted(points, key=lambda point: (point.generation, point.step))
     starts = _starts(ordered)
-    kept = {(point.kind, point.step): point for point in ordered if _outlived(point, starts)}
+    kept = {(point.kind, point.step): point for point in _outlived(ordered, starts)}
     return sorted(kept.values(), key=lambda point: (point.step, point.generation))
 
 
@@ -253,15 +279,21 @@ def _starts(points: Iterable[Point]) -> dict[int, int]:
     return {point.generation: point.step for point in points if point.kind == "start"}
 
 
-def _outlived(point: Point, starts: Mapping[int, int]) -> bool:
-    """True if every later generation resumed from this point's step or a later one."""
-    return all(point.step <= step for generation, step in starts.items() if generation > point.generation)
+def _outlived(points: Sequence[Point], starts: Mapping[int, int]) -> list[Point]:
+    """Return the points at whose step, or a later one, every later generation resumed."""
+    generations = sorted(starts)
+    # The lowest step that any generation from this one on resumed from; after the last there is no limit.
+    lowest = [*accumulate((starts[number] for number in reversed(generations)), min)][::-1]
+    return [
+        point
+        for point in points
+        if (later := bisect_right(generations, point.generation)) == len(lowest) or point.step <= lowest[later]
+    ]
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
-    for number in range(1 + last_number(store, job.name), 1_000_000):
-        run = _new_run(store, job, code, number)
+    for run in _new_runs(store, job, code):
         # Two clients may try the same number at the same time: the second one gets False, and takes the next.
         if store.put_if_absent(run.key("job.json"), run.job_data):
             store.put(run.key("code.tar.zst"), code)
@@ -273,17 +305,21 @@ def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
 
 def next_run(store: Store, job: Job, code: bytes) -> Run:
     """Return the run that `create_run` would create now."""
-    return _new_run(store, job, code, 1 + last_number(store, job.name))
+    return next(_new_runs(store, job, code))
 
 
-def _new_run(store: Store, job: Job, code: bytes, number: int) -> Run:
-    # With what is put, not with what the store has later: nodes are told to run this and nothing else.
-    return Run(store, f"{_stem(job.name)}-{number}", job.model_dump_json(indent=1).encode(), code)
+def _new_runs(store: Store, job: Job, code: bytes) -> Iterator[Run]:
+    """Yield runs with free numbers: after the last one, then in the gaps.
 
-
-def last_number(store: Store, job_name: str) -> int:
+    So a folder with the last number that there is does not block the job.
+    """
+    data = job.model_dump_json(indent=1).encode()
     split = [_split(name) for name in store.folders("runs/")]
-    return max((number for stem, number in split if stem == _stem(job_name)), default=0)
+    taken = {number for stem, number in split if stem == _stem(job.name)}
+    for number in chain(range(max(taken, default=0) + 1, _MAX_RUNS + 1), range(1, _MAX_RUNS + 1)):
+        if number not in taken:
+            # With what is put, not with what the store has later: nodes are told to run this and nothing else.
+            yield Run(store, f"{_stem(job.name)}-{number}", data, code)
 
 
 def _stem(job_name: str) -> str:
@@ -293,7 +329,7 @@ def _stem(job_name: str) -> str:
 
 def _split(run_name: str) -> tuple[str, int]:
     stem, _, number = run_name.rpartition("-")
-    return stem, int(number) if is_name(run_name) and number.isdigit() else 0
+    return stem, int(number) if is_name(run_name) and number.isdigit() and len(number) <= len(str(_MAX_RUNS)) else 0
 
 
 def run_names(store: Store) -> list[str]:
@@ -315,5 +351,5 @@ def open_run(store: Store, name: str | None) -> Run:
         return Run(store, names[-1])
     of_job = [known for known in names if _split(known)[0] == _stem(name)]
     if of_job:
-        return Run(store, max(of_job, key=_split))
-    raise NotFound(f"no run {name!r} in {store.url}; the newest are {', '.join(names[:-4:-1])}")
+        return Run(store, of_job[-1])
+    raise NotFound(f"no run {quoted(name)} in {store.url}; the newest are {', '.join(names[:-4:-1])}")

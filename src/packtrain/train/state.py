@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint
+from packtrain.run.records import DamagedRecord, decode
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
 from packtrain.train.precision import LossScaleState
@@ -218,8 +218,8 @@ def _optimizer_file(rank: int) -> str:
 
 def read_description(directory: Path) -> Description:
     try:
-        return TypeAdapter(Description).validate_json((directory / STATE_FILE).read_bytes())
-    except (OSError, ValidationError) as error:
+        return decode(Description, (directory / STATE_FILE).read_bytes(), STATE_FILE)
+    except (OSError, DamagedRecord) as error:
         raise CorruptCheckpoint(f"the checkpoint's {STATE_FILE} cannot be read") from error
 
 
