@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtrain.errors import PacktrainError
-from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN, Vocabulary
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN, Vocabulary, is_too_long
 
 SPECIAL = {PAD, EOS, BOS, UNKNOWN}
 TEXTS = ["the cat sat on the mat", "die Katze saß auf der Matte", "the cat <eos> saw the mat"] * 3
@@ -73,6 +73,22 @@ def test_an_incomplete_character_decodes_without_an_error() -> None:
     [row] = VOCABULARY.encode(["ж"])
     [text] = VOCABULARY.decode([row[:-1]])
     assert "ж" not in text
+
+
+@pytest.mark.parametrize("text", ["x" * 16_001, "ж" * 8_001, "word " * 4_000])
+def test_a_text_that_is_too_long_is_neither_learned_from_nor_encoded(text: str) -> None:
+    assert is_too_long(text)
+    for attempt in (lambda: Vocabulary.fit(["short", text], 300), lambda: VOCABULARY.encode(["short", text])):
+        with pytest.raises(
+            Mistake, match=r"^a text has more than 16,000 bytes; shorten it: '(xxx|жжж|word)"
+        ) as refused:
+            attempt()
+        assert len(str(refused.value)) < 150
+
+
+def test_a_text_of_16_000_bytes_is_encoded() -> None:
+    text = "ж" * 8_000
+    assert VOCABULARY.decode(VOCABULARY.encode([text])) == [text]
 
 
 def test_an_empty_text_has_no_tokens() -> None:

@@ -136,6 +136,14 @@ def test_the_terminal_shows_splits_measures_classes_and_what_was_left_out(packed
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_what_was_left_out_of_pairs_is_shown_with_its_share_and_its_line(packed: Make) -> None:
+    kept = [{"source": f"line {number}", "target": f"Zeile {number}"} for number in range(3)]
+    made = packed([*kept, {"source": "这一行中文太长了一点", "target": "lang"}], max_words=4)
+    [row] = [line.split() for line in printed(made.stats).splitlines() if "more than 4 words" in line]
+    assert row == ["train", "filtered", "1", "25.0%", *["more", "than", "4", "words", "samples.jsonl:4"]]
+    assert {"25.0%", "samples.jsonl:4"} <= set(made.page().text)
+
+
 @pytest.mark.parametrize("number", [2, 10, 11, 20, 21, 1000])
 def test_many_classes_are_shown_from_both_ends_and_none_twice(number: int, packed: Make) -> None:
     made = packed(CLASSES)

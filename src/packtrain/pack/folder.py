@@ -96,7 +96,8 @@ class FolderSource(ImageSource):
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
         for place, row in self._rows("text"):
-            yield TextPair(_text(row, "source", place), _text(row, "target", place))
+            line = int(place.rpartition(":")[2])  # blank lines are not pairs
+            yield TextPair(_text(row, "source", place), _text(row, "target", place), line)
 
     def _found(
         self, place: str, name: str, label: int | None, captions: tuple[str, ...], drop: Drop

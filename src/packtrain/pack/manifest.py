@@ -62,6 +62,10 @@ class Split:
     sources: tuple[Count, ...]
     shards: Annotated[tuple[ShardFile, ...], Field(min_length=1)]
 
+    def show_share(self, count: int) -> str:
+        share = self.share_of(count)
+        return f"{share:.1%}" if share >= 0.001 or not count else "<0.1%"
+
     def share_of(self, count: int) -> float:
         """Return the share of a number of samples in all that were read, those that were left out included."""
         left_out = sum(drops.count for drops in (*self.filtered.values(), *self.dropped.values()))

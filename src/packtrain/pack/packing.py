@@ -87,7 +87,7 @@ def common_kind(splits: Mapping[str, Sequence[Source]]) -> Kind:
 def _left_out(split: Split, shares: bool = False) -> str:
     reasons = {**split.filtered, **split.dropped}
     said = ", ".join(
-        f"{drops.count:,} ({f'{split.share_of(drops.count):.1%}, ' if shares else ''}{reason})"
+        f"{drops.count:,} ({f'{split.show_share(drops.count)}, ' if shares else ''}{reason})"
         for reason, drops in reasons.items()
     )
     return f"; left out {said}" if said else ""

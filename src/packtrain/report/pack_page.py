@@ -72,7 +72,7 @@ def _subject(stats: PackStats) -> str:
 
 def _tables(stats: PackStats) -> Iterator[StatsTable]:
     def share(split: Split, count: int) -> str:  # of images, captions are counted, too: they have no common total
-        return f"{split.share_of(count):.1%}" if stats.manifest.kind == "pairs" else ""
+        return split.show_share(count) if stats.manifest.kind == "pairs" else ""
 
     rows = []
     for name, split in stats.manifest.splits.items():
