@@ -13,6 +13,7 @@ _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
 _QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 _MACHINES = re.compile(r"([0-9]+)(?:\s*\.\.\s*([0-9]+))?", re.ASCII)
 _MAX_MACHINES = 100_000
+MAX_WORKERS = 1024  # of one machine, more than any has GPUs or cores for
 _LONGEST = 60  # characters of a quantity, and of one that an error repeats
 _LARGEST = 1e15  # whole numbers below are exact as floats
 

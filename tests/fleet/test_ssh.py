@@ -14,7 +14,7 @@ import pytest
 from fleet.jobs import commands_on, left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
 from packtrain.fleet.mpi import MpiFleet, MpiSettings
-from packtrain.fleet.remote import Remote, advice, split_destination
+from packtrain.fleet.remote import Remote, Unreachable, advice, split_destination
 from packtrain.fleet.slurm import SlurmFleet, SlurmSettings
 from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
 from packtrain.pack.build import PlainProgress
@@ -51,7 +51,7 @@ def test_a_plan_has_the_ssh_command_for_each_host(directory_store: Store) -> Non
     assert [start.machine for start in plan] == ["gpu-a", "me@gpu-b:2222"]
     words = [*plan[1].arguments]
     assert words[0] == "ssh"
-    assert words[-4:-1] == ["-p", "2222", "me@gpu-b"]
+    assert words[-5:-1] == ["-p", "2222", "--", "me@gpu-b"]
     node = ["/opt/python", "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
     node += ["--store-id", str(run.store.identity), "--code", run.code_digest, "--interface", "eth1"]
     assert shlex.split(words[-1]) == node
@@ -62,6 +62,27 @@ def test_ssh_checks_host_keys_and_never_prompts() -> None:
     assert "BatchMode=yes" in words
     assert "KnownHosts" not in words
     assert "HostKey" not in words
+
+
+def test_ssh_takes_no_host_for_an_option(tmp_path: Path) -> None:
+    """The job refuses such names; whatever else makes one, ssh does not run its command."""
+    with pytest.raises(Unreachable):
+        Remote(f"-oProxyCommand=touch {tmp_path}/ran").run(["true"], seconds=20)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_secret_is_sent_to_a_host_with_another_packtrain(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ncat >> {tmp_path}/sent\necho /opt/python\necho 99.0-0123456789ab\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SECRET", CANARY)
+    fleet = SshFleet(SshSettings(hosts=("gpu-a",), python="/opt/python"))
+    with pytest.raises(Unreachable, match=r"/opt/python has packtrain 99.0-0123456789ab"):
+        fleet.usable_hosts(directory_store.url, ["SECRET"])
+    assert (tmp_path / "sent").stat().st_size > 0
+    assert CANARY.encode() not in (tmp_path / "sent").read_bytes()
 
 
 def test_a_plan_names_the_variables_and_holds_no_values(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +303,8 @@ def test_tied_nodes_end_with_the_client(network: Network, tmp_path: Path, enviro
 def test_attach_opens_the_tmux_session_of_the_node(network: Network, directory_store: Store) -> None:
     run = new_run(directory_store)
     fleet = SshFleet(SshSettings(hosts=("host1", "root@host2:2222")))
-    assert fleet.shell(run, None)[:3] == ("ssh", "-t", "host1")
-    assert fleet.shell(run, "host2-0a1b2c3d")[:5] == ("ssh", "-t", "-p", "2222", "root@host2")
+    assert fleet.shell(run, None)[:4] == ("ssh", "-t", "--", "host1")
+    assert fleet.shell(run, "host2-0a1b2c3d")[:6] == ("ssh", "-t", "-p", "2222", "--", "root@host2")
     session = ["tmux", "new-session", "-d", "-s", f"packtrain-{run.name}", "sleep 600"]
     assert network[0].run(session).returncode == 0
     command = fleet.shell(run, None)[-1]

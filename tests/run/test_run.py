@@ -342,3 +342,13 @@ def test_many_runs_are_listed_in_order(any_store: Store) -> None:
     listed = run_names(any_store)
     assert sorted(listed) == sorted(names)
     assert [name for name in listed if name.startswith("a")] == ["a-1", "a-2", "a-3"]
+
+
+@pytest.mark.parametrize("workers", [0, 1025, 10**12])
+def test_a_record_with_an_impossible_number_of_workers_is_damaged(directory_store: Store, workers: int) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a", workers=workers))
+    run.propose(a_generation(1, "a", workers=workers))
+    for read in (run.leases, run.latest_generation):
+        with pytest.raises(PacktrainError, match="is damaged, or from another version"):
+            read()

@@ -22,6 +22,7 @@ from packtrain.cli.common import (
     print_json,
     trusting,
 )
+from packtrain.units import MAX_WORKERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +126,8 @@ def node(
     ] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of workers. Default: from the job, or one per GPU.")
+        int | None,
+        typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
     ] = None,
     power_off: Annotated[
         bool,

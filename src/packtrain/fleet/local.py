@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,10 +32,12 @@ from packtrain.fleet.facts import Facts, gather
 from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, Target, node_arguments, silent
 from packtrain.fleet.remote import end_with_client, last_line, secrets_line
 from packtrain.job.kinds import FleetKind
+from packtrain.job.part import Location
 from packtrain.node.address import LOOPBACK
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
+from packtrain.units import MAX_WORKERS
 
 THIS_MACHINE = "this machine"
 END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
@@ -49,6 +51,10 @@ class LocalSettings(FleetKind):
     """This machine; several nodes on it stand for as many machines."""
 
     shares_machines = True
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.machines.most > MAX_WORKERS:
+            yield ("machines",), f"must be at most {MAX_WORKERS:,}: each is a process on this machine"
 
     def build(self) -> Fleet:
         return LocalFleet(self)

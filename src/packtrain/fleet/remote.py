@@ -59,9 +59,9 @@ class Remote:
     name: str
 
     def arguments(self, *options: str) -> tuple[str, ...]:
-        """Return the ssh command line up to the destination."""
+        """Return the ssh command line up to the destination, which ssh must not take for an option."""
         destination, port = split_destination(self.name)
-        return ("ssh", *_OPTIONS, *options, *(("-p", port) if port else ()), destination)
+        return ("ssh", *_OPTIONS, *options, *(("-p", port) if port else ()), "--", destination)
 
     def run(self, command: Sequence[str], text: bytes = b"", seconds: float = 120.0) -> str:
         """Return what the command wrote to standard output; `text` is its standard input."""

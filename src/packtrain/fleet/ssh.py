@@ -203,7 +203,7 @@ class SshFleet(Fleet):
         session = shlex.quote(session_name(run.name))
         # The session lasts as long as the node and shows its output; without one, a login shell.
         command = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
-        return ("ssh", "-t", *(("-p", port) if port else ()), destination, command)
+        return ("ssh", "-t", *(("-p", port) if port else ()), "--", destination, command)
 
     def targets(self) -> builtins.list[Target]:
         settings = self._settings

@@ -50,6 +50,7 @@ from packtrain.job.part import (
     Seconds,
     StorePath,
     Variable,
+    WorkerCount,
     code_path_fault,
     must_be,
     problem,
@@ -202,7 +203,7 @@ class FleetSettings(Part):
     """
 
     kind: FleetKind = default_kind(FLEETS, "local")
-    workers: Ordinal | None = None
+    workers: WorkerCount | None = None
     failures: Count = 3
     price: Positive | None = None
     public_address: Boolean = False

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from packtrain.errors import nearest, quoted
-from packtrain.units import Amount, Duration, Machines
+from packtrain.units import MAX_WORKERS, Amount, Duration, Machines
 
 Location = tuple[int | str, ...]
 
@@ -335,6 +335,7 @@ CodePath = Annotated[str, _string(code_path_fault)]
 Argument = Annotated[str, _string(_argument_fault)]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Ordinal = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+WorkerCount = Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)]
 Pixels = Annotated[int, Field(strict=True, ge=8, le=8192)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]

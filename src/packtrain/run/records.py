@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_
 
 from packtrain.errors import PacktrainError, printable
 from packtrain.store import is_key
+from packtrain.units import MAX_WORKERS
 
 Record = TypeVar("Record")
 
@@ -48,7 +49,7 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Address = Annotated[str, Field(max_length=255)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-WorkerCount = Annotated[int, Field(ge=1, le=65536)]
+WorkerCount = Annotated[int, Field(ge=1, le=MAX_WORKERS)]
 Number = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS, allow_inf_nan=False)]
 Time = Annotated[float, Field(ge=0, le=_MAX_TIME, allow_inf_nan=False)]
 """Seconds since 1970."""
