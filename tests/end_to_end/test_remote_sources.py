@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pack.pictures import photo
+from pack.rawsets import tar
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.workers import InProcess
@@ -24,20 +26,22 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize(("file", "member"), [("pairs.tsv", ""), ("training.tgz", "#training/pairs.tsv")])
 def test_a_pack_is_the_same_wherever_its_data_is(
-    tmp_path: Path, s3_location: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_location: str, monkeypatch: pytest.MonkeyPatch, file: str, member: str
 ) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "pairs.tsv").write_text(PAIRS)
-    open_store(s3_location).put("raw/pairs.tsv", PAIRS.encode())
-    open_store(str(tmp_path / "store"), create=True).put("raw/pairs.tsv", PAIRS.encode())
+    data = gzip.compress(tar([("training/pairs.tsv", PAIRS.encode())])) if member else PAIRS.encode()
+    (tmp_path / file).write_bytes(data)
+    open_store(s3_location).put(f"raw/{file}", data)
+    open_store(str(tmp_path / "store"), create=True).put(f"raw/{file}", data)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     places = [
-        "pairs.tsv",
-        f"http://127.0.0.1:{server.server_port}/pairs.tsv",
-        f"{s3_location}/raw/pairs.tsv",
-        "store:raw/pairs.tsv",
+        f"{file}{member}",
+        f"http://127.0.0.1:{server.server_port}/{file}{member}",
+        f"{s3_location}/raw/{file}{member}",
+        f"store:raw/{file}{member}",
     ]
     names = []
     try:
@@ -51,6 +55,7 @@ def test_a_pack_is_the_same_wherever_its_data_is(
                 loaded, open_store(loaded.job.store, create=True), PlainProgress(lambda _: None), InProcess()
             )
             assert manifest is not None
+            assert manifest.splits["train"].samples == 40
             names.append(manifest.name)
     finally:
         server.shutdown()
