@@ -639,7 +639,8 @@ def test_an_answer_that_would_never_end_is_given_up(trouble: str, copy: Copy) ->
     [
         "http://[", "http://[::1", "http://[zz]/", "http://h:99999999999/", "http://h:-1/", "http://:80/", "http://",
         "http:///x", "//", "http://a..b/", "http://%00/", "http://" + "a" * 64 + "/", "http://" + "a." * 200 + "/",
-        "http://\u2100/", "http://%0d%0aX:y/", "http://h:\u0668/", "https://\ud800/", "http://./", "http://h\r\nX: y/", "http://h\x00/",
+        "http://\u2100/", "http://%0d%0aX:y/", "http://h:\u0668/", "https://\ud800/", "https://h/\ud800", "http://./",
+        "http://h\r\nX: y/", "http://h\x00/",
     ],
 )  # fmt: skip
 def test_odd_urls_are_refused_in_one_line(place: str, web: Web, copy: Copy) -> None:

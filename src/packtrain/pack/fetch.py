@@ -71,7 +71,7 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-[0-9]{1,18}|\*)/([0-9]{1,18}|\*)")
 _HOST = re.compile(r"[a-z0-9._-]{1,253}|[0-9a-f:.]{2,45}")
-_UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\\\ud800-\udfff]")
 _CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"}
 _MAX_HEADER_BYTES = 1 << 18
 _MAX_OVERHEAD = 8  # times as many bytes may arrive as are asked for: chunks of a few bytes have a header each
@@ -146,7 +146,7 @@ def _fetch_from(path: str, store: Store, directory: Path, policy: FetchPolicy) -
     if scheme.lower() == "s3":
         bucket, _, key = rest.partition("/")
         if "?" in key:  # not shown: it may hold a signature
-            raise Mistake("an s3:// URL has no '?'; name only the object, or use a signed https:// URL")
+            raise Mistake("an s3:// URL has no '?'; name only the object")
         with _lasting_errors_as_mistakes():
             opened = open_store(f"s3://{bucket}")
         start = len(f"{scheme}://{bucket}/")
@@ -723,7 +723,7 @@ def checked_url(text: str) -> str:
     except ValueError:
         raise Mistake("invalid URL; expected https://host/path") from None
     if "@" in url.netloc:  # not shown: it may hold a secret
-        raise Mistake("a source's URL must not contain a user or password; download the file, or use a signed URL")
+        raise Mistake("a source's URL must not contain a user or password; download the file and name its path")
     if not _HOST.fullmatch(host) or _UNSAFE.search(text):
         raise Mistake(f"{shown(text)}: invalid URL; write spaces as %20")
     netloc = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
