@@ -22,9 +22,17 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def show(title: str, rows: Sequence[Mapping[str, object]], notes: Sequence[str], as_json: bool) -> None:
+def show(
+    title: str, rows: Sequence[Mapping[str, object]], notes: Sequence[str], as_json: bool, markdown: bool = False
+) -> None:
+    """Print the measurements; `markdown` makes a table for the docs."""
     if as_json:
         print(json.dumps({"title": title, "rows": list(rows), "notes": list(notes)}))
+        return
+    if markdown:
+        for line in (list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)):
+            print(f"| {' | '.join(map(str, line))} |")
+        print("", *notes, sep="\n")
         return
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in rows[0]:
