@@ -779,8 +779,8 @@ def test_the_images_beside_a_file_of_json_lines_are_downloaded_too(web: Web, loc
         "cats/b c.jpg": b"cats/b%20c.jpg",
         "./cats//d.jpg": b"cats/d.jpg",
     }
-    assert len(told) == 2
-    assert "hunter2" not in "".join(told)
+    place = f"{web.url}/set/samples.jsonl"
+    assert told == [f"downloading {place} ({len(LINES)} B)", f"fetching the images of {place}"]
     web.asked.clear()
     assert images(local(f"{web.url}/set/samples.jsonl?key=hunter2")) == images(source)
     assert set(web.methods()) == {"HEAD"}
@@ -814,9 +814,10 @@ def test_images_outside_of_the_folder_are_refused_and_not_asked_for(name: str, w
     assert {path for _, path, _ in web.asked} == {"/set/samples.jsonl"}
 
 
-def test_an_image_named_like_a_url_is_looked_for_below_the_folder(web: Web, local: Local) -> None:
-    web.files["/set/samples.jsonl"] = b'{"image": "http://127.0.0.1:1/x.jpg", "label": "cat"}\n'
-    assert images(local(f"{web.url}/set/samples.jsonl")) == {"http://127.0.0.1:1/x.jpg": None}
+def test_an_image_with_an_odd_name_is_looked_for_below_the_folder(web: Web, local: Local) -> None:
+    names = ("http://127.0.0.1:1/x.jpg", "long" * 100)
+    web.files["/set/samples.jsonl"] = "".join(f'{{"image": "{name}", "label": "cat"}}\n' for name in names).encode()
+    assert images(local(f"{web.url}/set/samples.jsonl")) == dict.fromkeys(names)
     assert "/set/http%3A/127.0.0.1%3A1/x.jpg" in {path for _, path, _ in web.asked}
 
 

@@ -125,7 +125,12 @@ def local_source(
         folder.mkdir(exist_ok=True)
         _link(listing, folder / listing.name)
     beside = copied.model_copy(update={"paths": (str(folder / listing.name), *paths[1:])})
-    _fetch_named(beside, folder, lambda name: fetch(_beside(source.paths[0], name), _silent, MAX_IMAGE_BYTES), say)
+    address = source.paths[0]
+
+    def fetch_beside(name: str) -> Path:
+        return fetch(_beside(address, name), lambda _text: None, MAX_IMAGE_BYTES)
+
+    _fetch_named(beside, folder, fetch_beside, lambda count: say(f"fetching the images of {shown(address)}{count}"))
     return beside
 
 
@@ -167,11 +172,11 @@ def _beside(address: str, name: str) -> str:
     return urljoin(address, quote(name))  # quoted: a name such as https://elsewhere/x stays below the folder
 
 
-def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], say: Say) -> None:
-    """Download all files that a source names to their places below `folder`, several at once."""
+def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], tell: Say) -> None:
+    """Download all files that a source names to their places below `folder`, several at once; tell their number."""
     left = source.named_files()
     lock, count, told = threading.Lock(), 0, time.monotonic()
-    say(f"downloading the images of {source.paths[0]}")
+    tell("")
 
     def next_name() -> str | None:
         nonlocal count, told
@@ -180,7 +185,7 @@ def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], say
             count += name is not None
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
-                say(f"downloading the images of {source.paths[0]}: {count:,} so far")
+                tell(f": {count:,} so far")
             return name
 
     def work() -> None:
@@ -206,7 +211,8 @@ def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], say
 def _link(copy: Path | None, place: Path) -> None:
     """Let `place` be the same file as the copy, or nothing; atomically, because another process may be reading."""
     if copy is None:
-        place.unlink(missing_ok=True)
+        if os.path.lexists(place):  # false, and no error, for a name that is too long to be here
+            place.unlink()
         return
     with suppress(FileNotFoundError):
         if place.samefile(copy):
@@ -215,10 +221,6 @@ def _link(copy: Path | None, place: Path) -> None:
     staged = place.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     os.link(copy, staged)
     staged.replace(place)
-
-
-def _silent(_text: str) -> None:
-    pass
 
 
 def _from_store(store: Store, key: str, address: str, directory: Path, say: Say, max_bytes: int) -> Path:
