@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,13 @@ def test_a_pack_without_a_manifest_is_not_found(directory_store: Store) -> None:
         pytest.param(MANIFEST.to_json().replace(b'"samples": 3', b'"samples": "many"'), id="a word for a number"),
         pytest.param(MANIFEST.to_json().replace(b'"sha256"', b'"md5"'), id="without hashes"),
         pytest.param(b"[" * 100_000, id="a nest without end"),
+        pytest.param(MANIFEST.to_json().replace(b'"bytes": 99', b'"bytes": -1'), id="a negative size"),
+        pytest.param(MANIFEST.to_json().replace(b'"name": "toy-0123"', b'"name": "toy-4567"'), id="of another pack"),
+        pytest.param(replace(MANIFEST, splits={}).to_json(), id="without training samples"),
+        pytest.param(
+            replace(MANIFEST, splits={"train": replace(MANIFEST.splits["train"], samples=4)}).to_json(),
+            id="a wrong sum",
+        ),
     ],
 )
 def test_a_damaged_manifest_is_refused_in_one_line_that_says_what_to_do(directory_store: Store, data: bytes) -> None:

@@ -17,6 +17,7 @@ from packtrain.pack.packing import digest, pack, settings_of
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store, open_store
+from parts.s3 import S3Server
 
 
 def objects(store: Store) -> dict[str, bytes]:
@@ -68,6 +69,31 @@ def test_packing_again_reads_the_manifest_and_writes_nothing(
     assert quietly(job, any_store) == first
     assert any_store.list("") == listed
     assert told(job, any_store) == [f"pack {first.name} already exists"]
+
+
+@pytest.mark.parametrize("harm", ["delete", "cut"])
+def test_a_pack_that_lacks_a_file_is_packed_again(directory_store: Store, tmp_path: Path, harm: str) -> None:
+    job = job_of(tmp_path)
+    name = quietly(job, directory_store).name
+    whole, shard = objects(directory_store), f"packs/{name}/train-00000.safetensors"
+    if harm == "delete":
+        directory_store.delete(shard)
+    else:
+        directory_store.put(shard, whole[shard][:-1])
+    assert told(job, directory_store)[0] == f"pack {name} lacks 1 file, such as train-00000.safetensors; packing again"
+    assert objects(directory_store) == whole
+
+
+def test_unfinished_uploads_of_an_interrupted_build_are_removed_with_the_next(
+    s3_store: Store, s3_environment: S3Server, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path)
+    name = quietly(job, s3_store).name
+    s3_store.delete(f"packs/{name}/manifest.json")
+    for owner in (name, "another-0123"):
+        s3_environment.begin_upload(s3_store.url, f"packs/{owner}/train-00000.safetensors")
+    quietly(job, s3_store)
+    assert s3_environment.uploads(s3_store.url) == ["packs/another-0123/train-00000.safetensors"]
 
 
 def test_the_same_data_makes_the_same_bytes(tmp_path: Path) -> None:

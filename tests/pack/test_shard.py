@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.pack.shard import Columns, Ragged, ShardError, encode_shard, open_shard
+from packtrain.pack.shard import Columns, Ragged, ShardError, check_header, encode_shard, open_shard
 
 ROWS = [[5, 6, 7], [], [8]]
 U16 = np.dtype("<u2")
@@ -46,6 +46,16 @@ def test_several_columns_keep_their_own_rows_and_types(tmp_path: Path) -> None:
     assert opened["source"][0].tolist() == [5, 6, 7]
     assert opened["target"][0].tolist() == [70_000]
     assert (opened["source"].values.dtype, opened["target"].values.dtype) == (U16, np.dtype("<u4"))
+
+
+def test_a_header_of_more_tensors_than_a_model_has_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    tensors = {f"{number}": entry("F32", 0, 0) for number in range(50_001)}
+    with pytest.raises(ValueError, match="it has 50,001 tensors, and at most 50,000 are accepted"):
+        check_header(file_of(tmp_path / "many", tensors))
+    del tensors["0"]
+    check_header(file_of(tmp_path / "most", tensors))
+    with pytest.raises(ValueError, match=r"its header has 90,000,000 bytes, and at most 8,388,608 are accepted"):
+        check_header(file_of(tmp_path / "long", {}, header_bytes=90_000_000))
 
 
 def test_the_same_columns_make_the_same_bytes() -> None:

@@ -478,6 +478,7 @@ PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06
     [
         (MODEL_FILE, PICKLE, "model.safetensors cannot be read"),
         (MODEL_FILE, b"", "model.safetensors cannot be read"),
+        (MODEL_FILE, (90 << 20).to_bytes(8, "little") + b"{}", "model.safetensors cannot be read: its header has"),
         (STATE_FILE, b"{", "the checkpoint's state.json cannot be read"),
         (STATE_FILE, {"recipe": "classify"}, "the checkpoint's recipe is 'classify', but the run's is 'translate'"),
         (STATE_FILE, {"pack": "other"}, "the checkpoint's pack is 'other', but the run's is 'pack-1'"),

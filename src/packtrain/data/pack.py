@@ -83,10 +83,7 @@ class Pack:
         return self._cache.path_of(self._store, pack_key(self.name, file.name), file, is_suspect=is_suspect)
 
     def _hashes(self) -> Iterator[str]:
-        vocabularies = (self.manifest.vocabulary, self.manifest.target_vocabulary)
-        yield from (file.sha256 for file in vocabularies if file is not None)
-        for split in self.manifest.splits.values():
-            yield from (shard.sha256 for shard in split.shards)
+        return (file.sha256 for file in self.manifest.files())
 
 
 class Piece(NamedTuple):

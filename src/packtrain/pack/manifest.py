@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -91,6 +92,11 @@ class Manifest:
     vocabulary: PackFile | None = None
     target_vocabulary: PackFile | None = None
 
+    def files(self) -> Iterator[PackFile]:
+        yield from (file for file in (self.vocabulary, self.target_vocabulary) if file is not None)
+        for split in self.splits.values():
+            yield from split.shards
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 
@@ -134,9 +140,31 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
                 f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT};"
                 " pack the data again"
             )
-        return decode(Manifest, data, what)
+        manifest = decode(Manifest, data, what)
+        if not _is_sound(manifest, pack):
+            raise DamagedRecord(what)
+        return manifest
     except DamagedRecord as error:
         raise DamagedRecord(f"{what} is damaged; delete it and pack again") from error
+
+
+def _is_sound(manifest: Manifest, pack: str) -> bool:
+    """True if the parts of a manifest fit each other."""
+    return (
+        manifest.name == pack
+        and "train" in manifest.splits
+        and all(
+            split.samples == sum(split.sources) == sum(shard.samples for shard in split.shards)
+            for name, split in manifest.splits.items()
+            if "@" not in name  # copies are compared with their originals
+        )
+    )
+
+
+def missing_files(store: Store, manifest: Manifest) -> list[str]:
+    """Return the names of files that are not in the store, or not in the size that the manifest says."""
+    sizes = {entry.key: entry.size for entry in store.list(pack_key(manifest.name, ""))}
+    return [file.name for file in manifest.files() if sizes.get(pack_key(manifest.name, file.name)) != file.bytes]
 
 
 def read_manifest(store: Store, pack: str) -> Manifest:

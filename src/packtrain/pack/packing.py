@@ -17,11 +17,12 @@ from packtrain.job.kinds import Source
 from packtrain.pack.archive import split_member
 from packtrain.pack.build import PackContents, Packing, PackProgress, delete_notes, splits_of
 from packtrain.pack.images import pack_captions, pack_labels
-from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, pack_key, sized_split
+from packtrain.pack.manifest import FORMAT, Kind, Manifest, Split, find_manifest, missing_files, pack_key, sized_split
 from packtrain.pack.pairs import DUPLICATE, pack_pairs
 from packtrain.pack.workers import Workers
 from packtrain.store import Store, StoreError
 from packtrain.system import sha256_of
+from packtrain.units import counted
 
 PACKERS: Mapping[Kind, Callable[[Packing], PackContents]] = {
     "pairs": pack_pairs,
@@ -45,8 +46,11 @@ def pack(
     # The folder's name is a digest of everything that the pack depends on, so an existing one is never stale.
     existing = find_manifest(store, folder)
     if existing is not None:
-        progress.say(f"pack {folder} already exists")
-        return existing
+        missing = missing_files(store, existing)
+        if not missing:
+            progress.say(f"pack {folder} already exists")
+            return existing
+        progress.say(f"pack {folder} lacks {counted(len(missing), 'file')}, such as {missing[0]}; packing again")
     contents = PACKERS[kind](Packing(folder, data, store, workers, progress))
     splits: dict[str, Split] = {}
     for split, build in contents.splits.items():

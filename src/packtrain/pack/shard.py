@@ -30,6 +30,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"),
     "F32": np.dtype("<f4"),
 }
+_MAX_TENSORS = 50_000
+_MAX_TENSOR_HEADER = 8 << 20  # of a file with the tensors of a model
 _MAX_HEADER = 1 << 20  # our own headers have about a kilobyte; a damaged length must not be trusted
 
 
@@ -128,6 +130,22 @@ def _fit(offsets: Array, count: int) -> bool:
     if offsets.dtype != np.int64 or not len(offsets) or offsets[0] != 0 or offsets[-1] != count:
         return False
     return bool((offsets[1:] >= offsets[:-1]).all())
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError if a safetensors file claims more tensors than a model has.
+
+    Call it before the safetensors package reads a file from a store: for a header of a million tensors it takes
+    gigabytes.
+    """
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _MAX_TENSOR_HEADER:
+            raise ValueError(f"its header has {header_bytes:,} bytes, and at most {_MAX_TENSOR_HEADER:,} are accepted")
+        # Each tensor is an object of the header; a brace inside of a name only counts too much.
+        tensors = file.read(header_bytes).count(b"{") - 1
+        if tensors > _MAX_TENSORS:
+            raise ValueError(f"it has {tensors:,} tensors, and at most {_MAX_TENSORS:,} are accepted")
 
 
 def _map_arrays(path: Path) -> dict[str, Array]:

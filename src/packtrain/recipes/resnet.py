@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from packtrain.errors import Mistake
+from packtrain.pack.shard import check_header
 from packtrain.recipes.images import ResNetShape
 
 _MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on a scale of 0 to 1: what pretrained weights expect
@@ -154,8 +155,9 @@ def load_pretrained(path: Path, own: Mapping[str, Tensor], field: str) -> dict[s
     tensors in the file are ignored. `field` is the job's field that named the file, for errors.
     """
     try:
+        check_header(path)
         given = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise Mistake(f"{field}: not a safetensors file ({error})") from error
     needed = {key for key in own if not key.endswith("num_batches_tracked")}  # a counter that weights often lack
     if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):

@@ -106,7 +106,7 @@ def _read_manifest(name: str, data: bytes) -> Checkpoint:
         checkpoint = decode(Checkpoint, data, f"the manifest of checkpoint {name}")
     except DamagedRecord as error:
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} cannot be read") from error
-    if checkpoint.name != name:
+    if checkpoint.name != name or not name.startswith(f"{checkpoint.step:09d}-{checkpoint.generation:06d}-"):
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} belongs to another checkpoint")
     return checkpoint
 

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packtrain.errors import Mistake
+from packtrain.pack.shard import check_header
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.run.records import DamagedRecord, decode
+from packtrain.store import RECORD_BYTES
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
 from packtrain.train.precision import LossScaleState
@@ -218,7 +220,9 @@ def _optimizer_file(rank: int) -> str:
 
 def read_description(directory: Path) -> Description:
     try:
-        return decode(Description, (directory / STATE_FILE).read_bytes(), STATE_FILE)
+        with (directory / STATE_FILE).open("rb") as file:
+            data = file.read(RECORD_BYTES)  # a longer one is cut, and so invalid
+        return decode(Description, data, STATE_FILE)
     except (OSError, DamagedRecord) as error:
         raise CorruptCheckpoint(f"the checkpoint's {STATE_FILE} cannot be read") from error
 
@@ -247,14 +251,16 @@ def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
 
 def _shapes(path: Path) -> Shapes:
     try:
+        check_header(path)
         with safe_open(path, "pt") as file:  # reads the header alone
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        check_header(path)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error
