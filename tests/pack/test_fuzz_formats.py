@@ -48,6 +48,10 @@ TEXTS = {"L1": "They do not!", "L2": "They do to! é", "L3": "I hope so."}
 CAPTIONS = coco([(0, "a.jpg"), (1, "deep/b.jpg")], [(0, "a cat"), (0, "a tabby"), (1, "a dog é")])
 for annotation in CAPTIONS["annotations"]:
     annotation |= {"is_precanned": False, "is_rejected": False}
+SGML = """<refset setid="x"><doc docid='1.é'><p><seg id="1">one &amp; &#1234; &#xD800;</seg>
+<seg id=2>two
+lines</seg></p></doc></refset>
+""".encode()
 IMAGES = [("set/a.jpg", picture()), ("set/deep/b.jpg", picture(1))]
 
 
@@ -122,6 +126,25 @@ FORMATS: dict[str, tuple[dict[str, bytes], Read]] = {
         },
         lambda folder, drop: DialogueSource(paths=(str(folder),)).pairs(drop),
     ),
+    "cornell in a zip": (
+        {
+            "cornell.zip": zipped(
+                [
+                    ("set/movie_lines.txt", cornell_lines(TEXTS).encode("latin-1")),
+                    ("set/movie_conversations.txt", cornell_conversations(["L1", "L2", "L3"], ["L2", "L1"]).encode()),
+                ]
+            )
+        },
+        lambda folder, drop: DialogueSource(paths=(f"{folder}/cornell.zip",), without_last=1).pairs(drop),
+    ),
+    "SGML": (
+        {"a-src.en.sgm": SGML, "a-ref.de.sgm": SGML},
+        lambda folder, drop: BitextSource(paths=(f"{folder}/a-src.en.sgm", f"{folder}/a-ref.de.sgm")).pairs(drop),
+    ),
+    "columns in a compressed tar": (
+        {"set.tgz": gzip.compress(tar([("set/a.txt", b"1\tone\teins\n2\ttwo\tzwei\tx\n")]))},
+        lambda folder, drop: BitextSource(paths=(f"{folder}/set.tgz#a.txt",), columns=(2, 3)).pairs(drop),
+    ),
     "pairs": (
         {"pairs.tsv": "one\teins\ntwo\tzwei é\n".encode()},
         lambda folder, drop: BitextSource(paths=(f"{folder}/pairs.tsv",)).pairs(drop),
@@ -145,6 +168,7 @@ SPICE = [
     b"[", b"{", b"}", b",", b"\\", b"\\ud800", b"NaN", b"null", b"true", b"-1", b"0", b"9" * 30, b"9" * 5000, b"1e999",
     b"[" * 3000, b"\x1b[2J", b"x" * 300, b".tar", b"ustar\0", b"ustar  \0", b"9 path=a\n", b"9 size=1\n", b"\x80",
     b"\x1f\x8b", b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"1", b"2", b"5", b"L", b"x", b"g", b"S",
+    b"<seg>", b"</seg>", b"<doc>", b"&#x110000;", b"&#0;",
 ]  # fmt: skip
 
 

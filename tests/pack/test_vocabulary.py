@@ -141,6 +141,7 @@ EXPANDING = {"type": "Replace", "pattern": {"Regex": "."}, "content": "xxxxxxxxx
         (["model", "vocab", "Ġ"], 3.5),
         (["model", "vocab", "Ġ"], True),
         (["model", "vocab", "one more"], 5),
+        (["model", "vocab", "\ud800"], len(VOCABULARY)),
         (["model", "merges"], [["no such token", "a"]]),
         (["model", "merges"], [["z", "z"]]),
         (["model", "merges"], ["a b"]),
@@ -161,10 +162,13 @@ def test_only_a_vocabulary_in_the_form_that_is_written_is_read(place: list[str],
     assert "\n" not in str(refused.value)
 
 
-def test_a_huge_vocabulary_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_huge_or_garbled_vocabulary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.json"
     path.write_text(VOCABULARY.to_json())
     assert Vocabulary.from_file(path).to_json() == VOCABULARY.to_json()
+    path.write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(PacktrainError, match=r"vocabulary is damaged \(not UTF-8 at byte 11\); pack the data again"):
+        Vocabulary.from_file(path)
     os.truncate(path, 40 << 30)
     with pytest.raises(PacktrainError, match=r"vocabulary is damaged \(it has 42,949,672,960 bytes\); pack the data"):
         Vocabulary.from_file(path)

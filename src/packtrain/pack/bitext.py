@@ -22,7 +22,7 @@ from packtrain.pack.raw import MAX_LINE_BYTES, TextPair, read_lines
 Item = TypeVar("Item")
 
 _SGML = (".sgm", ".sgml", ".sgm.gz", ".sgml.gz")
-_TAG = re.compile(r"<(/?)(seg|doc)\b([^>]*)>", re.IGNORECASE)
+_TAG = re.compile(r"<(/?)(seg|doc)\b([^<>]*)>", re.IGNORECASE)
 _ATTRIBUTE = re.compile(r"""\b(id|docid)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 # WMT's files are not valid SGML: an ampersand may also stand for itself.
 _ENTITY = re.compile(r"&(?:(amp|lt|gt|quot|apos)|#([0-9]{1,7})|#[xX]([0-9a-fA-F]{1,6}));")

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from packtrain.errors import Mistake, PacktrainError, quoted
+from packtrain.errors import Mistake, PacktrainError, printable, quoted
 
 PAD, EOS, BOS, UNKNOWN = range(4)
 # Learning subwords takes time in the square of the longest run without spaces: 32 seconds for one of 200 kB.
@@ -81,7 +81,7 @@ class Vocabulary:
         except RecursionError:
             raise _damaged("nested too deeply") from None
         except Exception as error:  # the library raises bare Exception
-            raise _damaged(str(error)) from error
+            raise _damaged(printable(str(error), 200)) from error
         return cls(tokenizer)
 
     @classmethod
@@ -89,7 +89,11 @@ class Vocabulary:
         size = path.stat().st_size
         if size > _MAX_FILE_BYTES:
             raise _damaged(f"it has {size:,} bytes")
-        return cls.from_json(path.read_text())
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise _damaged(f"not UTF-8 at byte {error.start:,}") from None
+        return cls.from_json(text)
 
     @property
     def dtype(self) -> np.dtype[Any]:
