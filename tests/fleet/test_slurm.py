@@ -217,6 +217,8 @@ def test_a_cancelled_or_stopped_job_is_not_requeued(directory_store: Store, tmp_
     assert ended_job(run, tmp_path, cancel) == (101, False)
     notice = f"trap : USR1; kill -USR1 $PPID; {cancel}; wait"
     assert ended_job(run, tmp_path, notice) == (101, False), "within the notice, too"
+    late = "(sleep 0.2; kill -TERM $PPID) & exit 137"
+    assert ended_job(run, tmp_path, late) == (137, False), "and while the store is asked"
     run.request_stop("a person asked for it")
     assert ended_job(run, tmp_path, "exit 137") == (137, False)
 

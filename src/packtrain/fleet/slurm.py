@@ -58,7 +58,7 @@ from packtrain.fleet.fleet import (
 )
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Argument, Location, Ordinal, Seconds
+from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
@@ -108,7 +108,7 @@ code=$?
 # srun exits with the highest code of all nodes, so one that was killed may hide that the others only left. Without a
 # notice srun itself may have failed: it kills all nodes (137) after losing touch with one that is back already.
 again=no
-if [ "$cancelled" = no ] && [ "$noticed" != no ]; then
+if [ "$noticed" != no ]; then
   case "$code" in {over}) ;; *) again=yes ;; esac # these say that the run is over
 elif [ "$cancelled" = no ] && [ "$code" != {done} ]; then
   # Asks the store for the run's result, and counts: a job that always fails must not be requeued forever.
@@ -119,7 +119,11 @@ if [ "$again" = yes ]; then
   # requeue all of them.
   job="${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
   # More than once: a machine that has just lost its network may not reach the controller yet.
-  for pause in 5 15 30 60 0; do scontrol requeue "$job" && break; sleep "$pause"; done
+  for pause in 5 15 30 60 0; do
+    [ "$cancelled" = no ] || break # maybe only just now
+    scontrol requeue "$job" && break
+    sleep "$pause"
+  done
 fi
 exit "$code"
 """
@@ -420,7 +424,7 @@ class Requeues:
     """How often a job was requeued without a notice since this checkpoint was the newest."""
 
     checkpoint: str
-    count: int
+    count: Count
 
 
 def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
