@@ -17,7 +17,8 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import Manifest, ShardFile, pack_key
 from packtrain.pack.shard import Columns, Ragged, ShardError, encode_shard
 from packtrain.pack.vocabulary import Vocabulary
-from packtrain.store import Store, open_store
+from packtrain.store import Store, StoreAway, open_store
+from parts.mounts import Mounts
 
 ROWS = [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10], [11], [12, 13]]
 Reader = Callable[[int], SplitReader]
@@ -272,6 +273,26 @@ def test_a_shard_with_another_number_of_samples_than_the_manifest_says_is_named(
     (tmp_path / "short").write_bytes(encode_shard(Columns({"tokens": Ragged.from_rows(ROWS[:2], np.dtype("<u2"))})))
     with pytest.raises(ShardError, match=r"short has 2 samples, not 7; pack the data again"):
         SplitReader([shard], lambda _: tmp_path / "short").shard(0)
+
+
+def test_a_store_that_is_unmounted_before_a_shard_is_opened_is_away(tmp_path: Path) -> None:
+    mounts = Mounts(tmp_path)
+    mounts.mount("disk")
+    try:
+        store = open_store(str(mounts.point), create=True)
+        shards = put_pack(store, ROWS, 1).splits["train"].shards
+        split = Pack(store, NAME, tmp_path / "cache").split("train")
+        assert split.column("tokens")[0].tolist() == ROWS[0]
+        paths = {shard.name: Path(store.url, pack_key(NAME, shard.name)) for shard in shards}
+        late = SplitReader(shards, lambda shard: paths[shard.name], lambda shard: str(store.entry(shard.name)))
+        mounts.unmount()
+        for reader in (split, late):  # the second one was unmounted after the shard was checked
+            with pytest.raises(StoreAway):
+                reader.shard(1)
+        mounts.mount("disk")
+        assert split.column("tokens")[2].tolist() == ROWS[2]
+    finally:
+        mounts.unmount()
 
 
 def test_a_shard_that_the_disk_has_changed_is_downloaded_again_once_and_told(

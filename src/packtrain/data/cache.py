@@ -206,6 +206,10 @@ def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) 
         raise store.not_found(key)
     path = Path(store.url) / key
     if not _has_hash(path, wanted, lock):
+        if (
+            store.entry(key) is None
+        ):  # or an error that says that the store is away: it may have been unmounted just now
+            raise store.not_found(key)
         raise _damaged(store, key)
     return path
 

@@ -152,8 +152,9 @@ class SplitReader:
     def _opened(self, shard: ShardFile) -> Columns:
         try:
             return self._opened_file(self._path_of(shard), shard)
-        except ShardError:
-            # A disk may change a file but not its size and time, by which it was known to have its hash.
+        except (ShardError, OSError):
+            # A disk may change a file but not its size and time, by which it was known to have its hash. Or its mount
+            # has just disappeared, which the check says as an error that is temporary.
             self._recheck(shard)
             return self._opened_file(self._path_of(shard), shard)
 
