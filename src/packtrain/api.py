@@ -8,13 +8,14 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.export.predict import DecodeOptions, load_predictor
+from packtrain.fleet import request_stop
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
 from packtrain.run.liveness import State, state_of
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run
 from packtrain.run.trust import Accept, CodeReview
-from packtrain.start import create, load, reopen, start
+from packtrain.start import create, load, reopen, start, wait_until_joined
 from packtrain.store import open_store
 
 _MAX_REPORT_BYTES = 256 << 20
@@ -59,7 +60,9 @@ class RunHandle:
         return result
 
     def stop(self) -> None:
-        self._run.request_stop("stopped by user (Python)")
+        """Ask the run's machines to commit and stop; `wait` returns when they have. Without any, it stops at once."""
+        if self._run.result() is None:
+            request_stop(self._run, "stopped by user (Python)", print)
 
     def resume(self, trust_code: bool = False) -> None:
         """Resume the run; `trust_code` if it was started elsewhere, and you know what it runs."""
@@ -68,7 +71,7 @@ class RunHandle:
         if state in ("running", "finished"):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
         reopen(self._run, _trusting(trust_code))
-        start(self._run, tied=False)
+        wait_until_joined(start(self._run, tied=False))
 
     def report(self) -> str:
         """Write the report and return its location."""
@@ -96,7 +99,7 @@ class RunHandle:
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
     """Pack if needed, start a run and return; it keeps running without this process."""
     created = create(load(job, overrides), PlainProgress(print))
-    start(created, tied=False)
+    wait_until_joined(start(created, tied=False))
     return RunHandle(created)
 
 

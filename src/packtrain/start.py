@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of
+
+_JOIN_SECONDS = 10.0
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -118,6 +121,14 @@ def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
         return fleet.start(run, fleet.plan(run), tied, say)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
+
+
+def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = _JOIN_SECONDS) -> None:
+    """Wait until the nodes have joined their run, so that it is running for whoever looks next; raise if one cannot."""
+    deadline = time.monotonic() + seconds
+    for node in nodes:
+        while not node.has_joined() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def reopen(run: Run, accept: Accept, say: Say = print) -> None:

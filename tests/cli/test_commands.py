@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import packtrain as pt
 from packtrain.cli import app
 from packtrain.cli.common import hints
 from packtrain.run import liveness
@@ -119,6 +120,20 @@ def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory
     result = run.result()
     assert result is not None
     assert (result.step, result.seconds) == (5000, 90.0)
+
+
+def test_stopping_a_run_without_machines_from_python_ends_it(directory_store: Store) -> None:
+    run = new_run(directory_store, recipe_job())
+    run.propose(a_generation(1, "a"))
+    run.renew(replace(a_lease("a", 3), left=True))
+    handle = pt.open(run.name, store=directory_store.url)
+    assert handle.state() == "interrupted"
+    handle.stop()
+    assert handle.state() == "stopped"
+    result = handle.result()
+    handle.stop()
+    assert handle.result() == result
+    assert run.stop_request() is not None
 
 
 @pytest.mark.parametrize("command", ["run", "resume"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.run.checkpoint import committed
+from packtrain.run.liveness import state_now
 from parts.s3 import S3Server, fresh_location
 from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, kill, make_sandbox, wait_until
 from parts.stores import keys
@@ -67,6 +68,7 @@ def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
     assert_nothing_left(sandbox)
 
     assert sandbox.packtrain("resume", "--detach").returncode == 0
+    assert state_now(sandbox.run()) == "running"
     assert sandbox.packtrain("stop").returncode == 0
     assert sandbox.wait_for_result() == "stopped"
     assert_nothing_left(sandbox)

@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from packtrain.errors import PacktrainError
 from packtrain.fleet import Fleet, LaunchPlan, fleet_of
 from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
+from packtrain.start import wait_until_joined
 from packtrain.store import Store
 from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
@@ -137,3 +139,26 @@ def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_si
         assert node.status() != psutil.STATUS_ZOMBIE
     finally:
         node.kill()
+
+
+def test_a_detached_client_waits_until_its_nodes_have_joined() -> None:
+    slow = "import time; time.sleep(0.3); print('machine: here has joined', flush=True); time.sleep(600)"
+    node = start_process("job-1", (sys.executable, "-c", slow), tied=False)
+    assert not node.has_joined()
+    try:
+        wait_until_joined([node])
+        assert node.has_joined()
+    finally:
+        node.process.kill()
+        node.process.wait()
+
+
+@pytest.mark.parametrize(("code", "joined"), [(0, True), (104, True), (2, False)])
+def test_a_detached_client_says_why_a_node_could_not_start(code: int, joined: bool) -> None:
+    node = start_process("job-1", (sys.executable, "-c", f"print('packtrain: no disk'); exit({code})"), tied=False)
+    if joined:
+        wait_until_joined([node])
+    else:
+        with pytest.raises(PacktrainError, match="the node exited on start: no disk"):
+            wait_until_joined([node])
+    node.process.wait()

@@ -126,6 +126,17 @@ def test_no_worker_is_started_in_a_generation_with_a_public_address(make: Make, 
     assert address in result.reason
 
 
+def test_a_failure_is_told_once_and_the_next_generation_only_says_that_it_starts_again(make: Make) -> None:
+    cluster = make(1, 1)
+    cluster.wait(8)
+    cluster.fail(cluster.nodes[0], "it broke")
+    cluster.wait(8)
+    cluster.nodes[0].events.flush()
+    events = [(event.kind, event.text) for event in cluster.run.events().read()]
+    assert [event for event in events if "it broke" in event[1]] == [("failure", "it broke")]
+    assert ("generation", "2: started 1 worker again") in events
+
+
 def test_machines_started_together_form_one_generation(make: Make) -> None:
     cluster = make("1..3", 3)
     cluster.wait(8)

@@ -187,10 +187,11 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
 
 def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
     from packtrain.cli.follow import follow
-    from packtrain.start import start
+    from packtrain.start import start, wait_until_joined
 
     nodes = start(found, foreground, _print_line)
     if detach:
+        wait_until_joined(nodes)
         console().say("Started ", (found.name, "bold"))
         console().say_lines(hints(found, "follow", "status", "stop"))
         return

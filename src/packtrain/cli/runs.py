@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -175,46 +174,23 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
     from rich.text import Text
 
-    from packtrain.errors import PacktrainError
-    from packtrain.fleet import fleet_of
-    from packtrain.run.liveness import state_now
+    from packtrain.fleet import request_stop
+    from packtrain.run.liveness import finish_unattended
 
     run = find_run(store, name)
     result = run.result()
     if result is not None:
         console().say(f"{run.name} has already {result.status}")
         return
-    run.request_stop("stopped by user")
     screen = console()
-    try:
-        fleet_of(run.job.fleet.kind).cancel_queued(run)
-    except PacktrainError as error:
-        screen.say(f"Could not cancel queued jobs; they exit when they start: {error}")
     with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
+        request_stop(run, "stopped by user", screen.say)
         while (result := run.result()) is None:
-            if state_now(run) in ("interrupted", "waiting"):  # no node is left to write the result
-                _finish_unattended(run)
-            else:
+            if not finish_unattended(run):
                 time.sleep(_STOP_POLL_SECONDS)
     screen.say(f"{run.name} {result.status} at step {result.step:,}")
     if result.status != "finished":
         screen.say_lines(hints(run, "resume"))
-
-
-def _finish_unattended(run: Run) -> None:
-    """Write the result of a run that no machine works on, at its last checkpoint."""
-    from packtrain.errors import PacktrainError
-    from packtrain.run.checkpoint import committed, remove_uncommitted
-    from packtrain.run.records import Result
-
-    step = max((checkpoint.step for checkpoint in committed(run)), default=0)
-    seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
-    run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
-    latest = run.latest_generation()
-    with suppress(PacktrainError):  # the run has its result; the next generation would remove the rest, too
-        # The last generation's files stay: a machine that was only cut off may still commit them.
-        remove_uncommitted(run, 0 if latest is None else latest.number)
-        run.store.remove_unfinished(run.folder)
 
 
 def report(name: RunArgument = None, store: StoreOption = None) -> None:

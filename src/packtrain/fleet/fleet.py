@@ -8,18 +8,23 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from packtrain.errors import Mistake
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts
+from packtrain.fleet.remote import last_line
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import matching
 from packtrain.node.preemption import NoticeSource
 from packtrain.run.run import Run
 from packtrain.store import Store
+
+GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
+JOINED = "has joined"  # in the log of a node that takes part
 
 Say = Callable[[str], None]
 """Prints a line for the user who starts a run."""
@@ -56,6 +61,17 @@ class StartedNode:
     def exit_code(self) -> int | None:
         """Return the exit code; None while the process runs."""
         return self.process.poll()
+
+    def has_joined(self) -> bool:
+        """True once it has joined its run, or another node is there in its place. Raises if it ended before."""
+        code, text = self.exit_code(), ""  # before the log is read, so that it is complete
+        with suppress(FileNotFoundError):
+            text = self.log.read_text(errors="replace")
+        if JOINED in text or code in GOOD_ENDS:
+            return True
+        if code is None:
+            return False
+        raise PacktrainError(f"the node exited on start: {last_line(text) or f'exit code {code}'}")
 
 
 @dataclass(frozen=True)

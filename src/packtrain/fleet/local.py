@@ -27,9 +27,20 @@ from pathlib import Path
 import psutil
 from psutil import Process
 
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
+from packtrain.errors import EXIT_ALREADY_JOINED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts, gather
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, Target, node_arguments, silent
+from packtrain.fleet.fleet import (
+    GOOD_ENDS,
+    JOINED,
+    Fleet,
+    LaunchPlan,
+    Machine,
+    Say,
+    StartedNode,
+    Target,
+    node_arguments,
+    silent,
+)
 from packtrain.fleet.remote import end_with_client, last_line, secrets_line
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location
@@ -44,7 +55,6 @@ END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
 _JOIN_SECONDS = 10.0
 _KEEP_LOGS_SECONDS = 7 * 24 * 3600.0
 _LOG_VARIABLE = "PACKTRAIN_LOG"  # tells a process which file its output goes to
-_GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
 
 
 class LocalSettings(FleetKind):
@@ -235,11 +245,11 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     _show_in_tmux(run, child, log)
     # A node that fails early would otherwise leave the client waiting for it without a reason.
     deadline, text, code = time.monotonic() + _JOIN_SECONDS, "", None
-    while code not in _GOOD_ENDS and time.monotonic() < deadline and "has joined" not in text:
+    while code not in GOOD_ENDS and time.monotonic() < deadline and JOINED not in text:
         ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
         code = os.waitstatus_to_exitcode(status) if ended else None
         text = log.read_text(errors="replace") if log.exists() else ""
-        if ended and code not in _GOOD_ENDS and "has joined" not in text:
+        if ended and code not in GOOD_ENDS and JOINED not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
         time.sleep(0.1)
     print(json.dumps({"pid": None if code == EXIT_ALREADY_JOINED else child, "log": str(log)}), flush=True)

@@ -25,7 +25,7 @@ from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.node.address import check_private
 from packtrain.node.assembly import QUIET, Assembly, LostNode
-from packtrain.node.causes import why_not_started
+from packtrain.node.causes import COUNTED, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.launch import Launchers, free_port
@@ -293,7 +293,9 @@ class Node:
             raise
         self.lease.sampler.watch_workers_of(group.launch.pid)
         workers = counted(sum(member.workers for member in generation.members), "worker")
-        why = "" if generation.cause == "start" else f" ({generation.reason})"
+        is_failure = generation.cause in COUNTED
+        # A failure has an event of its own.
+        why = "" if generation.cause == "start" else " again" if is_failure else f" ({generation.reason})"
         self._tell("generation", f"{generation.number}: started {workers}{why}")
 
     def _cannot_start(self, generation: Generation, error: OSError) -> None:

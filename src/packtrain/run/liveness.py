@@ -15,12 +15,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
+from packtrain.run.checkpoint import committed, remove_uncommitted
 from packtrain.run.records import Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -268,3 +270,21 @@ def holds_lock(run: Run, node: str) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def finish_unattended(run: Run) -> bool:
+    """True if no machine works on a run that was asked to stop: then its result is written here.
+
+    Nobody else would do it, and the run would stay interrupted.
+    """
+    if state_now(run) not in ("interrupted", "waiting"):
+        return False
+    step = max((checkpoint.step for checkpoint in committed(run)), default=0)
+    seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
+    run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
+    latest = run.latest_generation()
+    with suppress(PacktrainError):  # the run has its result; the next generation would remove the rest, too
+        # The last generation's files stay: a machine that was only cut off may still commit them.
+        remove_uncommitted(run, 0 if latest is None else latest.number)
+        run.store.remove_unfinished(run.folder)
+    return True
