@@ -31,7 +31,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "cache"
     disk.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=32m,mode=700", "tmpfs", str(disk)], capture_output=True, text=True
     )
     need(done.returncode == 0, f"no small disk can be mounted: {done.stderr.strip()}")
     (disk / "tmp").mkdir()
@@ -82,7 +82,7 @@ def test_a_run_survives_a_lost_client_a_full_disk_and_a_hanging_worker(
 def start_and_lose_the_client(sandbox: Sandbox) -> None:
     command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", "train.patience=5 s"]
     client = subprocess.Popen(command, cwd=sandbox.directory, env=sandbox.environment, stdout=subprocess.DEVNULL)
-    wait_until(lambda: run_names(open_store(sandbox.store)), "the run")
+    wait_until(lambda: run_names(open_store(sandbox.store, create=True)), "the run")
     wait_until(lambda: sandbox.run().leases(), "the first machine")
     client.kill()
     client.wait()
