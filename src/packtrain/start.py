@@ -65,9 +65,9 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     job = loaded.job
     _check_can_run(loaded)
     _require_torch(job)
+    # Before packing, which may take hours: a missing script is reported now, and nothing is created for it.
+    code = _code(loaded, open_store(job.store))
     store = open_store(job.store, create=True)
-    # Before packing, which may take hours: a missing script is reported now.
-    code = _code(loaded, store)
     if job.has_own_code:
         progress.say(f"took a snapshot of {code.summary}")
     machines = job.fleet.kind.machines

@@ -37,7 +37,7 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import Store
+from packtrain.store import Store, StoreAway
 
 _FEW = 4  # up to this many objects are read one after the other, ...
 _READERS = 16  # ... more by this many threads
@@ -304,8 +304,13 @@ def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
 
 
 def next_run(store: Store, job: Job, code: bytes) -> Run:
-    """Return the run that `create_run` would create now."""
-    return next(_new_runs(store, job, code))
+    """Return the run that `create_run` would create now, also if the store is yet to be created."""
+    try:
+        return next(_new_runs(store, job, code))
+    except StoreAway as away:
+        if away.known:
+            raise
+        return Run(store, f"{_stem(job.name)}-1", job.model_dump_json(indent=1).encode(), code)
 
 
 def _new_runs(store: Store, job: Job, code: bytes) -> Iterator[Run]:

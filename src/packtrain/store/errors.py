@@ -38,6 +38,7 @@ class StoreAway(StoreError):
 
     def __init__(self, message: str, *, known: bool) -> None:
         super().__init__(message, temporary=True)
+        self.known = known
         if not known:
             self.exit_code = EXIT_NOT_FOUND
 
