@@ -20,6 +20,7 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
 from packtrain.store import open_store
+from packtrain.store.errors import StoreAway
 from parts.s3 import S3Server
 from parts.sandbox import EXAMPLES, Sandbox, assert_nothing_left, kill, make_sandbox, wait_until, weights
 
@@ -86,7 +87,7 @@ def wait_for_commit(sandbox: Sandbox, generation: int) -> None:
     """Wait for a checkpoint of that generation or a later one."""
 
     def reached() -> bool:
-        with suppress(NotFound):  # the run has yet to be created
+        with suppress(NotFound, StoreAway):  # the run, or the store, has yet to be created
             return any(one.generation >= generation for one in committed(sandbox.run()))
         return False
 
