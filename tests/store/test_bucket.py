@@ -296,7 +296,7 @@ from packtrain.store import open_store
 def peak(): return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
 source, target = Path(sys.argv[2]), Path(sys.argv[3])
 for location in sys.argv[1].split(","):
-    store = open_store(location)
+    store = open_store(location, create=True)
     store.put("small", b"1"), store.get("small")
     before = peak()
     store.put_file("big", source)

@@ -11,7 +11,7 @@ import hmac
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import unescape
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -36,9 +36,9 @@ class UploadClient:
 
     url: str
     region: str
-    access_key: str
-    secret_key: str
-    session_token: str | None
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str | None = field(repr=False)
     answer_seconds: float
     uploads_per_page: int = 1000
 
