@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, progress_line, shortage
+from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, new_streams, progress_line, shortage
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
@@ -180,6 +180,28 @@ def test_an_evaluation_that_repeats_the_last_one_is_shown_once(
         ["valid", "step", "10", "loss", "1.500"],
         ["test", "step", "10", "loss", "1.500"],
     ]
+
+
+def test_events_and_evaluations_are_shown_in_their_order_and_without_what_came_before_a_resume(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    events, points = run.event_writer("a"), run.point_writer("a")
+
+    def record(generation: int, first: float) -> None:
+        events.append(Event(first, "generation", f"{generation}: started 1 worker", generation))
+        points.append(Point("valid", generation, 5, first + 1, {"loss": generation}))
+        events.append(Event(first + 2, "warning", f"slow in {generation}", generation))
+        events.flush()
+        points.flush()
+
+    record(1, 0.0)
+    resumed = Follower(run, [], console(), streams=new_streams(run))
+    record(2, 10.0)
+    resumed.read()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["generation", "valid", "warning"]
+    Follower(run, [], console()).read()
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 from rich.live import Live
 from rich.text import Text
@@ -18,8 +19,9 @@ from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
+from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
-from packtrain.run.records import Point
+from packtrain.run.records import Event, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import Task
@@ -33,10 +35,21 @@ _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeu
 _BAR_WIDTH = 16
 
 
-def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
-    """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground."""
+Streams = tuple[ChunkReader[Event], ChunkReader[Point]]
+
+
+def new_streams(run: Run) -> Streams:
+    """Return readers of what the run records from now on; a resumed run has a history that was shown before."""
+    return run.events().skip(), run.points().skip()
+
+
+def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None = None) -> int:
+    """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground.
+
+    Without `streams` everything that the run has recorded is shown.
+    """
     try:
-        return _follow(run, nodes, foreground)
+        return _follow(run, nodes, foreground, streams)
     except StoreError as error:
         if not error.temporary:
             raise
@@ -45,10 +58,10 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
         ) from None
 
 
-def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool) -> int:
+def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None) -> int:
     screen = console()
     screen.say((run.name, "bold"), f" in {run.store.url}")
-    follower = Follower(run, nodes, screen)
+    follower = Follower(run, nodes, screen, streams=streams)
     try:
         try:
             follower.until_ended()
@@ -150,10 +163,11 @@ class Follower:
         screen: Screen,
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
+        streams: Streams | None = None,
     ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._poll_seconds = poll_seconds
-        self._points, self._events = run.points(), run.events()
+        self._events, self._points = streams or (run.events(), run.points())
         self._steps: list[Point] = []
         self._evaluation: tuple[str, tuple[Part, ...]] = ("", ())
         self._deadline: float | None = None
@@ -214,28 +228,39 @@ class Follower:
                 self._print("machines", "yellow", found.text)
 
     def read(self) -> None:
-        """Print the events and evaluations since the last call, and note the steps."""
-        for event in sorted(self._events.read(), key=lambda event: event.time):
-            if event.kind == "generation":  # a program reports no steps: show how long it has been running
-                self._started = event.time
-            if event.display != "report":
-                self._print(event.kind, "yellow" if event.display == "warning" else "dim", event.text)
-        for point in sorted(self._points.read(), key=lambda point: (point.generation, point.step)):
-            if point.kind == "start":
-                self._steps.clear()  # speed and time left are those of the current generation
-                generation = next(iter(self._run.generations(after=point.generation - 1)), None)
-                left = generation.seconds_left if generation else None
-                self._deadline = None if left is None else point.time + left
-            elif point.kind == "train":
-                self._steps = [*self._steps[-_SPEED_STEPS:], point]
+        """Print the events and evaluations since the last call in their order, and note the steps."""
+        # Points keep the order of training, whatever the clocks of two machines say.
+        events = sorted(self._events.read(), key=lambda event: event.time)
+        points = sorted(self._points.read(), key=lambda point: (point.generation, point.step))
+        news: Iterator[Event | Point] = merge(events, points, key=lambda one: one.time)
+        for one in news:
+            if isinstance(one, Event):
+                self._note_event(one)
             else:
-                scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
-                shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
-                line = (f"step {point.step:,}", *(part for pair in shown for part in pair))
-                # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
-                if (point.kind, line) != self._evaluation:
-                    self._evaluation = (point.kind, line)
-                    self._print(point.kind, "dim", *line)
+                self._note_point(one)
+
+    def _note_event(self, event: Event) -> None:
+        if event.kind == "generation":  # a program reports no steps: show how long it has been running
+            self._started = event.time
+        if event.display != "report":
+            self._print(event.kind, "yellow" if event.display == "warning" else "dim", event.text)
+
+    def _note_point(self, point: Point) -> None:
+        if point.kind == "start":
+            self._steps.clear()  # speed and time left are those of the current generation
+            generation = next(iter(self._run.generations(after=point.generation - 1)), None)
+            left = generation.seconds_left if generation else None
+            self._deadline = None if left is None else point.time + left
+        elif point.kind == "train":
+            self._steps = [*self._steps[-_SPEED_STEPS:], point]
+        else:
+            scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
+            shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
+            line = (f"step {point.step:,}", *(part for pair in shown for part in pair))
+            # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
+            if (point.kind, line) != self._evaluation:
+                self._evaluation = (point.kind, line)
+                self._print(point.kind, "dim", *line)
 
     def _print(self, kind: str, style: str, *parts: Part) -> None:
         self._screen.say((f"{kind:>10}", style), "  ", *parts)

@@ -186,16 +186,17 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
 
 
 def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
-    from packtrain.cli.follow import follow
+    from packtrain.cli.follow import follow, new_streams
     from packtrain.start import start, wait_until_joined
 
+    streams = new_streams(found)  # before anything is started: nothing new must be taken for history
     nodes = start(found, foreground, _print_line)
     if detach:
         wait_until_joined(nodes)
         console().say("Started ", (found.name, "bold"))
         console().say_lines(hints(found, "follow", "status", "stop"))
         return
-    sys.exit(follow(found, nodes, foreground))
+    sys.exit(follow(found, nodes, foreground, streams))
 
 
 def _print_line(text: str) -> None:

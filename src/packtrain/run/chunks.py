@@ -94,6 +94,12 @@ class ChunkReader(Generic[Record]):
         self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
         return records
 
+    def skip(self) -> ChunkReader[Record]:
+        """Take what is there as read, and return the reader."""
+        entries = {writer: self._entries(writer) for writer in self._writers()}
+        self._seen = {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
+        return self
+
     def of(self, writer: str) -> Iterator[list[Record]]:
         """Yield the chunks of one writer, first to last. Independent of `read`."""
         for entry in self._entries(writer):
