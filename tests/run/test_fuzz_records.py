@@ -47,7 +47,7 @@ from parts.models import commit_model, packed_run
 CHANCE = np.random.default_rng(11)
 TRY_ALL = os.environ.get("PACKTRAIN_FUZZ") == "all"
 EXIT_CODES = {0, 2, 100, 101, 102, 103}
-MAX_LINE, MAX_SECONDS = 2000, 20.0
+MAX_LINE = 2000
 
 # What a field becomes, as it stands in the JSON.
 DAMAGES: Mapping[str, bytes] = {
@@ -209,10 +209,8 @@ def ran(store: str, arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def check(fuzzed: Fuzzed, arguments: Sequence[str]) -> None:
-    began = time.monotonic()
     code, output, errors = ran(fuzzed.ended.store.url, arguments)
     assert code in EXIT_CODES, (code, output, errors)
-    assert time.monotonic() - began < MAX_SECONDS
     assert all(len(line) <= MAX_LINE for line in errors.splitlines()), errors[:MAX_LINE]
     assert not re.search(r"[^\n -~\xa0-\uffff]", errors), errors
     said = [line for line in errors.splitlines() if line.startswith("packtrain: ")]

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import pytest
 
-from packtrain.run.records import EVENT_DISPLAY, Event, EventKind
+from packtrain.run.records import (
+    EVENT_DISPLAY,
+    DamagedRecord,
+    Event,
+    EventKind,
+    Generation,
+    Point,
+    Result,
+    decode,
+    decode_many,
+    encode,
+)
+from parts.runs import MEASURED, a_generation
 
 
 def test_every_event_kind_says_where_it_is_shown() -> None:
@@ -16,3 +29,44 @@ def test_every_event_kind_says_where_it_is_shown() -> None:
 @pytest.mark.parametrize("kind", ["warning", "failure", "lost", "hang", "excluded"])
 def test_bad_news_is_shown_as_a_warning(kind: EventKind) -> None:
     assert Event(0.0, kind, "text").display == "warning"
+
+
+def test_a_list_with_millions_of_errors_is_refused_at_the_first() -> None:
+    """An error for each of them would take gigabytes."""
+    with pytest.raises(DamagedRecord, match=r"\(field 0\.kind\)$"):
+        decode_many(Point, b"[" + b"{}," * 1_000_000 + b"{}]", "metrics")
+    members = b'{"number": 1, "port": 1, "reason": "", "members": [' + b"{}," * 1_000_000 + b"{}]}"
+    with pytest.raises(DamagedRecord, match=r"\(field members\.0\.node\)$"):
+        decode(Generation, members, "a generation")
+
+
+@pytest.mark.parametrize(
+    ("values", "is_complete"),
+    [
+        (MEASURED, True),
+        (MEASURED | {"loss": math.nan, "gradient_norm": math.inf}, True),
+        (MEASURED | {"epoch": math.nan}, False),
+        (MEASURED | {"elapsed_seconds": math.inf}, False),
+        (MEASURED | {"data_seconds": 1e16}, False),
+        ({"loss": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_a_step_of_training_has_what_its_readers_need(values: dict[str, float], is_complete: bool) -> None:
+    point = Point("train", 1, 1, 0.0, values)
+    if is_complete:
+        assert str(decode(Point, encode(point), "a point")) == str(point)
+    else:
+        with pytest.raises(DamagedRecord):
+            decode(Point, encode(point), "a point")
+
+
+def test_records_are_strict_about_types_and_ranges() -> None:
+    good = encode(a_generation(1, "a"))
+    assert decode(Generation, good, "it") == a_generation(1, "a")
+    for old, new in ((b": 29500", b": 70000"), (b": 29500", b': "29500"'), (b'"a"', b'"../a"'), (b": 1,", b": -1,")):
+        assert old in good
+        with pytest.raises(DamagedRecord, match=r"^it is damaged, or from another version \(field "):
+            decode(Generation, good.replace(old, new), "it")
+    with pytest.raises(DamagedRecord, match=r"\(field step\)$"):
+        decode(Result, b'{"status": "failed", "reason": "", "step": 1e30, "seconds": 1}', "it")

@@ -20,7 +20,7 @@ from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key,
 from packtrain.pack.raw import DropCounter
 from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
-from packtrain.run.records import DamagedRecord, decode
+from packtrain.run.records import DamagedRecord, Many, decode
 from packtrain.store import Store
 
 Advance = Callable[[int], None]
@@ -74,7 +74,7 @@ class FinishedShard:
     source: int
     shard: ShardFile
     dropped: dict[str, Drops]
-    fingerprints: tuple[int, ...] = ()
+    fingerprints: Many[int] = ()
     copies: dict[int, ShardFile] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, decode
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Many, decode
 from packtrain.store import Store
 
 FORMAT = 3
@@ -47,7 +47,7 @@ class Drops:
     """The number of samples left out for one reason, and the names of the first ones."""
 
     count: Count
-    names: tuple[str, ...]
+    names: Many[str]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Split:
     samples: Count
     filtered: dict[str, Drops]
     dropped: dict[str, Drops]
-    sources: tuple[Count, ...]
-    shards: Annotated[tuple[ShardFile, ...], Field(min_length=1)]
+    sources: Many[Count]
+    shards: Annotated[Many[ShardFile], Field(min_length=1)]
 
     def show_share(self, count: int) -> str:
         share = self.share_of(count)
@@ -88,7 +88,7 @@ class Manifest:
     kind: Kind
     settings: dict[str, Any]
     splits: dict[str, Split]
-    classes: tuple[str, ...] = ()
+    classes: Many[str] = ()
     vocabulary: PackFile | None = None
     target_vocabulary: PackFile | None = None
 

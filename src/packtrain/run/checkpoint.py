@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, decode, encode
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Many, decode, encode
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
@@ -46,7 +46,7 @@ class Checkpoint:
     step: Count
     generation: Count
     score: float | None
-    files: tuple[StoredFile, ...]
+    files: Many[StoredFile]
 
 
 def checkpoint_name(step: int, generation: int) -> str:

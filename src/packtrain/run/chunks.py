@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol
 
-from packtrain.run.records import DamagedRecord, Record, decode
+from packtrain.run.records import DamagedRecord, Record, decode_many
 from packtrain.store import Entry, Store, StoreError
 from packtrain.units import show_bytes
 
@@ -78,7 +78,7 @@ class ChunkReader(Generic[Record]):
 
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
-        self._record = list[record]  # type: ignore[valid-type]
+        self._record = record
         self._seen: dict[str, str] = {}
 
     def read(self) -> list[Record]:
@@ -125,7 +125,7 @@ class ChunkReader(Generic[Record]):
 
     def _parse(self, key: str) -> list[Record]:
         lines = self._store.get(key).splitlines()
-        return decode(self._record, b"[" + b",".join(lines) + b"]", f"{key} in {self._store.url}")
+        return decode_many(self._record, b"[" + b",".join(lines) + b"]", f"{key} in {self._store.url}")
 
 
 class Flushable(Protocol):

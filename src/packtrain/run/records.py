@@ -15,18 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError, model_validator
 
 from packtrain.errors import PacktrainError, printable
 from packtrain.store import is_key
 from packtrain.units import MAX_WORKERS
 
 Record = TypeVar("Record")
+Item = TypeVar("Item")
 
+MAX_RECORD_BYTES = 4 << 20
+"""Of one object; a generation of 10,000 machines has 1 MB."""
 MAX_NUMBER = 2**63 - 1
 MAX_SECONDS = 1e15
 _MAX_TIME = 253402300799.0  # the last second of the year 9999, the last that calendars of Python know
 _NAME_LENGTH = 200
+_MAX_ERRORS = 1000
 
 
 def _file_name(text: str) -> str:
@@ -55,6 +59,8 @@ Time = Annotated[float, Field(ge=0, le=_MAX_TIME, allow_inf_nan=False)]
 """Seconds since 1970."""
 Seconds = Number
 """May be slightly negative: a span is the difference of two clocks."""
+Many = Annotated[tuple[Item, ...], FailFast()]
+"""Refused at the first one that is wrong: a list of millions would make millions of errors."""
 Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
 Measurements = Annotated[dict[Label, float], AfterValidator(_measurements)]
 
@@ -63,18 +69,27 @@ class DamagedRecord(PacktrainError):
     """A record that Packtrain did not write, or not this version of it."""
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+_ADAPTERS: dict[tuple[type, bool], TypeAdapter[Any]] = {}
 
 
 def decode(kind: type[Record], data: bytes, what: str) -> Record:
     """Return the record; DamagedRecord names `what` and the first field that is wrong."""
-    if kind not in _ADAPTERS:  # making one takes far longer than using it
-        _ADAPTERS[kind] = TypeAdapter(kind)
+    record: Record = _decoded(kind, False, data, what)
+    return record
+
+
+def decode_many(kind: type[Record], data: bytes, what: str) -> list[Record]:
+    """Return the records of a list."""
+    return list(_decoded(kind, True, data, what))
+
+
+def _decoded(kind: type, many: bool, data: bytes, what: str) -> Any:
+    if (kind, many) not in _ADAPTERS:  # making one takes far longer than using it
+        _ADAPTERS[kind, many] = TypeAdapter(Many[kind] if many else kind)  # type: ignore[valid-type]
     try:
-        record: Record = _ADAPTERS[kind].validate_json(data, strict=True)
+        return _ADAPTERS[kind, many].validate_json(data, strict=True)
     except ValidationError as error:
         raise damaged(what, error) from error
-    return record
 
 
 def decode_name(data: bytes, what: str) -> str:
@@ -86,7 +101,10 @@ def decode_name(data: bytes, what: str) -> str:
 
 
 def damaged(what: str, error: ValidationError) -> DamagedRecord:
-    place = ".".join(map(str, error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]))
+    place = ""
+    if error.error_count() <= _MAX_ERRORS:  # all of them are made to see the first
+        first, *_ = error.errors(include_url=False, include_context=False, include_input=False)
+        place = ".".join(map(str, first["loc"]))
     where = f" (field {printable(place, 60)})" if place else ""
     return DamagedRecord(f"{what} is damaged, or from another version{where}")
 
@@ -122,7 +140,7 @@ class Generation:
     """
 
     number: Count
-    members: tuple[Member, ...]
+    members: Many[Member]
     port: Port
     reason: str
     step: Count = 0
@@ -170,8 +188,8 @@ class Telemetry:
     disk_free_bytes: Count = 0
     sent_bytes_per_second: Number = 0.0
     received_bytes_per_second: Number = 0.0
-    gpus: tuple[Gpu, ...] = ()
-    workers: tuple[WorkerUse, ...] = ()
+    gpus: Many[Gpu] = ()
+    workers: Many[WorkerUse] = ()
 
 
 @dataclass(frozen=True)
@@ -296,7 +314,7 @@ class Point:
     step: Count
     time: Time
     values: Measurements
-    samples: tuple[Sample, ...] = ()
+    samples: Many[Sample] = ()
 
     @model_validator(mode="after")
     def _is_complete(self) -> Point:
@@ -345,7 +363,7 @@ class Result:
     seconds: Seconds
     scores: dict[Label, float] = field(default_factory=dict)
     signatures: dict[Label, str] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
+    samples: Many[Sample] = ()
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,16 @@ from itertools import accumulate, chain
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job import Job
+from packtrain.job.document import MAX_NODES
 from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
+    MAX_RECORD_BYTES,
     DamagedRecord,
     Event,
     Generation,
@@ -78,7 +81,7 @@ class Run:
     @property
     def job_data(self) -> bytes:
         if self._job_data is None:
-            self._job_data = self.store.find(self.key("job.json"))
+            self._job_data = self.store.find(self.key("job.json"), MAX_RECORD_BYTES)
             if self._job_data is None:
                 raise NotFound(f"no run {self.name!r} in {self.store.url}; `packtrain ls` lists the runs")
         return self._job_data
@@ -87,9 +90,14 @@ class Run:
     def job(self) -> Job:
         if self._job is None:
             try:
-                self._job = Job.model_validate_json(self.job_data)
+                document = from_json(self.job_data, allow_inf_nan=False)
+                if not _is_small(document):
+                    raise DamagedRecord(f"{self._what('job.json')} is damaged: no job has that many values")
+                self._job = Job.model_validate(document)
             except ValidationError as error:
                 raise damaged(self._what("job.json"), error) from error
+            except ValueError as error:
+                raise DamagedRecord(f"{self._what('job.json')} is damaged, or from another version") from error
         return self._job
 
     @property
@@ -196,11 +204,11 @@ class Run:
         return decode_name(self.store.get(key), self._what(key))
 
     def leases(self) -> list[Lease]:
-        return _each(lambda key: self._lease(key, self.store.get(key)), self._keys("nodes/", _RECORD))
+        return _each(lambda key: self._lease(key, self.store.get(key, MAX_RECORD_BYTES)), self._keys("nodes/", _RECORD))
 
     def lease(self, name: str) -> Lease | None:
         key = self.lease_key(name)
-        data = self.store.find(key)
+        data = self.store.find(key, MAX_RECORD_BYTES)
         return None if data is None else self._lease(key, data)
 
     def _lease(self, key: str, data: bytes) -> Lease:
@@ -234,11 +242,11 @@ class Run:
         self.store.delete(self.key("result.json"))
 
     def _find(self, name: str, kind: type[Stored]) -> Stored | None:
-        data = self.store.find(self.key(name))
+        data = self.store.find(self.key(name), MAX_RECORD_BYTES)
         return None if data is None else decode(kind, data, self._what(name))
 
     def _read(self, key: str, kind: type[Stored]) -> Stored:
-        return decode(kind, self.store.get(key), self._what(key))
+        return decode(kind, self.store.get(key, MAX_RECORD_BYTES), self._what(key))
 
     def _keys(self, folder: str, names: re.Pattern[str], after: str | None = None) -> list[str]:
         """Return the keys of the records in a folder, sorted; what has another name is none of ours."""
@@ -252,6 +260,17 @@ class Run:
     def _what(self, name: str) -> str:
         """Return an object's name for an error, given its name or its key."""
         return f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url}"
+
+
+def _is_small(document: object) -> bool:
+    """True if a job file could have as many values, defaults included: each wrong one would become an error."""
+    values, left = [document], 2 * MAX_NODES
+    while values and left > 0:
+        value = values.pop()
+        below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        values += below
+        left -= 1 + len(below)
+    return left > 0
 
 
 def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
