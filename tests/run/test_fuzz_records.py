@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,7 @@ WHOLE: Mapping[str, Callable[[bytes], bytes]] = {
     "large": lambda data: data + b" " * (17 << 20),
     "a picture": lambda _: b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
 }
+ODD_NAMES = (b"\xff\xfe", b"\x1b[31mred", b"a\nb", b"-x-1", b"x" * 200, b"greetings-999999", "\u202e".encode(), b" ")
 WRITTEN = ("report.html", "result.json", "stop.json")
 MARK = "damaged here"
 
@@ -306,3 +308,18 @@ def test_a_damaged_object_gives_a_line_and_an_exit_code(fuzzed: Fuzzed) -> None:
                     ended.store.put(name, was)
         path.write_bytes(before)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_files_and_folders_with_odd_names_change_nothing(fuzzed: Fuzzed) -> None:
+    ended, left = fuzzed.ended.name, fuzzed.left.name
+    before = [ran(fuzzed.ended.store.url, [verb, ended]) for verb in ("show", "logs")]
+    store = os.fsencode(fuzzed.ended.store.url)
+    folders = ["runs", *(fuzzed.ended.key(name) for name in ("nodes", "generations", "events", "metrics", "logs"))]
+    for folder, name in product(map(os.fsencode, folders), ODD_NAMES):
+        place = store + b"/" + folder + b"/" + name
+        Path(os.fsdecode(place)).mkdir()
+        Path(os.fsdecode(place + b"/notes.txt")).write_bytes(b"mine")
+        os.utime(place + b"/notes.txt", (9e11, 9e11))
+    assert [ran(fuzzed.ended.store.url, [verb, ended]) for verb in ("show", "logs")] == before
+    code, output, _ = ran(fuzzed.ended.store.url, ["ls"])
+    assert (code, [line.split()[0] for line in output.splitlines()[1:]]) == (0, [left, ended])

@@ -7,6 +7,7 @@ last chunk of each writer, so following costs one listing per writer.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ MAX_CHUNK_BYTES = 4 << 20
 """What gathers while a store is away becomes several chunks: readers refuse an object of more than `RECORD_BYTES`."""
 MAX_STREAM_BYTES = 1 << 30
 """The most that one call reads: millions of steps. A store may have more than a machine has memory."""
+_CHUNK = re.compile(r"[0-9]{8,}\.jsonl")  # what has another name is none of ours
 
 
 class ChunkWriter(Generic[Record]):
@@ -121,7 +123,8 @@ class ChunkReader(Generic[Record]):
         return self._store.folders(f"{self._stream}/")
 
     def _entries(self, writer: str, after: str | None = None) -> list[Entry]:
-        return self._store.list(f"{self._stream}/{writer}/", after)
+        folder = f"{self._stream}/{writer}/"
+        return [one for one in self._store.list(folder, after) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
 
     def _parse(self, key: str) -> list[Record]:
         lines = self._store.get(key).splitlines()
