@@ -118,35 +118,39 @@ class FileCache:
         raise _damaged(store, key, f"wrong hash, in {_TRIES} downloads")
 
     def _reserve(self, wanted: PackFile) -> Path:
-        """Make the folder of a download, which takes its room from now on, and remove other files for it.
-
-        If other downloads take the room and nobody has declared a need for the file, wait until one of them is
-        complete: then it can be removed.
-        """
+        """Make room for a download, and its folder, which takes the room from now on."""
         folder = self._fetching / f"{wanted.sha256}-{wanted.bytes}"
         while True:
             with FileLock(self._directory / "lock"):
                 self._remove_leftovers(wanted.sha256)
-                entries = {path.name: path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)}
-                cached = sum(entries.values())
-                limit = self._limit(cached)
-                if wanted.bytes > limit:
-                    raise PacktrainError(
-                        f"{self._directory}: {wanted.name} has {show_bytes(wanted.bytes)}, and the cache may take"
-                        f" {show_bytes(limit)}; set PACKTRAIN_CACHE to a directory on a larger disk"
-                    )
-                downloads = [
-                    int(match[1]) for path in self._fetching.iterdir() if (match := _DOWNLOAD.search(path.name))
-                ]
-                surplus = cached + sum(downloads) + wanted.bytes - limit
-                kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
-                for sha256 in sorted(entries.keys() - kept, key=self._last_use) if surplus > 0 else ():
-                    if surplus > 0 and self._remove(sha256):
-                        surplus -= entries[sha256]
-                if surplus <= 0 or not downloads or wanted.sha256 in kept:
+                if self._make_room(wanted):
                     folder.mkdir()
                     return folder
             time.sleep(_POLL_SECONDS)
+
+    def _make_room(self, wanted: PackFile) -> bool:
+        """Remove files until the wanted one fits.
+
+        False if other downloads take the room and nobody has declared a need for the file: when one of them is
+        complete, it can be removed.
+        """
+        entries = {path.name: path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)}
+        cached = sum(entries.values())
+        limit = self._limit(cached)
+        if wanted.bytes > limit:
+            raise PacktrainError(
+                f"{self._directory}: {wanted.name} has {show_bytes(wanted.bytes)}, and the cache may take"
+                f" {show_bytes(limit)}; set PACKTRAIN_CACHE to a directory on a larger disk"
+            )
+        downloads = [int(match[1]) for path in self._fetching.iterdir() if (match := _DOWNLOAD.search(path.name))]
+        surplus = cached + sum(downloads) + wanted.bytes - limit
+        if surplus <= 0:
+            return True
+        kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
+        for sha256 in sorted(entries.keys() - kept, key=self._last_use):
+            if surplus > 0 and self._remove(sha256):
+                surplus -= entries[sha256]
+        return surplus <= 0 or not downloads or wanted.sha256 in kept
 
     def _limit(self, cached_bytes: int) -> int:
         if self._limit_bytes is not None:
@@ -206,9 +210,8 @@ def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) 
         raise store.not_found(key)
     path = Path(store.url) / key
     if not _has_hash(path, wanted, lock):
-        if (
-            store.entry(key) is None
-        ):  # or an error that says that the store is away: it may have been unmounted just now
+        # Again: the store may have been unmounted just now, and then this raises an error that says so.
+        if store.entry(key) is None:
             raise store.not_found(key)
         raise _damaged(store, key)
     return path
