@@ -272,6 +272,7 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str) -> 
         "25000 tokens", "--eos-token=</s>", "--token-budget=4096", "--max-tokens 100", "s3://bucket/a:b/c",
         "http://host:8080/x", "0123456789abcdef0123456789abcdef01234567", "--password=$PASSWORD", "task-" + "a" * 30,
         "--password-file=x", "https://host/a@b", "train.en", "--sort-key=length", "Bearer $TOKEN", "bearer of news",
+        "--s3-key=raw/train.tar",
     ],
 )  # fmt: skip
 def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:

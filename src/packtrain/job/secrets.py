@@ -71,7 +71,7 @@ _COMPILED_FORMS = {kind: (literals, re.compile(form)) for kind, (literals, form)
 
 _GIVES_ACCESS = (
     "account|anthropic|api|aws|azure|bearer|bot|comet|deploy|gcp|git|github|gitlab|google|hf|hub|huggingface|login|mlflow|"
-    "neptune|ngc|npm|oauth|openai|pypi|refresh|s3|sas|security|service|session|sign(ing)?|slack|storage|vault|wandb"
+    "neptune|ngc|npm|oauth|openai|pypi|refresh|sas|security|service|session|sign(ing)?|slack|vault|wandb"
 )
 _SECRET_NAME = re.compile(
     r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)(authorization|bearer)(_|$)"
