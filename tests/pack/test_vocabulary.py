@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN, Vocabulary, is_too_long
@@ -56,6 +57,11 @@ def test_a_vocabulary_read_back_encodes_the_same() -> None:
     assert again.encode(texts) == VOCABULARY.encode(texts)
     assert again.to_json() == VOCABULARY.to_json()
     assert len(again) == len(VOCABULARY)
+
+
+def test_the_library_reads_a_stored_vocabulary_as_its_own() -> None:
+    stored = VOCABULARY.to_json()
+    assert json.loads(Tokenizer.from_str(stored).to_str()) == json.loads(stored)
 
 
 def test_special_tokens_have_the_numbers_of_the_recipes() -> None:

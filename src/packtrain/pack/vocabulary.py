@@ -28,6 +28,16 @@ _MAX_FILE_BYTES = 100_000_000
 # All of a stored vocabulary but its tokens and merges, in the format of the `tokenizers` library.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 _FORM = {
     "version": "1.0",
     "truncation": None,
@@ -37,16 +47,7 @@ _FORM = {
     "pre_tokenizer": _BYTE_LEVEL,
     "post_processor": None,
     "decoder": _BYTE_LEVEL,
-    "model": {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    },
+    "model": _MODEL,
 }
 
 
@@ -101,7 +102,10 @@ class Vocabulary:
         return np.dtype("<u2") if len(self) <= 1 << 16 else np.dtype("<u4")
 
     def to_json(self) -> str:
-        return self._tokenizer.to_str()
+        """Return the vocabulary in the format of the library, but with our own fields, which no new version changes."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        learned = {"vocab": model["vocab"], "merges": model["merges"]}
+        return json.dumps({**_FORM, "model": {**_MODEL, **learned}}, ensure_ascii=False, separators=(",", ":"))
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
