@@ -381,6 +381,7 @@ def test_a_file_with_a_number_sign_in_its_name_is_itself(tmp_path: Path) -> None
     assert list(read_lines(Path(path))) == ["one"]
     assert split_member("https://host/a.zip?version=1#b/c") == ("https://host/a.zip?version=1", "b/c")
     assert split_member("c#/data") == ("c#/data", "")
+    assert split_member("a.zip#" + "b" * 300) == ("a.zip", "b" * 300)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-200], lambda data: data[:3000] + b"????" + data[3004:]])

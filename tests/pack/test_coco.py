@@ -173,6 +173,15 @@ def test_images_may_be_in_an_archive_with_or_without_their_folder(tmp_path: Path
     assert reading.dropped.names == {MISSING_FILE: ["c.jpg"]}
 
 
+def test_images_may_be_in_a_folder_of_an_archive(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, coco([(0, "a.jpg")], [(0, "x")]))
+    members = [("set/one/a.jpg", picture(1)), ("set/two/a.jpg", picture(2))]
+    reading.images = write(tmp_path / "images.zip", zipped(members)) + "#set/two"
+    assert [one.where.read(MANY) for one in reading.samples()] == [picture(2)]
+    (tmp_path / "images.zip").unlink()
+    assert refusal(reading.samples) == f"{reading.images}: not found; expected a folder, tar or zip of images"
+
+
 def test_an_ambiguous_name_in_an_archive_is_refused(tmp_path: Path) -> None:
     reading = Reading(tmp_path, coco([(0, "a.jpg")], [(0, "x")]))
     reading.images = write(tmp_path / "images.zip", zipped([("one/a.jpg", picture()), ("two/a.jpg", picture(1))]))

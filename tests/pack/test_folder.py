@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pack.rawsets import MANY, json_lines, picture, refusal, write
+from pack.rawsets import MANY, json_lines, picture, refusal, write, zipped
 from packtrain.pack.folder import FolderSource
 from packtrain.pack.raw import EMPTY_CAPTION, MISSING_FILE, NO_CAPTION, DropCounter
 
@@ -58,6 +58,17 @@ def test_labels_become_classes_sorted_by_name(tmp_path: Path) -> None:
 def test_images_are_found_beside_the_list(tmp_path: Path) -> None:
     first = next(folder(tmp_path, *LABELLED).labeled(("cat", "dog"), DropCounter(), DropCounter()))
     assert first.where.read(MANY) == picture(1)
+
+
+def test_a_list_in_an_archive_may_have_texts_but_not_images(tmp_path: Path) -> None:
+    members = [
+        ("texts.jsonl", "".join(map(json_lines, TEXTS)).encode()),
+        ("images.jsonl", json_lines(LABELLED[0]).encode()),
+    ]
+    path = write(tmp_path / "set.zip", zipped(members))
+    assert read(of(f"{path}#texts.jsonl")) == [("one", "eins"), ("two\n", " zwei")]
+    told = refusal(lambda: list(of(f"{path}#images.jsonl").named_files()))
+    assert told == f"{path}: the images that images.jsonl names cannot be read inside; unpack it first"
 
 
 def test_images_have_one_caption_or_several(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class MemberError(Exception):
 def split_member(path: str) -> tuple[str, str]:
     """Return the archive of `archive.zip#inner`, and what is named in it; nothing if the path is the file itself."""
     match = _NAMED_IN.search(path)
-    if match is None or Path(path).exists():
+    if match is None or os.path.lexists(path):  # not Path.exists, which fails for a name that is too long
         return path, ""
     return path[: match.start(1)], path[match.end(1) :]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import Locator, archive_members
+from packtrain.pack.archive import Locator, archive_members, split_member
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
@@ -89,7 +89,7 @@ def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | N
             return None if path is None else Locator(path)
 
         return in_folder
-    if not Path(images).exists():
+    if not Path(split_member(images)[0]).exists():
         raise Mistake(f"{images}: not found; expected a folder, tar or zip of images")
     members = {one.name: one.where for one in archive_members(images)}
     if any(where.is_gzip for where in members.values()):

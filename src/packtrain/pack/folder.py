@@ -15,7 +15,7 @@ from typing import Literal
 
 from packtrain.errors import Mistake, nearest, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import Locator
+from packtrain.pack.archive import Locator, split_member
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
@@ -109,6 +109,11 @@ class FolderSource(ImageSource):
             yield RawImage(printable(name), Locator(path), label, captions)
 
     def _path_of(self, name: str, place: str) -> str | None:
+        archive, member = split_member(self.path)
+        if member:
+            raise Mistake(
+                f"{printable(archive)}: the images that {member} names cannot be read inside; unpack it first"
+            )
         return file_inside(str(Path(self.path).parent), name, place, self.links)
 
     def _images(self, shape: Shape) -> Iterator[tuple[str, str, dict[str, object]]]:
