@@ -33,6 +33,31 @@ def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
     assert found.where.read(MANY) == picture()
 
 
+def test_a_zip_of_more_than_4_gigabytes_is_read(tmp_path: Path) -> None:
+    """Both its directory and its members are beyond what 32 bits can say; most of the file is a hole."""
+    with (tmp_path / "large.zip").open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jpg", picture(1))
+        file.seek(5 << 30)
+        archive.start_dir = file.tell()
+        archive.writestr("deep/b.jpg", picture(2))
+        archive.comment = b"a comment"
+    members = [(one.name, one.where.read(MANY)) for one in zip_members(str(tmp_path / "large.zip"))]
+    assert members == [("a.jpg", picture(1)), ("deep/b.jpg", picture(2))]
+
+
+def test_names_have_the_encoding_that_their_flag_says(tmp_path: Path) -> None:
+    data = zipped([("\u732b.jpg", b"")])
+    assert [one.name for one in zip_members(write(tmp_path / "utf-8.zip", data))] == ["\u732b.jpg"]
+    data = changed(data, b"PK\x01\x02", 8, b"\0\0")
+    assert [one.name for one in zip_members(write(tmp_path / "dos.zip", data))] == ["\u03c4\u00ee\u00bd.jpg"]
+
+
+def test_too_many_members_are_refused_while_they_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "some.zip", zipped(PICTURES))
+    assert len(list(zip_members(path, max_members=3))) == 3
+    assert "more than 2 members; split it" in refusal(lambda: list(zip_members(path, max_members=2)))
+
+
 def test_an_empty_zip_has_no_members(tmp_path: Path) -> None:
     path = write(tmp_path / "none.zip", zipped([]))
     assert is_zip(path)

@@ -18,7 +18,6 @@ import re
 import stat
 import struct
 import sys
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from packtrain.errors import Mistake, nearest, printable, quoted
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-MAX_MEMBERS = 2_000_000  # all names of an archive are held in memory
+MAX_MEMBERS = 5_000_000  # all names are held in memory; ImageNet has over 2 million as Kaggle zips it
 _NAME_BYTES = 4096
 _SHOWN_MEMBERS = 200  # of which an error names the nearest
 
@@ -62,8 +61,15 @@ _COMPRESSED = {
 }
 
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
+_ZIP_ENTRY_START, _ZIP64_END_START, _ZIP64_PLACE_START = b"PK\x01\x02", b"PK\x06\x06", b"PK\x06\x07"
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
-_ZIP_ENCRYPTED = 0x1
+_ZIP_ENTRY = struct.Struct("<4s4xHH4x3L3H4xLL")  # of the directory
+_ZIP_END = struct.Struct("<4s8xLL2x")  # after the directory: its length and offset
+_ZIP64_END = struct.Struct("<4s36xQQ4s16x")  # before that in a large zip: the same again, and the place of this record
+_ZIP_COMMENT_BYTES = 0xFFFF
+_ZIP64 = 0xFFFFFFFF  # instead of a number that is in the extra field, of kind 1
+_ZIP_ENCRYPTED, _ZIP_UTF8 = 0x1, 0x800  # flags
+_ZIP_STORED, _ZIP_DEFLATED = 0, 8
 
 _NAMED_IN = re.compile(r"\.(?:zip|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE)  # perhaps after the query of a URL
 
@@ -475,48 +481,122 @@ def _starts_with(path: str, *starts: bytes) -> bool:
         raise Mistake(f"{printable(path)}: {error.strerror or error}") from error
 
 
-def zip_members(path: str) -> Iterator[ArchiveMember]:
-    """Yield the files of a zip, in the order of its directory."""
+def zip_members(path: str, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
+    """Yield the files of a zip, in the order of its directory.
+
+    Not with the module `zipfile`, which holds nearly a kilobyte for each member before it tells their number.
+    """
     shown = printable(path)
     try:
-        with zipfile.ZipFile(path) as archive, Path(path).open("rb", buffering=0) as file:
-            infos = archive.infolist()
-            if len(infos) > MAX_MEMBERS:
-                raise Mistake(f"{shown}: more than {MAX_MEMBERS:,} members; split it into several zips")
+        with Path(path).open("rb") as file:
+            end = os.fstat(file.fileno()).st_size
             seen: set[bytes] = set()
-            for info in (one for one in infos if not one.is_dir()):
+            for number, entry in enumerate(_zip_entries(file, end)):
+                if number == max_members:
+                    raise Mistake(f"{shown}: more than {max_members:,} members; split it into several zips")
+                if entry.name.endswith(b"/"):
+                    continue
                 try:
-                    name = safe_name(info.filename.encode("utf-8", "surrogateescape"))
+                    name = safe_name(entry.name)
                     if name in seen:
                         raise MemberError("occurs twice")
                     seen.add(name)
-                    where = _located(info, file.fileno(), path)
+                    where = _located(entry, file.fileno(), end, path)
                 except MemberError as error:
-                    raise Mistake(f"{shown}: member {quoted(info.filename)} {error}") from None
-                yield ArchiveMember(name.decode("utf-8", "surrogateescape"), where)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
+                    raise Mistake(f"{shown}: member {quoted(_text(entry.name))} {error}") from None
+                yield ArchiveMember(_text(name), where)
+    except ValueError as error:
         raise Mistake(f"{shown}: damaged or incomplete zip ({printable(str(error))}); download it again") from error
     except OSError as error:
         raise Mistake(f"{shown}: {error.strerror or printable(str(error))}") from error
 
 
-def _located(info: zipfile.ZipInfo, descriptor: int, path: str) -> Locator:
+class ZipEntry(NamedTuple):
+    """A member as the directory of a zip describes it."""
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    packed: int
+    unpacked: int
+    attributes: int
+    offset: int
+
+
+def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
+    """Yield the entries of the directory; raise ValueError if it is damaged."""
+    start, left, shift = _zip_directory(file, end)
+    file.seek(start)
+    while left > 0:
+        fixed = file.read(_ZIP_ENTRY.size)
+        if len(fixed) < _ZIP_ENTRY.size or not fixed.startswith(_ZIP_ENTRY_START):
+            raise ValueError("its directory is damaged")
+        (
+            _, flags, method, crc, packed, unpacked, name_length, extra_length, comment_length, attributes, offset
+        ) = _ZIP_ENTRY.unpack(fixed)  # fmt: skip
+        name, extra, _ = file.read(name_length), file.read(extra_length), file.read(comment_length)
+        left -= len(fixed) + name_length + extra_length + comment_length
+        if _ZIP64 in (unpacked, packed, offset):
+            unpacked, packed, offset = _wide(extra, (unpacked, packed, offset))
+        name = name.decode("utf-8" if flags & _ZIP_UTF8 else "cp437").encode()
+        yield ZipEntry(name, flags, method, crc, packed, unpacked, attributes, offset + shift)
+
+
+def _zip_directory(file: BinaryIO, end: int) -> tuple[int, int, int]:
+    """Return the start and the length of the directory, and what to add to the offsets in it.
+
+    That is the length of what was put in front of the zip, such as a program that unpacks it.
+    """
+    start = max(0, end - _ZIP_END.size - _ZIP_COMMENT_BYTES)
+    file.seek(start)
+    tail = file.read(_ZIP_END.size + _ZIP_COMMENT_BYTES)
+    at = tail.rfind(_ZIP_EMPTY, 0, max(0, len(tail) - _ZIP_END.size + len(_ZIP_EMPTY)))
+    if at < 0:
+        raise ValueError("its end is missing")
+    _, length, offset = _ZIP_END.unpack_from(tail, at)
+    behind = start + at
+    file.seek(max(0, behind - _ZIP64_END.size))
+    large = file.read(_ZIP64_END.size)
+    if large.startswith(_ZIP64_END_START) and behind >= _ZIP64_END.size:
+        _, wide_length, wide_offset, mark = _ZIP64_END.unpack(large)
+        if mark == _ZIP64_PLACE_START:
+            length, offset, behind = wide_length, wide_offset, behind - _ZIP64_END.size
+    if length > behind:
+        raise ValueError("its directory is larger than the file")
+    return behind - length, length, behind - length - offset
+
+
+def _wide(extra: bytes, numbers: tuple[int, int, int]) -> Iterator[int]:
+    """Return the numbers, those that do not fit into 32 bits from the extra field, which has only them, in order."""
+    at = 0
+    wide: Iterator[int] = iter(())
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            count = min(length, len(extra) - at - 4) // 8
+            wide = iter(struct.unpack_from(f"<{count}Q", extra, at + 4))
+            break
+        at += 4 + length
+    return (next(wide, number) if number == _ZIP64 else number for number in numbers)
+
+
+def _located(entry: ZipEntry, descriptor: int, end: int, path: str) -> Locator:
     """Return where a member's data is, which only the header in front of the data says."""
-    end = os.fstat(descriptor).st_size
-    if info.flag_bits & _ZIP_ENCRYPTED:
+    if entry.flags & _ZIP_ENCRYPTED:
         raise MemberError("is encrypted; unpack it first")
-    if stat.S_ISLNK(info.external_attr >> 16):
+    if stat.S_ISLNK(entry.attributes >> 16):
         raise MemberError("is a symbolic link")
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+    if entry.method not in (_ZIP_STORED, _ZIP_DEFLATED):
         raise MemberError("uses an unsupported compression; unpack it first")
-    header = os.pread(descriptor, _ZIP_HEADER.size, info.header_offset) if 0 <= info.header_offset < end else b""
+    header = os.pread(descriptor, _ZIP_HEADER.size, entry.offset) if 0 <= entry.offset < end else b""
     if len(header) < _ZIP_HEADER.size:
         raise MemberError("is beyond the end of the file; download it again")
     mark, name_length, extra_length = _ZIP_HEADER.unpack(header)
-    offset = info.header_offset + _ZIP_HEADER.size + name_length + extra_length
-    if mark != _ZIP_START or offset + info.compress_size > end:
+    offset = entry.offset + _ZIP_HEADER.size + name_length + extra_length
+    if mark != _ZIP_START or offset + entry.packed > end:
         raise MemberError("is not where the zip's directory says; download the file again")
-    is_stored = info.compress_type == zipfile.ZIP_STORED
-    if is_stored and info.file_size != info.compress_size:
+    is_stored = entry.method == _ZIP_STORED
+    if is_stored and entry.unpacked != entry.packed:
         raise MemberError("has two sizes; download the file again")
-    return Locator(path, offset, info.compress_size, None if is_stored else info.file_size, info.CRC)
+    return Locator(path, offset, entry.packed, None if is_stored else entry.unpacked, entry.crc)
