@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from packtrain.node.causes import (
+    OOM_SECONDS,
     LastOutput,
+    OomWatch,
     failures_in_a_row,
     most_specific,
     oom_kills,
@@ -210,3 +212,18 @@ def test_out_of_memory_kills_are_read_from_the_kernels_counters(tmp_path: Path) 
         path.parent.mkdir(parents=True)
         path.write_text(text)
     assert oom_kills(tmp_path) == 9
+
+
+def test_only_recent_out_of_memory_kills_explain_why_a_worker_was_killed() -> None:
+    kills = [7]  # before these workers began
+    watch = OomWatch(lambda: kills[0])
+    assert watch.recent() == 0
+    kills[0] += 1
+    assert watch.recent() == 1
+    for second in range(0, int(OOM_SECONDS), 2):  # the launcher takes its time to end the other workers
+        watch.look(second)
+        assert watch.recent() == 1
+    watch.look(OOM_SECONDS)
+    assert watch.recent() == 0
+    kills[0] += 1
+    assert watch.recent() == 1

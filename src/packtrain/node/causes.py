@@ -6,9 +6,10 @@ One worker that fails takes the others with it, on all machines: most of what is
 from __future__ import annotations
 
 import errno
+import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from packtrain.train.control import WorkerError
 from packtrain.units import counted
 
 FAILURE = "failure: "
+OOM_SECONDS = 60.0  # from a worker's death to the launcher's: it gives the other workers half a minute
 
 # Failures that count toward `fleet.failures`; every other cause passes by itself.
 COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
@@ -170,6 +172,23 @@ def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
             break
         count += generation.cause in COUNTED
     return count
+
+
+class OomWatch:
+    """Counts the processes that the kernel killed a moment ago: one of hours earlier did not end these workers."""
+
+    def __init__(self, count: Callable[[], int] | None = None) -> None:
+        self._count = count or oom_kills
+        self._looks = [(-math.inf, self._count())]  # the first one is what `recent` compares with
+
+    def look(self, now: float) -> None:
+        self._looks.append((now, self._count()))
+        while len(self._looks) > 1 and now - self._looks[1][0] >= OOM_SECONDS:
+            self._looks.pop(0)
+
+    def recent(self) -> int:
+        """Return how many were killed in the last `OOM_SECONDS` before the last look, and since."""
+        return self._count() - self._looks[0][1]
 
 
 def oom_kills(root: Path = Path("/")) -> int:

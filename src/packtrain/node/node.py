@@ -307,6 +307,7 @@ class Node:
     # While workers run.
 
     def _look_after(self, group: WorkerGroup) -> None:
+        group.oom_watch.look(self._clock())
         if group.is_under_way(self._clock()):  # not before: importing torch would slow the workers' own start
             self.launchers.prepare()
         if self._job.program is not None and group.is_first:

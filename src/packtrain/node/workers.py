@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from packtrain.node.causes import oom_kills, why_they_ended
+from packtrain.node.causes import OomWatch, why_they_ended
 from packtrain.node.launch import Directories, Launch, last_output
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded
@@ -147,7 +147,7 @@ class WorkerGroup:
     closing: Task | None = None
     stop: WorkerStop | None = None
     _alone_since: float | None = None
-    _oom_kills: int = field(default_factory=oom_kills)
+    oom_watch: OomWatch = field(default_factory=OomWatch)
     _stopping: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -232,7 +232,7 @@ class WorkerGroup:
     def report(self, code: int) -> NodeReport:
         # After a stop request any exit is expected, except for an error that would only happen again.
         errors, output = self.control.errors(), last_output(self.directories.logs)
-        ended = why_they_ended(self.generation.number, code, errors, output, oom_kills() - self._oom_kills)
+        ended = why_they_ended(self.generation.number, code, errors, output, self.oom_watch.recent())
         if self.stop is not None and not ended.fatal:
             return NodeReport(self.generation.number, self.stop.cause, self.stop.reason)
         return ended
