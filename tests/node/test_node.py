@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from packtrain.node.causes import FAILURE
 from packtrain.node.node import Node
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import committed, fetch_newest
+from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.train.control import CONTROL_VARIABLE
@@ -380,6 +382,36 @@ def test_a_commit_that_comes_too_late_does_not_end_the_node(
     one.look()
     assert one.node.group is None
     assert run.result() is None
+
+
+def test_a_commit_that_outlives_the_end_of_the_run_keeps_its_files(
+    directory_store: Store, stepped: Callable[..., Stepped], tmp_path: Path
+) -> None:
+    """Another node writes the result while the manifest is on its way, and this node cleans up as it leaves."""
+    run = new_run(directory_store, program_job(checkpoint={"every": "1 s"}))
+    one = stepped(run)
+    one.look(2)
+    one.checkpoint(state="some")
+    one.clock.now += 1
+    held, released = threading.Event(), threading.Event()
+
+    def hold(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("/manifest.json"):
+            held.set()
+            released.wait(PATIENCE_SECONDS)
+
+    one.store.fault = hold
+    one.node.look()
+    assert one.node.group is not None
+    committing = one.node.group.committing
+    assert committing is not None
+    assert held.wait(PATIENCE_SECONDS)
+    run.finish(Result("failed", "another machine said so", 0, 0.0))
+    one.node.is_over = True
+    one.node.work()
+    released.set()
+    committing.result()
+    assert committed_files(run, tmp_path / "fetched") == {"state": b"some"}
 
 
 def test_a_failure_that_another_node_has_already_answered_is_not_answered_again(

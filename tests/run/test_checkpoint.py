@@ -21,6 +21,7 @@ from packtrain.run.checkpoint import (
     committed,
     fetch,
     fetch_newest,
+    last_step,
     prune,
     remove_uncommitted,
     superfluous,
@@ -277,6 +278,17 @@ def test_a_manifest_that_arrives_after_its_files_were_removed_does_not_end_the_r
     assert (found, files) == (None, {})
     assert complaints[0].endswith("its commit came after a newer generation had started without it; skipped")
     assert complaints[1] == "job-1 has no other checkpoint; starting from scratch"
+
+
+def test_a_late_commit_of_an_older_generation_is_not_where_the_run_resumes(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    assert last_step(run) == 0
+    newest = save(run, tmp_path, step=3, generation=2)
+    save(run, tmp_path, step=5, generation=1)
+    assert last_step(run) == 3
+    assert restore(run, tmp_path / "back")[0] == newest
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"format": 3, "parts": []}', b"\xff"])

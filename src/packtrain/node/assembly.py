@@ -23,7 +23,7 @@ from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_
 from packtrain.node.deadline import seconds_left
 from packtrain.node.lease import LeaseRenewer
 from packtrain.node.workers import WorkerGroup, WorkerStop
-from packtrain.run.checkpoint import committed
+from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.records import Cause, Generation, Lease, Member, NodeReport, TellEvent
 from packtrain.run.run import Run, worker_writer
@@ -269,7 +269,7 @@ class Assembly:
         if latest is not None and own is not None and self._is_unsettled(latest, own, since):
             return None
         ended = self._how_it_ended(latest, own)
-        step = max((checkpoint.step for checkpoint in committed(self._run)), default=0)
+        step = last_step(self._run)
         if latest is not None and ended.cause in COUNTED:
             # Judged only once: reports of nodes that leave in the meantime must not change it.
             if latest.number not in self._verdicts:

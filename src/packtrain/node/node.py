@@ -34,7 +34,7 @@ from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, co
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
-from packtrain.run.checkpoint import Superseded, committed, remove_uncommitted
+from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
 from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
@@ -95,6 +95,7 @@ class Node:
         checkpoints = self.directory.path / "checkpoints"
         self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock)
         self.group: WorkerGroup | None = None  # the workers that run now, or are about to
+        self._ended_group: WorkerGroup | None = None  # those that ran last
         self.is_over = False
         self._latest: Generation | None = None
         self._report: NodeReport | None = None  # how the last generation ended here
@@ -362,7 +363,7 @@ class Node:
             if group.stacks():  # these workers hung, and another node ended the generation
                 Task(lambda: group.upload_stacks(self.run, self._tell), "stacks")
             self.lease.sampler.watch_workers_of(None)
-            self.group, self._ended_at = None, self._clock()
+            self.group, self._ended_group, self._ended_at = None, group, self._clock()
             self.lease.offer_port(free_port())  # the last one may stay in use for a while (TIME_WAIT)
 
     def _give_up(self, report: NodeReport) -> None:
@@ -426,7 +427,7 @@ class Node:
         return self.assembly.is_lost(latest.members[0].node)
 
     def _conclude(self, status: Status, reason: str) -> None:
-        step = max((checkpoint.step for checkpoint in committed(self.run)), default=0)
+        step = last_step(self.run)
         # Several nodes may conclude at the same time: only the one whose result is stored reports it.
         if self.run.finish(Result(status, reason, step, self.lease.used_seconds())):
             self._tell(status, reason)
@@ -440,18 +441,20 @@ class Node:
             complain(error)
 
     def _clean_up_after_run(self) -> None:
-        """Remove what is left of unfinished uploads, once nothing is committed anymore.
+        """Remove what is left of unfinished uploads; only by the first node of the last generation.
 
-        Only by the first node of the last generation, whose own workers have ended: only they commit.
+        Unless its workers exited in order, a commit of theirs may still be on its way, and then needs its files.
         """
-        latest = self._latest
-        if latest is None or latest.members[0].node != self.name or self.run.result() is None:
+        latest, ended = self._latest, self._ended_group
+        if latest is None or latest.members[0].node != self.name:
             return
+        is_settled = ended is not None and ended.generation.number == latest.number and ended.has_settled
 
         def remove() -> None:
-            self._clean_up(latest.number + 1)
             try:
-                self.run.store.remove_unfinished(self.run.folder)
+                if self.run.result() is not None:
+                    remove_uncommitted(self.run, latest.number + is_settled)
+                    self.run.store.remove_unfinished(self.run.folder)
             except StoreError as error:
                 complain(error)
 

@@ -181,6 +181,14 @@ class WorkerGroup:
         """True once the first step is made. A program does not say when: it gets a fixed time."""
         return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.has_stepped()
 
+    @property
+    def has_settled(self) -> bool:
+        """True if no commit of these workers can still arrive: they exited by themselves, and nothing is committing."""
+        tasks = (self.committing, self.closing)
+        return (
+            self.launch is not None and self.launch.poll() == 0 and all(task is None or task.is_done for task in tasks)
+        )
+
     # Stop.
 
     def request_stop(self, stop: WorkerStop) -> bool:

@@ -101,6 +101,14 @@ def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> lis
     return sorted(found, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
 
 
+def last_step(run: Run) -> int:
+    """Return the step that the run would resume from, if its newest checkpoint is valid; 0 without checkpoints.
+
+    Not the highest: a commit that came late, from before the run resumed at an earlier step, may have that.
+    """
+    return next((checkpoint.step for checkpoint in reversed(committed(run))), 0)
+
+
 def _read_manifest(name: str, data: bytes) -> Checkpoint:
     try:
         checkpoint = decode(Checkpoint, data, f"the manifest of checkpoint {name}")

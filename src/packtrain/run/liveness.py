@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
-from packtrain.run.checkpoint import committed, remove_uncommitted
+from packtrain.run.checkpoint import last_step, remove_uncommitted
 from packtrain.run.records import Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -279,7 +279,7 @@ def finish_unattended(run: Run) -> bool:
     """
     if state_now(run) not in ("interrupted", "waiting"):
         return False
-    step = max((checkpoint.step for checkpoint in committed(run)), default=0)
+    step = last_step(run)
     seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
     run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
     latest = run.latest_generation()
