@@ -13,7 +13,7 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
-from packtrain.fleet.fleet import Say
+from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.identity import install_command
 from packtrain.job.job import Job, Option
 from packtrain.job.load import LoadedJob, load_job
@@ -29,8 +29,6 @@ from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of
-
-_JOIN_SECONDS = 10.0
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -123,7 +121,7 @@ def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
 
 
-def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = _JOIN_SECONDS) -> None:
+def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = JOIN_SECONDS) -> None:
     """Wait until the nodes have joined their run, so that it is running for whoever looks next; raise if one cannot."""
     deadline = time.monotonic() + seconds
     for node in nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from packtrain.run.checkpoint import committed
 from packtrain.run.liveness import state_now
 from parts.s3 import S3Server, fresh_location
-from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, kill, make_sandbox, wait_until
+from parts.sandbox import Sandbox, assert_nothing_left, assert_same_as, kill, make_sandbox, send, wait_until
 from parts.stores import keys
 
 
@@ -75,7 +76,7 @@ def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
 
 
 LARGE = ("model.width=256", "model.feedforward=8192")  # so that a checkpoint takes long enough to be caught
-SHORT = ("train.duration=30 steps", "checkpoint.every=10 steps", "fleet.local.machines=1")
+SHORT = ("train.duration=30 steps", "checkpoint.every=5 steps", "fleet.local.machines=1")
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
@@ -92,7 +93,13 @@ def test_nothing_but_commits_is_left_of_a_run_that_was_killed_during_an_upload(
     try:
         sandbox.detach(*(word for field in (*LARGE, *SHORT) for word in ("--set", field)))
         sandbox.wait_for_commit(10)
-        wait_until(unfinished, "the next upload")
+        processes = sandbox.processes()  # before the upload: finding them may take longer
+        while True:
+            wait_until(unfinished, "the next upload")
+            send(processes, signal.SIGSTOP)
+            if unfinished():
+                break
+            send(processes, signal.SIGCONT)  # it ended just before they did
         kill(sandbox.processes())
         wait_until(lambda: not sandbox.processes(), "all processes to end", 30)
         assert unfinished()

@@ -277,10 +277,11 @@ def test_resumes_at_the_same_moment_start_one_node_on_each_host(
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [client.communicate()[0] for client in clients]
     assert [client.returncode for client in clients] == [0, 0], said
-    nodes = [line for line in commands_on(network) if f"node {run.name}" in line]
     wait_until(lambda: any(len(one.members) == 2 for one in run.generations()), "both hosts to take part")
-    assert len(nodes) == len(run.leases()) == 2
-    assert sum(words.count("already has its node there") for words in said) == 2, said
+    assert len([line for line in commands_on(network) if f"node {run.name}" in line]) == len(run.leases()) == 2
+    # Each host refuses one of them. A client that comes late, on a busy machine, sees that the run is running.
+    refused = [words.count("already has its node there") + 2 * words.count("is already running") for words in said]
+    assert sum(refused) == 2, said
     assert packtrain("stop", run.name, "--store", store, directory=tmp_path, environment=environment).returncode == 0
     assert left_on(network) == []
 

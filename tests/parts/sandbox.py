@@ -182,10 +182,14 @@ def make_sandbox(directory: Path, store: str | None = None, **extra: str) -> San
     return sandbox
 
 
-def kill(processes: Iterable[psutil.Process]) -> None:
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    send(processes, signal.SIGKILL)
 
 
 def history(run: Run) -> list[tuple[int, dict[str, float]]]:

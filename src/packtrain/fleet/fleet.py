@@ -25,6 +25,7 @@ from packtrain.store import Store
 
 GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
 JOINED = "has joined"  # in the log of a node that takes part
+JOIN_SECONDS = 30.0  # to wait for that: a busy machine takes its time to start Python
 
 Say = Callable[[str], None]
 """Prints a line for the user who starts a run."""

@@ -31,6 +31,7 @@ from packtrain.errors import EXIT_ALREADY_JOINED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts, gather
 from packtrain.fleet.fleet import (
     GOOD_ENDS,
+    JOIN_SECONDS,
     JOINED,
     Fleet,
     LaunchPlan,
@@ -52,7 +53,6 @@ from packtrain.units import MAX_WORKERS
 
 THIS_MACHINE = "this machine"
 END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
-_JOIN_SECONDS = 10.0
 _KEEP_LOGS_SECONDS = 7 * 24 * 3600.0
 _LOG_VARIABLE = "PACKTRAIN_LOG"  # tells a process which file its output goes to
 
@@ -244,7 +244,7 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
         _become_node(arguments)
     _show_in_tmux(run, child, log)
     # A node that fails early would otherwise leave the client waiting for it without a reason.
-    deadline, text, code = time.monotonic() + _JOIN_SECONDS, "", None
+    deadline, text, code = time.monotonic() + JOIN_SECONDS, "", None
     while code not in GOOD_ENDS and time.monotonic() < deadline and JOINED not in text:
         ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
         code = os.waitstatus_to_exitcode(status) if ended else None
