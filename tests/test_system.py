@@ -128,14 +128,17 @@ def test_the_cache_is_private_also_if_it_was_readable_before(cache: Path) -> Non
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "advice"),
+    [(0o777, "run `chmod 700 '{cache}'`, or "), (0o770, "run `chmod 700 '{cache}'`, or "), (0o1777, "")],
+)
+def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int, advice: str) -> None:
     cache_directory().chmod(mode)
     with pytest.raises(Mistake) as refused:
         cache_directory()
     assert str(refused.value) == (
-        f"{cache}: other users can write to it; run `chmod 700 '{cache}'`,"
-        " or set PACKTRAIN_CACHE to a directory of your own"
+        f"{cache}: other users can write to it; {advice.format(cache=cache)}"
+        "set PACKTRAIN_CACHE to a directory of your own"
     )
 
 

@@ -64,7 +64,7 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     _check_can_run(loaded)
     _require_torch(job)
     # Before packing, which may take hours: a missing script is reported now, and nothing is created for it.
-    code = _code(loaded, open_store(job.store))
+    code = _code(loaded)
     store = open_store(job.store, create=True)
     if job.has_own_code:
         progress.say(f"took a snapshot of {code.summary}")
@@ -106,7 +106,7 @@ def dry_run(loaded: LoadedJob) -> DryRun:
     """Return what a run would do; nothing is written, and no machine is asked."""
     _check_can_run(loaded)
     store = open_store(loaded.job.store)
-    code = _code(loaded, store)
+    code = _code(loaded)
     run = next_run(store, loaded.job, code.archive)
     return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run))
 
@@ -157,7 +157,7 @@ def _require_torch(job: Job) -> None:
         raise Mistake(f"training on this machine needs torch; run `{install_command('train')}`")
 
 
-def _code(loaded: LoadedJob, store: Store) -> CodeSnapshot:
+def _code(loaded: LoadedJob) -> CodeSnapshot:
     """Return a snapshot of the directory of a program or a user's recipe, or else of the job file alone."""
     program = loaded.job.program
     if not loaded.job.has_own_code:
@@ -165,8 +165,7 @@ def _code(loaded: LoadedJob, store: Store) -> CodeSnapshot:
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
     if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
         raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
-    # A store inside the directory is not part of the code.
-    return snapshot(loaded.code, Path(store.url) if store.is_directory else None)
+    return snapshot(loaded.code)
 
 
 def _model_files(loaded: LoadedJob) -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -129,7 +130,9 @@ def _private(path: Path, variable: str) -> Path:
         if status.st_uid != os.geteuid():
             raise Mistake(f"{path}: belongs to another user; {advice}")
         if status.st_mode & 0o022:
-            raise Mistake(f"{path}: other users can write to it; run `chmod 700 {shlex.quote(str(path))}`, or {advice}")
+            if not status.st_mode & stat.S_ISVTX:  # otherwise it is shared on purpose, such as /tmp
+                advice = f"run `chmod 700 {shlex.quote(str(path))}`, or {advice}"
+            raise Mistake(f"{path}: other users can write to it; {advice}")
         if status.st_mode & 0o077:
             with suppress(OSError):  # a read-only file system
                 os.fchmod(descriptor, 0o700)

@@ -208,15 +208,22 @@ def test_files_that_the_list_of_the_directory_names_are_left_out(
     assert kept(directory, tmp_path / "back").keys() == {"train.py", ".packtrainignore"}
 
 
+def test_a_store_is_not_code_also_if_git_does_not_ignore_it(tmp_path: Path, repository: Path) -> None:
+    write_files(repository, {"train.py": b"", "old/.packtrain-store": b"", "old/runs/x": b""})
+    assert kept(repository, tmp_path / "back").keys() == {"train.py"}
+
+
 def test_what_was_taken_and_what_was_left_out_is_said(tmp_path: Path) -> None:
     files = {"train.py": b"12345", ".env": b"", "a.pem": b"", "b.pem": b"", "c.pem": b"", ".venv/bin/python": b""}
-    write_files(tmp_path, {**files, ".cache/x/token": b"", "store/runs/x": b""})
+    write_files(
+        tmp_path, {**files, ".cache/x/token": b"", "data/store/.packtrain-store": b"", "data/store/runs/x": b""}
+    )
     (tmp_path / "link").symlink_to("train.py")
-    found = snapshot(tmp_path, apart=tmp_path / "store")
+    found = snapshot(tmp_path)
     assert found.sizes == {"train.py": 5}
     assert found.left_out == {
         ".env": "may hold keys", "a.pem": "may hold keys", "b.pem": "may hold keys", "c.pem": "may hold keys",
-        "link": "a link", ".cache/": "hidden, not tracked by git", ".venv/": "not code", "store/": "not code",
+        "link": "a link", ".cache/": "hidden, not tracked by git", ".venv/": "not code", "data/store/": "not code",
     }  # fmt: skip
     assert found.summary.startswith("1 file of code (5 B); left out: ")
     for words in ("1 more (may hold keys)", "link (a link)", ".cache/ (hidden, not tracked by git)"):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -101,6 +103,15 @@ def test_an_unknown_name_is_answered_with_the_newest_runs(directory_store: Store
         new_run(directory_store)
     with pytest.raises(NotFound, match=r"job-4, job-3, job-2$"):
         open_run(directory_store, "nothing")
+
+
+def test_the_times_of_a_copied_store_do_not_change_which_run_of_a_job_is_the_newest(directory_store: Store) -> None:
+    for _ in range(3):
+        new_run(directory_store)
+    for number, seconds in ((3, 100), (1, 200), (2, 300)):
+        os.utime(Path(directory_store.url) / f"runs/job-{number}/job.json", (seconds, seconds))
+    assert run_names(directory_store) == ["job-1", "job-2", "job-3"]
+    assert open_run(directory_store, "job").name == "job-3"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "A", "x" * 64, "-a", "--help"])

@@ -93,6 +93,15 @@ def test_code_that_was_started_here_is_not_asked_about(tmp_path: Path) -> None:
     require_trust(again(started(tmp_path)), refuse)
 
 
+def test_a_store_is_the_same_by_any_path_and_after_a_move(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    for path in (tmp_path / "link", tmp_path / "code" / ".." / "store", tmp_path / "moved"):
+        if path.name == "moved":
+            (tmp_path / "store").rename(path)
+        require_trust(Run(open_store(str(path)), run.name), refuse)
+
+
 @pytest.mark.parametrize("verb", ["resume", "node"])
 def test_code_that_was_changed_in_the_store_is_not_run(tmp_path: Path, mark: Path, verb: str) -> None:
     run = started(tmp_path)

@@ -88,7 +88,7 @@ def trusting(given: bool) -> Accept:
         if given:
             return
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise Mistake(f"{review.reason}; look at it in a terminal, or pass --trust-code")
+            raise Mistake(f"{review.reason}; run this in a terminal to look at it, or pass --trust-code")
         if not _asked(review):
             raise Mistake(f"{review.run.name}: not run")
 
@@ -102,11 +102,12 @@ def _asked(review: CodeReview) -> bool:
     from packtrain.units import show_bytes
 
     run = review.run
-    lines = [review.reason[0].upper() + review.reason[1:] + ":"]
-    changes = [(change.kind, change.name, show_bytes(change.size)) for change in review.changes]
-    lines += [f"  {kind:<8} {name} ({size})" for kind, name, size in changes[:_SHOWN_FILES]]
-    if len(changes) > _SHOWN_FILES:
-        lines.append(f"  and {len(changes) - _SHOWN_FILES} more")
+    lines = [review.reason + ":"]
+    for change in review.changes[:_SHOWN_FILES]:
+        kind = f"{change.kind:<8} " if review.known else ""
+        lines.append(f"  {kind}{change.name} ({show_bytes(change.size)})")
+    if len(review.changes) > _SHOWN_FILES:
+        lines.append(f"  and {len(review.changes) - _SHOWN_FILES} more")
     lines.append(f"It runs: {run.job.recipe or ' '.join(run.job.program or ())}")
     lines.append(f"Fleet: {run.job.fleet.model_dump_json(exclude_defaults=True)}")
     if run.job.environment:

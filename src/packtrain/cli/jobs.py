@@ -63,7 +63,8 @@ def init(
         return
     job = Path(path or f"{kind}.yaml")
     written = write_job(InitRequest(kind, job, name, data or (), valid or ()))
-    screen.say(f"Wrote {' and '.join(written.files)}")
+    *first, last = written.files
+    screen.say(f"Wrote {', '.join(first)}{' and ' if first else ''}{last}")
     screen.say("  train:   ", (shlex.join(["packtrain", "run", str(job)]), "bold"))
     if written.example:
         screen.say("  predict: ", (f"packtrain predict {written.example}", "bold"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, PlainValidator, ValidationError, model_serializer
+from pydantic import Field, GetCoreSchemaHandler, PlainValidator, SerializationInfo, ValidationError, model_serializer
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from packtrain.errors import quoted
@@ -236,9 +236,11 @@ class FleetSettings(Part):
         return given
 
     @model_serializer
-    def _flat(self) -> dict[str, Any]:
-        settings = self.kind.model_dump(mode="json")
-        others = {field: getattr(self, field) for field in type(self).model_fields if field != "kind"}
+    def _flat(self, info: SerializationInfo) -> dict[str, Any]:
+        settings = self.kind.model_dump(mode="json", exclude_defaults=info.exclude_defaults)
+        others = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
+        if info.exclude_defaults:
+            others = {name: value for name, value in others.items() if value != type(self).model_fields[name].default}
         return {word_of(FLEETS, self.kind): settings, **others}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.secrets import find_secret
+from packtrain.store.base import IDENTITY
 from packtrain.system import cache_directory
 from packtrain.units import counted, show_bytes
 
@@ -63,14 +64,14 @@ class CodeSnapshot:
         return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
 
 
-def snapshot(directory: Path, apart: Path | None = None, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
+def snapshot(directory: Path, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
     """Pack the files that git does not ignore (all, without git), except those that may hold keys.
 
     Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file
-    with a secret in its text is refused: a program may need the file. `apart` is a folder that is not code, such as a
-    store beside the job file. The same files give the same bytes: names are sorted, owners and times omitted.
+    with a secret in its text is refused: a program may need the file. Stores below the directory are not code,
+    whichever of them the job uses. The same files give the same bytes: names are sorted, owners and times omitted.
     """
-    names, left_out = _candidates(directory, apart)
+    names, left_out = _candidates(directory)
     sizes = {name: (directory / name).lstat().st_size for name in sorted(names)}
     if sum(sizes.values()) > max_bytes:
         raise Mistake(
@@ -165,19 +166,19 @@ def unpacked(data: bytes) -> Path:
     return directory
 
 
-def _candidates(directory: Path, apart: Path | None) -> tuple[list[str], dict[str, str]]:
+def _candidates(directory: Path) -> tuple[list[str], dict[str, str]]:
     """Return the names of the files to take, and of what is left out with the reason."""
     left_out: dict[str, str] = {}
     names: list[str] = []
     tracked, others = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
     if tracked is None or others is None:
-        tracked, others = [], list(_walk(directory, apart, left_out))
+        tracked, others = [], list(_walk(directory, left_out))
     ignored, in_git = _ignored(directory), set(tracked)
     for name in [*tracked, *others]:
         path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
         what, why = name, ""
         for folder in reversed(parents):  # the outermost folder that is left out stands for all files in it
-            why = _why_no_folder(directory / folder, apart, name in in_git)
+            why = _why_no_folder(directory / folder, name in in_git)
             if why:
                 what = f"{folder}/"
                 break
@@ -191,8 +192,8 @@ def _candidates(directory: Path, apart: Path | None) -> tuple[list[str], dict[st
     return names, {name: why for name, why in left_out.items() if why != _GONE}
 
 
-def _why_no_folder(path: Path, apart: Path | None, is_tracked: bool) -> str:
-    if path == apart or path.name in _NOT_CODE_FOLDERS or path.name.endswith(".egg-info"):
+def _why_no_folder(path: Path, is_tracked: bool) -> str:
+    if path.name in _NOT_CODE_FOLDERS or path.name.endswith(".egg-info") or (path / IDENTITY).is_file():
         return _NOT_CODE
     if path.name in _KEY_FOLDERS:
         return _KEYS
@@ -220,13 +221,13 @@ def _ignored(directory: Path) -> list[str]:
     return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
 
 
-def _walk(directory: Path, apart: Path | None, left_out: dict[str, str]) -> Iterator[str]:
+def _walk(directory: Path, left_out: dict[str, str]) -> Iterator[str]:
     """Yield the names of all files, except those in folders that are left out: they may have many thousands."""
     for folder, folders, files in os.walk(directory):
         place = Path(folder).relative_to(directory)
         for name in list(folders):
             path = Path(folder) / name
-            why = "a link" if path.is_symlink() else _why_no_folder(path, apart, is_tracked=False)
+            why = "a link" if path.is_symlink() else _why_no_folder(path, is_tracked=False)
             if why:
                 left_out[f"{place / name}/"] = why
                 folders.remove(name)

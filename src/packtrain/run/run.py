@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from itertools import accumulate, chain
 from typing import TypeVar
 
@@ -357,10 +358,19 @@ def _split(run_name: str) -> tuple[str, int]:
 
 
 def run_names(store: Store) -> list[str]:
-    """Return the names of all runs, oldest first. Object stores keep times to the second: then the number decides."""
+    """Return the names of all runs, oldest first.
+
+    Object stores keep times to the second, and the objects of a store that was copied have the times of the copy. So no
+    run is taken for older than one of the same job with a lower number.
+    """
     names = [name for name in store.folders("runs/") if is_name(name)]
     entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
-    created = [(entry.modified, _split(name)[1], name) for entry, name in entries if entry is not None]
+    found = sorted((*_split(name), entry.modified, name) for entry, name in entries if entry is not None)
+    created = []
+    latest: dict[str, datetime] = {}
+    for stem, number, modified, name in found:
+        latest[stem] = max(modified, latest.get(stem, modified))
+        created.append((latest[stem], number, name))
     return [name for *_, name in sorted(created)]
 
 
@@ -376,4 +386,4 @@ def open_run(store: Store, name: str | None) -> Run:
     of_job = [known for known in names if _split(known)[0] == _stem(name)]
     if of_job:
         return Run(store, of_job[-1])
-    raise NotFound(f"no run {quoted(name)} in {store.url}; the newest are {', '.join(names[:-4:-1])}")
+    raise NotFound(f"no run {quoted(name)} in {store.url}; newest runs: {', '.join(names[:-4:-1])}")

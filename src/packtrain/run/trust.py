@@ -65,8 +65,9 @@ def refuse(review: CodeReview) -> None:
 
 def require_trust(run: Run, accept: Accept) -> None:
     """Return if the code of the run is the one remembered, or is accepted now."""
+    digest = run.code_digest  # reads the run, so that the id of its store is known
     remembered = _read(_path(run))
-    if remembered is not None and remembered.digest == run.code_digest:
+    if remembered is not None and remembered.digest == digest:
         return
     accept(_review(run, remembered))
     remember(run)
@@ -92,7 +93,9 @@ class _Record:
 
 
 def _path(run: Run) -> Path:
-    key = hashlib.sha256(f"{run.store.url}\0{run.name}".encode()).hexdigest()
+    # A store in a directory has many paths (links, mounts, `..`), and may be moved: its id stays the same.
+    store = run.store.identity or run.store.url
+    key = hashlib.sha256(f"{store}\0{run.name}".encode()).hexdigest()
     return state_directory() / "code" / f"{key}.json"
 
 
