@@ -38,6 +38,8 @@ train:
 checkpoint: {every: 5 min}
 """
 INLINE = "looks like a secret; put it in an environment variable and list its name under `environment`"
+IN_STORE = "looks like a secret; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
+IN_DATA = "looks like a secret; download the file and give its path instead"
 
 
 @pytest.fixture
@@ -257,13 +259,27 @@ AWS_KEY = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzzzzzz0KE"
 )
 def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, line: str, secret: str) -> None:
     told = refusal(VALID + added + "\n")
-    assert told == line + INLINE
+    assert told == line + (IN_STORE if added.startswith("store:") else INLINE)
     assert secret not in told
 
 
-@pytest.mark.parametrize("field", ["store", "password", "fleet.local.secret_key"])
-def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str) -> None:
-    assert refusal(VALID, f"{field}={AWS_ID}") == f"--set {field}: {INLINE}"
+@pytest.mark.parametrize("secret", ["https://me:hunter2@host/a.tsv", "https://host/a.tsv?token=hunter2"])
+def test_who_names_data_by_a_url_with_a_secret_is_told_to_download_it(directory: Path, secret: str) -> None:
+    added = VALID.replace("  valid:", f"  test: {{bitext: '{secret}'}}\n  valid:")
+    assert refusal(added).endswith(f": data.test.bitext: {IN_DATA}")
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("store", IN_STORE),
+        ("data.test.0.bitext", IN_DATA),
+        ("password", INLINE),
+        ("fleet.local.secret_key", INLINE),
+    ],
+)
+def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str, told: str) -> None:
+    assert refusal(VALID, f"{field}={AWS_ID}") == f"--set {field}: {told}"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, printable
 from packtrain.job.part import MAX_INTEGER, Location, faults
-from packtrain.job.secrets import INLINE, has_plain_secret, has_secret, is_secret_argument, mentions_aws, names_secret
+from packtrain.job.secrets import (
+    has_plain_secret,
+    has_secret,
+    is_secret_argument,
+    mentions_aws,
+    names_secret,
+    secret_in,
+)
 
 MAX_NODES = 10_000
 MAX_DEPTH = 32
@@ -107,8 +114,8 @@ class YamlNode:
 class _Reader:
     """Builds the nodes of one YAML document from its events."""
 
-    def __init__(self, text: str, refuse: Refuse) -> None:
-        self.refuse = refuse
+    def __init__(self, text: str, refuse: Refuse, field: object) -> None:
+        self.refuse, self.field = refuse, field
         self.aws_lines = {number for number, line in enumerate(text.split("\n"), 1) if mentions_aws(line)}
         self.events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
         self.anchors: dict[str, YamlNode] = {}
@@ -188,14 +195,17 @@ class _Reader:
             raise self.refuse(line, path, f"contains the control character U+{ord(found[0]):04X}")
         beside_aws = line in self.aws_lines or any(mentions_aws(str(step)) for step in path)
         if has_secret(value, beside_aws):
-            raise self.refuse(line, path, INLINE)
+            raise self.refuse(line, path, self._secret_in(path))
+
+    def _secret_in(self, path: Location) -> str:
+        return secret_in(self.field if self.field is not None else path[0] if path else "")
 
     def _sequence(self, line: int, path: Location, depth: int) -> YamlNode:
         entries: list[YamlNode] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
             entry = self._node(event, (*path, len(entries)), depth + 1)
             if entries and is_secret_argument(entries[-1].value, entry.value):
-                raise self.refuse(entry.line, (*path, len(entries)), INLINE)
+                raise self.refuse(entry.line, (*path, len(entries)), self._secret_in(path))
             entries.append(entry)
         return YamlNode(line, entries, 1 + sum(e.size for e in entries), 1 + _tallest(entries))
 
@@ -208,7 +218,7 @@ class _Reader:
                 first = entries[key].line
                 raise self.refuse(key_line, (*path, key), f"duplicate key; first on line {first}")
             if names_secret(key):
-                raise self.refuse(key_line, (*path, key), INLINE)
+                raise self.refuse(key_line, (*path, key), self._secret_in((*path, key)))
             value = self._node(next(self.events), (*path, key), depth + 1)
             entries[key] = replace(value, line=key_line)  # a value may start on the line after its key
         nodes = list(entries.values())
@@ -264,12 +274,12 @@ def plain(node: YamlNode, path: Location, places: dict[Location, int | None], in
     return node.value
 
 
-def read_node(text: str, refuse: Refuse) -> YamlNode | None:
-    """Return the only value of a text, or None if there is none."""
+def read_node(text: str, refuse: Refuse, field: object = None) -> YamlNode | None:
+    """Return the only value of a text, or None if there is none. It is a whole job, or belongs to that field of one."""
     if found := _CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
         raise refuse(line, (), f"contains the control character U+{ord(found[0]):04X}")
-    return _Reader(text, refuse).document()
+    return _Reader(text, refuse, field).document()
 
 
 def read_text(name: str, text: str) -> Document:
@@ -285,7 +295,7 @@ def read_text(name: str, text: str) -> Document:
         raise refuse(node.line, (), "must be a mapping of fields, such as `name: en-de`")
     for number, line_text in enumerate(text.split("\n"), 1):  # comments too
         if has_plain_secret(line_text):
-            raise refuse(number, (), INLINE)
+            raise refuse(number, (), secret_in(""))
     places: dict[Location, int | None] = {}
     data = plain(node, (), places, in_file=True)
     return Document(name, text, data, places)

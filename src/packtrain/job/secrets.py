@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-INLINE = "looks like a secret; put it in an environment variable and list its name under `environment`"
+_ADVICE = {  # by field of the job
+    "data": "download the file and give its path instead",
+    "store": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
+}
 
 # Precise enough for source code: a kind of secret, and the form that its issuer gives it. Nothing is guessed. Each form
 # is searched for only in texts that contain one of its literals, which makes a scan of large texts fast.
@@ -108,6 +111,12 @@ _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
 def _words(name: str) -> str:
     """Return `awsSecretKey`, `aws-secret.key` and `AWS_SECRET_KEY` as `aws_secret_key`."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+
+def secret_in(field: object) -> str:
+    """Return what to say about a secret in that field of the job."""
+    advice = _ADVICE.get(str(field), "put it in an environment variable and list its name under `environment`")
+    return f"looks like a secret; {advice}"
 
 
 def names_secret(name: str) -> bool:
