@@ -217,6 +217,18 @@ def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Mach
     assert machine.processes() == []
 
 
+def test_a_damaged_record_in_the_store_does_not_end_the_workers(machine: Machine) -> None:
+    run = machine.run_of(WORK)
+    node = machine.start(run)
+    until(lambda: machine.working(0), "the worker")
+    run.store.put(run.key("generations/000002.json"), b"{")
+    until(lambda: "damaged" in (machine.directory / "node.log").read_text(), "the node to complain")
+    run.store.delete(run.key("generations/000002.json"))
+    run.request_stop("enough")
+    assert machine.exit_code(node) == EXIT_STOPPED
+    assert len(run.generations()) == 1
+
+
 def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine) -> None:
     """The person who asked for the stop waits for the result."""
     run = machine.run_of(WORK)

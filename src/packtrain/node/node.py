@@ -37,7 +37,7 @@ from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
-from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, NodeReport, Result, Status
+from packtrain.run.records import Cause, DamagedRecord, Event, EventKind, Generation, Lease, NodeReport, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import Task, machine_id, say
@@ -137,7 +137,7 @@ class Node:
                 try:
                     self.look()
                     retry.succeeded()
-                except (StoreError, OSError) as error:
+                except (StoreError, DamagedRecord, OSError) as error:
                     retry.failed(error)
                 self._pause(retry.seconds)
         finally:
@@ -289,7 +289,7 @@ class Node:
             self._conclude("failed", str(error))
             self.end_workers()
             return
-        except StoreError:
+        except (StoreError, DamagedRecord):
             group.restoring = Task(self.program.restore, "restore again")
             raise
         self.lease.sampler.watch_workers_of(group.launch.pid)
@@ -476,7 +476,7 @@ class Node:
 
 
 class RetryPolicy:
-    """Pauses of the node's loop after the store or the disk failed.
+    """Pauses of the node's loop after the store or the disk failed, or a record in the store was damaged.
 
     Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later, no
     failure ends the workers: keys are renewed, clocks set and disks freed while they train.
@@ -491,7 +491,7 @@ class RetryPolicy:
         self._succeeded, self.seconds = True, 0.0
         self._backoff.reset()
 
-    def failed(self, error: StoreError | OSError) -> None:
+    def failed(self, error: StoreError | DamagedRecord | OSError) -> None:
         temporary = isinstance(error, StoreError) and error.temporary
         if not self._succeeded and not temporary:
             raise error
