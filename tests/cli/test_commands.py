@@ -164,6 +164,15 @@ def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str
     assert list((tmp_path / "store").iterdir()) == []
 
 
+def test_a_node_says_that_it_waits_for_its_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "packtrain", "node", "a-1", "--store", "typo"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.kill()
+    assert line.startswith(f"waiting up to 60 s for the store: {tmp_path / 'typo'}: no store here; ")
+
+
 @pytest.mark.parametrize(
     "name",
     ["job.json", "result.json", "nodes/a.json", "metrics/000001-rank-0/00000000.jsonl", "nodes/large.json"],

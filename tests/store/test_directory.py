@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 
 from packtrain.store import DamagedObject, Store, StoreAway, StoreError, open_store
 from parts.mounts import Mounts
+from parts.runs import write_files
 from parts.stores import MEGABYTE, keys, noise, output_of, python
 
 
@@ -148,6 +150,15 @@ def test_a_store_whose_mount_is_missing_is_away_and_nothing_is_written_below_the
     mounts.mount("disk")
     store.put("runs/a-1/b", b"2")
     assert keys(store) == ["runs/a-1/b", "runs/a-1/job.json"]
+
+
+def test_a_copy_without_the_id_becomes_a_store_by_doctor(tmp_path: Path) -> None:
+    write_files(tmp_path / "my copy", {"runs/a-1/job.json": b"{}"})
+    place = str(tmp_path / "my copy")
+    with pytest.raises(StoreAway, match=f"if it is a copy of a store, run `packtrain doctor --store '{place}'` first"):
+        open_store(place).list()
+    subprocess.run([sys.executable, "-m", "packtrain", "doctor", "--store", place], check=True)
+    assert keys(open_store(place)) == ["runs/a-1/job.json"]
 
 
 def test_another_store_at_the_same_place_is_not_used(mounts: Mounts) -> None:

@@ -146,6 +146,7 @@ def node(
     from packtrain.report import write_report
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
+    from packtrain.store import StoreAway
 
     log = OwnLog()
     run, slot, joined = Run(find_store(store, store_id), name), None, None
@@ -178,7 +179,7 @@ def node(
     except NotFound:  # no such run: it may have been deleted, and then this machine is no longer needed
         raise
     except Exception as error:
-        if over:
+        if over and not isinstance(error, StoreAway):
             record_crash(run, error)
         raise
     finally:
@@ -195,13 +196,18 @@ def _wait_for_store(run: Run) -> None:
     """
     from packtrain.backoff import Backoff
     from packtrain.store import StoreAway
+    from packtrain.system import say
 
     backoff = Backoff(0.2, 5.0, limit_seconds=_MOUNT_SECONDS)
+    has_said = False
     while True:
         try:
             run.job  # noqa: B018 - reads it
             return
-        except StoreAway:
+        except StoreAway as error:
+            if not has_said:
+                say(f"waiting up to {_MOUNT_SECONDS:.0f} s for the store: {error}")
+                has_said = True
             if not backoff.wait():
                 raise
 

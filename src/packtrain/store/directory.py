@@ -14,6 +14,7 @@ import builtins
 import errno
 import os
 import re
+import shlex
 import stat
 import time
 import uuid
@@ -234,18 +235,24 @@ class DirectoryStore(Store):
 
     def _identify(self, root: int) -> None:
         # Not the directory's own device and inode: both may be the same after another file system was mounted there.
-        seen = _fingerprint(root)
-        if seen and seen == self._seen:
-            return
-        found = _read_identity(root) if seen else None
-        if found is None:
-            raise self._away(f"no store here: the directory has no {IDENTITY}")
+        with self._explained(IDENTITY):
+            seen = _fingerprint(root)
+            if seen and seen == self._seen:
+                return
+            found = _read_identity(root) if seen else None
+            if found is None:
+                # What was copied from a bucket, or with `cp store/*`, has objects but no id; an empty mount point has
+                # neither.
+                is_copy = "runs" in os.listdir(root)
+                raise self._away(f"no store here: the directory has no {IDENTITY}", is_copy)
         if self.identity not in (None, found):
             raise self._away("another store is here")
         self.identity, self._seen = found, seen
 
-    def _away(self, text: str) -> StoreAway:
-        if self.identity is None:
+    def _away(self, text: str, is_copy: bool = False) -> StoreAway:
+        if is_copy and self.identity is None:
+            advice = f"if it is a copy of a store, run `packtrain doctor --store {shlex.quote(self.url)}` first"
+        elif self.identity is None:
             advice = "check the path and its mount; `packtrain run` and `packtrain pack` create a store"
         else:
             advice = "check its mount"
