@@ -219,6 +219,15 @@ def test_a_machine_has_one_node_of_a_run(directory_store: Store) -> None:
     assert list(nodes_directory().iterdir()) == []
 
 
+def test_a_store_that_is_named_by_another_path_is_the_same_for_the_slot(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store, program_job(fleet={"ssh": {"hosts": ["a"]}}))
+    (tmp_path / "link").symlink_to(directory_store.url)
+    slot = NodeSlot(run)
+    with pytest.raises(AlreadyJoined):
+        NodeSlot(Run(open_store(str(tmp_path / "link")), run.name), patience=0)
+    slot.close()
+
+
 def test_the_nodes_of_a_local_fleet_stand_for_as_many_machines_and_no_more(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(fleet={"local": {"machines": "1..2"}}))
     slots = [NodeSlot(run), NodeSlot(run)]

@@ -57,7 +57,8 @@ class NodeSlot:
     def __init__(self, run: Run, patience: float = _SLOT_SECONDS) -> None:
         """Raise AlreadyJoined if all are taken: one, or as many as the run has machines where nodes share them."""
         kind = run.job.fleet.kind
-        stem = f"{run.name}-{_short_digest(run.store.url)}-{_short_digest(machine_id())}"
+        store = run.store.identity or run.store.url  # known by now: the job has been read
+        stem = f"{run.name}-{_short_digest(store)}-{_short_digest(machine_id())}"
         paths = [
             nodes_directory() / f"{stem}-{number}{_SLOT}"
             for number in range(kind.machines.most if kind.shares_machines else 1)
