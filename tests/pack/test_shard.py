@@ -49,11 +49,10 @@ def test_several_columns_keep_their_own_rows_and_types(tmp_path: Path) -> None:
 
 
 def test_a_header_of_more_tensors_than_a_model_has_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
-    tensors = {f"{number}": entry("F32", 0, 0) for number in range(50_001)}
+    tensor = b'"w":' + json.dumps(entry("F32", 0, 0)).encode() + b","
     with pytest.raises(ValueError, match="it has 50,001 tensors, and at most 50,000 are accepted"):
-        check_header(file_of(tmp_path / "many", tensors))
-    del tensors["0"]
-    check_header(file_of(tmp_path / "most", tensors))
+        check_header(file_of(tmp_path / "many", b"{" + 50_001 * tensor + b"}"))
+    check_header(file_of(tmp_path / "most", b"{" + 50_000 * tensor + b"}"))
     with pytest.raises(ValueError, match=r"its header has 90,000,000 bytes, and at most 8,388,608 are accepted"):
         check_header(file_of(tmp_path / "long", {}, header_bytes=90_000_000))
 
