@@ -19,8 +19,9 @@ import pytest
 
 import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import Download, FetchPolicy, local_copy, local_source, redirected
+from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.folder import FolderSource
+from packtrain.pack.web import Download, FetchPolicy, Say, redirected
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explained
 from parts.proxy import CUT, DROP, REFUSE, Proxy
@@ -473,7 +474,8 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote
 from packtrain.errors import Mistake
-from packtrain.pack.fetch import FetchPolicy, local_copy
+from packtrain.pack.fetch import local_copy
+from packtrain.pack.web import FetchPolicy
 from packtrain.store import open_store
 
 hosts, folder = Path(sys.argv[1]), Path(sys.argv[2])
@@ -752,7 +754,7 @@ Local = Callable[..., FolderSource]
 def local(tmp_path: Path, directory_store: Store) -> Local:
     """Fetches a file of JSON lines and its images."""
 
-    def fetched(path: str, cache: str = "cache", say: fetch.Say = lambda _text: None) -> FolderSource:
+    def fetched(path: str, cache: str = "cache", say: Say = lambda _text: None) -> FolderSource:
         source = FolderSource(paths=(path,))
         found = local_source(source, directory_store, tmp_path / cache, say, policy=HASTE)
         assert isinstance(found, FolderSource)
