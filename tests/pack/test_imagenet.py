@@ -391,6 +391,15 @@ class TestKaggle:
         assert ImageNetSource(paths=(train,)).classes() == ImageNetSource(paths=(val, truth)).classes()
         assert list(labels(val, truth).values()) == [0, 1, 1]
 
+    def test_its_zip_is_read_as_downloaded(self, tmp_path: Path) -> None:
+        folder = "ILSVRC/Data/CLS-LOC"
+        images = ["train/n01/n01_1.JPEG", "train/n02/n02_9.JPEG", *(f"val/{name}" for name in numbered(3))]
+        members = [("LOC_val_solution.csv", KAGGLE.encode()), *((f"{folder}/{name}", picture()) for name in images)]
+        path = write(tmp_path / "challenge.zip", zipped(members))
+        paths = f"{path}#{folder}/val", f"{path}#LOC_val_solution.csv"
+        assert ImageNetSource(paths=(f"{path}#{folder}/train",)).classes() == ImageNetSource(paths=paths).classes()
+        assert list(labels(*paths).values()) == [0, 1, 1]
+
     @pytest.mark.parametrize(
         ("truth", "fault"),
         [

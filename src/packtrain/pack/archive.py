@@ -461,7 +461,9 @@ def is_zip(path: str) -> bool:
 
 
 def is_archive(path: str) -> bool:
-    """True if the file starts like a zip or a tar, compressed or not."""
+    """True if the file starts like a zip or a tar, compressed or not; a member of one is none."""
+    if split_member(path)[1]:
+        return False
     if _starts_with(path, _ZIP_START, _ZIP_EMPTY):
         return True
     try:

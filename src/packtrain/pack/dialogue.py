@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import archive_members, is_archive, split_member
+from packtrain.pack.archive import archive_members, is_archive
 from packtrain.pack.bitext import PairSource, read_tsv
 from packtrain.pack.raw import TextPair, encoding_of, file_inside, read_lines
 
@@ -54,7 +54,7 @@ class DialogueSource(PairSource):
         [path] = self.paths
         if Path(path).is_dir():
             return _find(path, LINES), _find(path, CONVERSATIONS)
-        if split_member(path)[1] or not is_archive(path):
+        if not is_archive(path):
             return None
         members = [member.name for member in archive_members(path)]
         return _find_member(path, members, LINES), _find_member(path, members, CONVERSATIONS)
