@@ -203,7 +203,7 @@ def test_a_second_node_does_not_shut_down_the_machine_of_the_first(
     switched_off: list[bool] = []
     monkeypatch.setattr(preemption, "switch_off", switched_off.append)
     first = NodeSlot(run)
-    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url])
+    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"])
     first.close()
     assert isinstance(ended.exception, AlreadyJoined)
     assert switched_off == [False]
