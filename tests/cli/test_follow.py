@@ -126,6 +126,25 @@ def test_a_store_that_is_away_ends_following_but_not_the_run(
         follow(new_run(directory_store), [], foreground=False)
 
 
+def test_following_continues_when_a_mount_comes_back(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, place = new_run(directory_store), Path(directory_store.url)
+    follower = Follower(run, [], console(), poll_seconds=0.01)
+    place.rename(place.with_name("away"))
+
+    def come_back() -> None:
+        place.with_name("away").rename(place)
+        run.finish(Result("finished", "reached 10 steps", 10, 1.0))
+        directory_store.put(run.key("report.html"), b"")
+
+    timer = threading.Timer(0.3, come_back)
+    timer.start()
+    follower.until_ended()
+    timer.join()
+    assert capsys.readouterr().out.count("the store is not there; check its mount") == 1
+
+
 def test_a_store_that_is_away_during_the_summary_does_not_make_a_finished_run_a_failed_one(
     directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,6 +333,7 @@ def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "postgres://postgres:postgres@localhost:5432/test",
         'if line == "-----BEGIN PRIVATE KEY-----":', "-----BEGIN CERTIFICATE-----\n" + "MIIE" * 20,
         "AKIA" + "IOSFODNN7EXAMPLE", "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", "sk-estimator-doc-link-with-a-long-name-of-css",
         "postgres://user:password@host/x", "f'https://{user}:{password}@{host}'", "headers['Authorization'] = f'Bearer {token}'",

@@ -11,6 +11,7 @@ from heapq import merge
 from rich.live import Live
 from rich.text import Text
 
+from packtrain.backoff import Backoff
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
@@ -23,12 +24,13 @@ from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
 from packtrain.run.records import Event, Point
 from packtrain.run.run import Run
-from packtrain.store import StoreError
+from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
 from packtrain.units import Machines, counted, show_count, show_seconds
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
+_MOUNT_SECONDS = 60.0
 _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal to update one in
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
@@ -175,33 +177,47 @@ class Follower:
         self._shortage: Shortage | None = None
         self._started: float | None = None
         self._plain_at = time.monotonic()
+        self._ended_at: float | None = None
 
     def until_ended(self) -> None:
         # One line, whatever the width: a live line that wraps scrolls the terminal.
         with Live(Text(), console=self._screen, refresh_per_second=4, transient=True) as live:
-            ended_at: float | None = None
+            backoff: Backoff | None = None  # while the store is away
             while True:
-                result = self._run.result()  # before `read`, so that everything up to the result is shown
-                self.read()
-                if result is None:
-                    self._check_machines()
-                line = self.line()
-                live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
-                if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
-                    self._plain_at = time.monotonic()
-                    self._screen.say(line)
-                if result is not None:
-                    # The last machine writes the report after the result; give it time.
-                    ended_at = ended_at or time.monotonic()
-                    if self._all_gone() or time.monotonic() - ended_at > LEASE_LOST_SECONDS:
+                try:
+                    if self._has_ended(live):
                         return
-                elif self._has_died() and self._run.result() is None:
-                    # A node writes a result before it exits, so this one was killed or crashed.
-                    raise RunFailed(
-                        f"the node {_how_it_ended(self._nodes[0])} without a result;"
-                        f" try again with `packtrain resume {self._run.name}`"
-                    )
-                time.sleep(self._poll_seconds)
+                    backoff = None
+                    time.sleep(self._poll_seconds)
+                except StoreAway as away:  # a mount may be back soon; a bucket's own client waits just as long
+                    if backoff is None:
+                        self._print("store", "yellow", str(away))
+                        backoff = Backoff(self._poll_seconds, 5.0, limit_seconds=_MOUNT_SECONDS)
+                    if not backoff.wait():
+                        raise
+
+    def _has_ended(self, live: Live) -> bool:
+        """Show what is new; True if the run has a result and its machines are done."""
+        result = self._run.result()  # before `read`, so that everything up to the result is shown
+        self.read()
+        if result is None:
+            self._check_machines()
+        line = self.line()
+        live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
+        if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
+            self._plain_at = time.monotonic()
+            self._screen.say(line)
+        if result is not None:
+            # The last machine writes the report after the result; give it time.
+            self._ended_at = self._ended_at or time.monotonic()
+            return self._all_gone() or time.monotonic() - self._ended_at > LEASE_LOST_SECONDS
+        if self._has_died() and self._run.result() is None:
+            # A node writes a result before it exits, so this one was killed or crashed.
+            raise RunFailed(
+                f"the node {_how_it_ended(self._nodes[0])} without a result;"
+                f" try again with `packtrain resume {self._run.name}`"
+            )
+        return False
 
     def _all_gone(self) -> bool:
         if self._nodes:

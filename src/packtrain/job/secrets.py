@@ -64,10 +64,10 @@ _FORMS = {
     ),
     "a password in a URL": (
         ("://",),
-        # Not a placeholder, such as user:password@ or {user}:{password}@.
+        # Not a placeholder, such as user:password@ or {user}:{password}@, nor a database for tests on this machine.
         r"(?<!\w)(?:https?|s?ftps?|s3|ssh|git|svn|smb|ldaps?|socks5h?|postgres(?:ql)?|mysql|mariadb|mongodb|rediss?|amqps?"
         r"|nats)(?:\+\w+)?://[\w.%+~-]{0,128}:(?![^\s@]{0,40}(?i:passw|pass@|pwd|secret|xxx|\.\.\.))"
-        r"[\w.%!+~,;^-]{3,128}@(?!(?i:host|example|server))[A-Za-z0-9\[]",
+        r"[\w.%!+~,;^-]{3,128}@(?!(?i:host|localhost|127\.|example|server))[A-Za-z0-9\[]",
     ),
 }
 _COMPILED_FORMS = {kind: (literals, re.compile(form)) for kind, (literals, form) in _FORMS.items()}
