@@ -99,7 +99,7 @@ class LocalFleet(Fleet):
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         if machine not in (None, THIS_MACHINE, socket.gethostname(), *(lease.node for lease in run.leases())):
-            raise Mistake(f"{run.name}: no machine {machine!r}; it runs on this machine only, omit the name")
+            raise Mistake(f"{run.name}: no machine {machine!r}; it runs on this machine only: omit the name")
         return (os.environ.get("SHELL") or "/bin/sh",)
 
     def targets(self) -> builtins.list[Target]:
