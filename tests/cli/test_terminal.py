@@ -48,7 +48,7 @@ def in_a_terminal(*arguments: str, store: Store) -> str:
 @pytest.fixture
 def attacked(directory_store: Store) -> Run:
     """A run whose records hold the attack wherever a text is stored."""
-    run = new_run(directory_store, program_job(program=["train.py", ATTACK]))
+    run = new_run(directory_store, program_job(program=["train.py", f"{ATTACK}\nfake line"]))
     run.propose(replace(a_generation(1, "a"), reason=ATTACK))
     run.renew(replace(a_lease("a"), hostname=ATTACK, left=True))
     events, points, lines = run.event_writer("a"), run.point_writer("a"), run.log_writer("a")

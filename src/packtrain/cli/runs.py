@@ -72,7 +72,7 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from packtrain.errors import PacktrainError
+    from packtrain.errors import PacktrainError, harmless
     from packtrain.units import show_seconds
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -89,12 +89,12 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
         table.add_row(
             Text(one.run, "bold"),
             Text(one.state, _STATE_STYLES[one.state]),
-            *([queue or ""] if queued else []),
+            *([harmless(queue or "")] if queued else []),
             f"{one.step:,}",
             "" if one.loss is None else f"{one.loss:.3f}",
-            one.headline,
+            harmless(one.headline),
             show_seconds(one.seconds) if one.seconds else "",
-            one.description,
+            harmless(one.description),  # on one line, also if an argument of a program has several
         )
     console().print(table)
 
