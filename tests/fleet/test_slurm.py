@@ -202,7 +202,7 @@ def test_a_job_whose_store_does_not_answer_is_requeued_a_limited_number_of_times
 ) -> None:
     run = new_run(directory_store)
 
-    def away(key: str) -> bytes | None:
+    def away(key: str, limit: int = 0) -> bytes | None:
         raise StoreError(f"no answer to {key}", temporary=True)
 
     monkeypatch.setattr(run.store, "find", away)

@@ -15,7 +15,7 @@ from torch import nn
 
 from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
-from packtrain.data.pack import Pack
+from packtrain.data.pack import GIVEN, Pack
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -25,6 +25,7 @@ from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
 from packtrain.start import load
 from packtrain.store import open_store
+from packtrain.system import sha256_of
 from packtrain.train.gradient_sync import DdpSettings
 from recipes.captioned import THINGS, write_set
 
@@ -143,16 +144,19 @@ def test_a_batch_of_data_in_the_same_format_has_a_loss_and_gradients(name: str, 
 
 
 def recipe_on(job: Job, data: dict[str, Any], folder: Path) -> Recipe:
-    """Return the job's recipe on other data, with the files of its model in `folder`."""
+    """Return the job's recipe on other data, with the files of its model from `folder`."""
+    store = open_store(str(folder / "store"), create=True)
     options = dict(job.model.options)
     if "weights" in options:
-        options["weights"] = str(folder / Path(str(options["weights"])).name)
+        weights = folder / Path(str(options["weights"])).name
+        key = f"{GIVEN}{sha256_of(weights)}"
+        store.put_file(key, weights)
+        options["weights"] = f"store:{key}"
     changed = job.model_copy(
         update={
             "data": type(job.data).model_validate({**data, "sizes": job.data.sizes}),
             "model": job.model.model_copy(update={"options": options}),
         }
     )
-    store = open_store(str(folder / "store"), create=True)
     manifest = pack(job.name, changed.data, store, InProcess(), PlainProgress(lambda _: None))
     return recipe_class(str(job.recipe))(changed, Pack(store, manifest.name, folder / "cache"))

@@ -218,8 +218,8 @@ def test_a_missing_split_has_no_samples(recipe: Recipe) -> None:
     assert [recipe.count(split) for split in ("train", "valid", "test")] == [8, 5, 0]
 
 
-def test_a_validation_set_with_an_empty_line_is_measured_as_a_whole(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe(valid=[*QUESTIONS, ("", ""), ("x", "")])
+def test_a_validation_set_with_empty_texts_is_measured_as_a_whole(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(valid=[*QUESTIONS, ("", "y"), ("x", "")])
     assert recipe.count("valid") == len(QUESTIONS) + 2
     assert math.isfinite(measured(recipe, model_of(recipe), 1).values["loss"])
 
