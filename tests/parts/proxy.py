@@ -48,7 +48,7 @@ class Proxy:
         return sum(asked == method for asked, _, _ in self.requests)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class ProxyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: Proxy
 
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.proxy.requests.append((self.command, self.path, fault))
         if fault in (REFUSE, BUSY):
             return self._answer(503 if fault == REFUSE else 429, {}, b"")
-        status, headers, answer = self._ask(body)
+        status, headers, answer = self.ask(body, dict(self.headers.items()))
         if fault == HANG:
             time.sleep(self.proxy.hang_seconds)
         if fault == DROP:
@@ -71,11 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         return self._answer(status, headers, answer, cut=fault == CUT)
 
-    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        """Ask the server behind, and return its status, headers and body."""
         host = urlsplit(self.proxy.upstream)
         connection = HTTPConnection(host.hostname or "", host.port, timeout=60)
         try:
-            connection.request(self.command, self.path, body, dict(self.headers.items()))
+            connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
             return response.status, dict(response.getheaders()), response.read()
         except (OSError, HTTPException):
@@ -109,10 +110,10 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def proxy_before(upstream: str) -> Iterator[Proxy]:
-    server = _Server(("127.0.0.1", 0), _Handler)
+def proxy_before(upstream: str, handler: type[ProxyHandler] = ProxyHandler) -> Iterator[Proxy]:
+    server = _Server(("127.0.0.1", 0), handler)
     proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}", upstream)
-    server.RequestHandlerClass = type("Handler", (_Handler,), {"proxy": proxy})
+    server.RequestHandlerClass = type("Handler", (handler,), {"proxy": proxy})
     thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

@@ -64,6 +64,8 @@ def test_a_machine_with_a_role_needs_no_keys(moto_server: S3Server, monkeypatch:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", moto_server.endpoint)
     assert open_store("s3://bucket").url == "s3://bucket"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # named: it holds for another server, too
+    assert open_store("s3://bucket").url == "s3://bucket"
 
 
 @pytest.mark.usefixtures("no_aws")
@@ -72,6 +74,16 @@ def test_an_access_key_without_its_secret_is_refused_and_vice_versa(monkeypatch:
     with pytest.raises(Mistake, match="set AWS_ACCESS_KEY_ID too") as caught:
         open_store("s3://bucket")
     assert "canary" not in str(caught.value)
+
+
+def test_a_machine_without_ca_certificates_is_told_what_to_install(
+    s3_location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none.pem").touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+    with pytest.raises(Mistake, match="install the package ca-certificates"):
+        open_store(s3_location)
 
 
 @pytest.mark.parametrize("server", ["moto_server", "ceph_server"])

@@ -49,7 +49,7 @@ def test_stores_under_different_prefixes_of_a_bucket_are_separate(s3_location: s
     ("location", "advice"),
     [
         ("", "location is empty"),
-        ("gs://bucket", "gs:// is not supported; use a directory or s3://bucket/prefix"),
+        ("ftp://bucket", "ftp:// is not supported; use a directory, or s3://, gs:// or az://bucket/prefix"),
         ("http://127.0.0.1:9000/bucket", "AWS_ENDPOINT_URL"),
         ("file://host/path", "three slashes"),
         ("s3://", "invalid bucket name"),

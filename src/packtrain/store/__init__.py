@@ -1,4 +1,4 @@
-"""Stores keep everything about packs and runs: a directory (local, NFS) or a bucket of any server that speaks S3.
+"""Stores keep everything about packs and runs: a directory (local, NFS), or a bucket of S3, Google or Azure.
 
 `open_store("./store")` and `open_store("s3://bucket/prefix")` behave the same. Keys are names separated by `/`. An
 object appears whole or not at all, and `put_if_absent` has exactly one winner.
@@ -20,6 +20,12 @@ __all__ = [
     "open_store",
 ]  # fmt: skip
 
+_KEYS = {  # of buckets, by the scheme of their URLs: where the keys belong
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+
 
 def open_store(
     location: str,
@@ -40,20 +46,20 @@ def open_store(
         return _open_directory(location, create, identity)
     # Refused without repeating it: it may contain a secret.
     if "@" in rest.split("/")[0] or "?" in rest:
-        raise Mistake("a store URL must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+        raise Mistake(f"a store URL must not contain keys; set {_KEYS.get(scheme, _KEYS['s3'])} instead")
     _check_printable(location)
     if scheme == "file":
         url = urlsplit(location)
         if url.netloc not in ("", "localhost"):
             raise Mistake(f"{location!r}: names a host; write file:///path with three slashes, or just the path")
         return _open_directory(unquote(url.path), create, identity)
-    if scheme == "s3":
+    if scheme in _KEYS:
         # Imported late: the client starts without obstore.
         from packtrain.store.bucket import open_bucket
 
-        return open_bucket(rest, os.environ, outage_seconds, answer_seconds)
+        return open_bucket(scheme, rest, os.environ, outage_seconds, answer_seconds)
     raise Mistake(
-        f"{location!r}: {scheme}:// is not supported; use a directory or s3://bucket/prefix "
+        f"{location!r}: {scheme}:// is not supported; use a directory, or s3://, gs:// or az://bucket/prefix "
         "(for any server that speaks S3, set AWS_ENDPOINT_URL)"
     )
 

@@ -26,7 +26,7 @@ IDENTITY = ".packtrain-store"
 _KEY_BYTES = 1024  # S3's limit
 _IMPOSSIBLE = re.compile(
     rf"(?:^|/)(?:\.{{0,2}}|{re.escape(TEMPORARY)}[^/]*|{re.escape(IDENTITY)})(?:/|\Z)"  # parts that are no names
-    r"|[\x00-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters and lone surrogates
+    r"|[\x00-\x1f\x7f-\x9f\ud800-\udfff\\]"  # control characters, lone surrogates, and what Azure takes for a slash
 )
 
 
@@ -139,7 +139,7 @@ def checked_key(key: str) -> str:
     if not is_key(key):
         raise ValueError(
             f"{key[:80]!r}: invalid key; use names separated by '/', none empty, '.', '..' or starting with "
-            f"{TEMPORARY!r}, no control characters, at most {_KEY_BYTES} bytes"
+            f"{TEMPORARY!r}, no control characters or backslashes, at most {_KEY_BYTES} bytes"
         )
     return key
 

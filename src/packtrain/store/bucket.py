@@ -1,34 +1,27 @@
-"""A store in a bucket of any server that speaks S3, through obstore."""
+"""A store in a bucket of S3, Google Cloud Storage or Azure Blob Storage, through obstore."""
 
 from __future__ import annotations
 
 import builtins
 import os
 import re
-import socket
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import S3Store
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checked_prefix, is_key
 from packtrain.store.directory import CHUNK_BYTES, opened_folder, replace, stage
 from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
-from packtrain.store.uploads import UploadClient
-
-if TYPE_CHECKING:
-    from obstore.store import S3Config
+from packtrain.store.services import SERVICES, BucketClient, BucketService
 
 Answer = TypeVar("Answer")
 
@@ -38,116 +31,23 @@ _TRANSFER_SECONDS = 120.0
 _SMALL_BYTES = 1 << 20  # larger objects get the client that is patient with slow lines
 _RETRIES_INSIDE = 4
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 10.0
-_MARK = "packtrain-put"  # the metadata of an object that names the call that created it
-_METADATA_SECONDS = 1.0
+# The metadata of an object that names the call that created it; Azure takes only letters and digits.
+_MARK = "packtrainput"
+_ABSENT = ("NoSuchKey", "BlobNotFound")  # the bucket is there, and the object is not
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
-# Set on EKS, ECS and wherever else a machine has an identity of its own; obstore uses them by itself.
-_IDENTITIES = (
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
-
-
-@dataclass(frozen=True)
-class S3Access:
-    """The server and the keys for it; without keys obstore uses the machine's own role."""
-
-    region: str
-    endpoint: str | None = None
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> S3Access:
-        """Read and check the same variables as Amazon's own tools."""
-
-        def first(*names: str) -> str | None:
-            return next((environment[name] for name in names if environment.get(name)), None)
-
-        access_key, secret_key = first("AWS_ACCESS_KEY_ID"), first("AWS_SECRET_ACCESS_KEY")
-        if (access_key is None) != (secret_key is None):
-            missing = "AWS_SECRET_ACCESS_KEY" if access_key else "AWS_ACCESS_KEY_ID"
-            raise Mistake(f"the keys for the store are incomplete; set {missing} too")
-        endpoint = first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-        if endpoint is not None and not _is_endpoint(endpoint):
-            raise Mistake("AWS_ENDPOINT_URL: invalid URL; use http://host:port or https://host, without keys")
-        region = first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
-        access = cls(region, endpoint, access_key, secret_key, first("AWS_SESSION_TOKEN"))
-        if access_key is None and not _has_identity(environment, access):
-            raise Mistake(
-                "no keys for the store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-                "(`aws configure export-credentials --format env` prints those of the aws command)"
-            )
-        return access
-
-    def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:
-        """Return a client for the bucket's unfinished uploads; None if only obstore knows the keys."""
-        if self.access_key is None or self.secret_key is None:
-            return None
-        server = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
-        keys = self.access_key, self.secret_key, self.session_token
-        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, *keys, answer_seconds)
-
-    def config(self) -> S3Config:
-        config: S3Config = {
-            "region": self.region,
-            "virtual_hosted_style_request": False,
-            # Servers differ in how they want a bulk deletion; this store deletes one object at a time anyway.
-            "disable_bulk_delete": True,
-        }
-        if self.endpoint is not None:
-            config["endpoint"] = self.endpoint
-        if self.access_key is not None and self.secret_key is not None:
-            config["access_key_id"] = self.access_key
-            config["secret_access_key"] = self.secret_key
-        if self.session_token is not None:
-            config["session_token"] = self.session_token
-        return config
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return (
-            url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0 and not set(text) & {*"@?"}
-        )
-    except ValueError:
-        return False
-
-
-def _has_identity(environment: Mapping[str, str], access: S3Access) -> bool:
-    """True if the machine seems to have a role of its own.
-
-    Where there is no metadata service, obstore would ask for it for minutes: so only Amazon's own S3 counts, and
-    only if the service can be reached.
-    """
-    if any(environment.get(name) for name in _IDENTITIES):
-        return True
-    host = urlsplit(access.endpoint or "https://s3.amazonaws.com").hostname or ""
-    disabled = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    if disabled or not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return False
-    metadata = urlsplit(environment.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
-    try:
-        socket.create_connection((metadata.hostname or "", metadata.port or 80), _METADATA_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def open_bucket(
-    location: str, environment: Mapping[str, str], outage_seconds: float, answer_seconds: float
+    scheme: str, location: str, environment: Mapping[str, str], outage_seconds: float, answer_seconds: float
 ) -> BucketStore:
-    """Open `bucket/prefix` with the keys of the environment."""
+    """Open `bucket/prefix` of a service with the keys of the environment."""
     bucket, _, prefix = location.partition("/")
     prefix = prefix.removesuffix("/")
     if not _BUCKET.fullmatch(bucket):
-        raise Mistake(f"{bucket!r}: invalid bucket name; write s3://bucket or s3://bucket/prefix")
+        raise Mistake(f"{bucket!r}: invalid bucket name; write {scheme}://bucket or {scheme}://bucket/prefix")
     if prefix and not is_key(prefix):
         raise Mistake(f"{prefix!r}: invalid prefix; use names separated by single slashes, without '.' and '..'")
-    return BucketStore(bucket, prefix, S3Access.of(environment), outage_seconds, answer_seconds)
+    return BucketStore(bucket, prefix, SERVICES[scheme].of(environment), outage_seconds, answer_seconds)
 
 
 class BucketStore(Store):
@@ -156,29 +56,28 @@ class BucketStore(Store):
     is_directory = False
 
     def __init__(
-        self, bucket: str, prefix: str, access: S3Access, outage_seconds: float, answer_seconds: float
+        self, bucket: str, prefix: str, service: BucketService, outage_seconds: float, answer_seconds: float
     ) -> None:
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self.endpoint = access.endpoint
-        self._prefix, self._uploads = prefix, access.uploads(bucket, answer_seconds)
+        self.url = f"{service.scheme}://{bucket}/{prefix}".rstrip("/")
+        self.endpoint = service.endpoint
+        self._prefix, self._uploads = prefix, service.uploads(bucket, answer_seconds)
         self._outage_seconds = outage_seconds
         self._bucket_seen = False
         self._pid = os.getpid()
 
-        def client(retries: int, silent_seconds: float) -> S3Store:
-            return S3Store(
+        def client(retries: int, silent_seconds: float) -> BucketClient:
+            return service.client(
                 bucket,
-                prefix=prefix or None,
-                config=access.config(),
-                client_options={
-                    "allow_http": (access.endpoint or "").startswith("http://"),
+                prefix or None,
+                {
+                    "allow_http": (service.endpoint or "").startswith("http://"),
                     "connect_timeout": timedelta(seconds=min(5.0, silent_seconds)),
                     # `timeout` covers a whole download and so would end a long one; `read_timeout` covers
                     # the time without a byte, and the sending of a whole request.
                     "timeout": timedelta(days=1),
                     "read_timeout": timedelta(seconds=silent_seconds),
                 },
-                retry_config={
+                {
                     "max_retries": retries,
                     "retry_timeout": timedelta(seconds=outage_seconds),
                     "backoff": {
@@ -191,7 +90,17 @@ class BucketStore(Store):
 
         # No signal reaches Python inside obstore, so a call of one request is retried outside of it.
         # A call of many is retried inside too, or it would never end on a server that often fails.
-        self._client = client(0, answer_seconds)
+        try:
+            self._client = client(0, answer_seconds)
+        except BaseError as error:
+            # obstore reads them even for a server without TLS; a small image may have none.
+            if "No CA certificates" not in str(error):
+                reason = str(error).partition("\n")[0].partition(" error: ")[2] or type(error).__name__
+                raise Mistake(f"{self.url}: {reason}; correct the keys in the environment") from None
+            raise Mistake(
+                f"{self.url}: this machine has no CA certificates; install the package ca-certificates, "
+                "or set SSL_CERT_FILE to a file of them"
+            ) from None
         self._client_for_lists = client(_RETRIES_INSIDE, answer_seconds)
         # A slow line needs time for a part of a file, but a server that is gone should not delay small requests.
         self._client_for_files = client(_RETRIES_INSIDE, max(_TRANSFER_SECONDS, answer_seconds))
@@ -220,7 +129,8 @@ class BucketStore(Store):
             try:
                 obstore.put(self._client, key, data, mode="create", use_multipart=False, attributes={_MARK: mark})
             except AlreadyExistsError as error:
-                if status_of(str(error)) == 409:  # several clients are creating it at this moment, and none has won yet
+                # On S3 and GCS several clients are creating it at this moment, and none has won yet.
+                if status_of(str(error)) == 409 and code_of(str(error)) != "BlobAlreadyExists":
                     raise explain_server(str(error), self.url) from None
                 return tries > 1 and self._mark_of(key) == mark
             return True
@@ -294,7 +204,10 @@ class BucketStore(Store):
             self._retry(key, lambda: obstore.delete(self._client, key))
 
     def remove_unfinished(self, prefix: str, is_dead: Callable[[str], bool] = lambda _: True) -> None:
-        """Abort multipart uploads. Without keys of its own (a machine's role), the bucket's lifecycle rule has to."""
+        """Abort multipart uploads. Without keys of its own (a machine's role), the bucket's lifecycle rule has to.
+
+        Google needs such a rule, too; Azure forgets the parts of an unfinished upload after a week.
+        """
         if self._uploads is None:
             return
         uploads, prefix = self._uploads, checked_prefix(prefix)
@@ -332,9 +245,9 @@ class BucketStore(Store):
             if error.errno is not None:  # a local file is missing; obstore's own have no number
                 raise
             code = code_of(str(error))
-            if code not in ("", "NoSuchKey", "NotFound"):  # not the object but the bucket or an upload is missing
+            if code not in ("", "NotFound", *_ABSENT):  # not the object but the bucket or an upload is missing
                 raise explain_server(str(error), self.url) from None
-            self._bucket_seen = self._bucket_seen or code == "NoSuchKey"
+            self._bucket_seen = self._bucket_seen or code in _ABSENT
             raise self.not_found(key) from None
         except BaseError as error:
             raise explain_server(str(error), self.url) from None

@@ -90,7 +90,7 @@ def explained(where: Path) -> Iterator[None]:
         raise explain_system(error, str(where)) from error
 
 
-# Errors of an S3 server, as obstore words them.
+# Errors of a bucket's server, as obstore words them. {endpoint} and {keys} are named as the service names them.
 
 _CODE = re.compile(r"<Code>\s*([A-Za-z]+)\s*</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -98,6 +98,11 @@ _CLOCK = "this machine's clock is wrong according to the server; set it (`timeda
 _EXPIRED = "the session token is invalid or expired; renew the keys and AWS_SESSION_TOKEN"
 _REGION = "the bucket is in another region; set AWS_REGION to it"
 _DENIED = "access denied; check the keys and their permissions on this bucket"
+_VARIABLES: Mapping[str, tuple[str, str]] = {  # by the scheme of the store's URL
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    "gs": ("GOOGLE_BASE_URL", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
 _BY_CODE: Mapping[str, str] = {
     "InvalidAccessKeyId": "unknown access key; check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
     "SignatureDoesNotMatch": "wrong secret key; check AWS_SECRET_ACCESS_KEY",
@@ -110,27 +115,33 @@ _BY_CODE: Mapping[str, str] = {
     "InvalidBucketName": "invalid bucket name; correct it",
     "PermanentRedirect": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
+    "ContainerNotFound": "container not found; create it or correct its name",
+    "AuthenticationFailed": "wrong account key or signature; check {keys}, and this machine's clock",
+    "AuthorizationFailure": _DENIED,
+    "AuthorizationPermissionMismatch": _DENIED,
+    "InsufficientAccountPermissions": _DENIED,
     "QuotaExceeded": "bucket quota exceeded; delete something or ask for a larger quota",
 }
 _BY_STATUS: Mapping[int, str] = {
     301: _REGION,
     401: _DENIED,
+    501: "the server does not know this request; use another server",
     403: "access denied; check the keys, their permissions on this bucket, and this machine's clock",
 }
 # NoSuchUpload: the upload was completed, but the answer got lost, so the client tried again: a new upload will work.
-_TEMPORARY_CODES = {"RequestTimeout", "NoSuchUpload", "QuotaExceeded"}
+# InvalidBlockList: the same on Azure.
+_TEMPORARY_CODES = {"RequestTimeout", "NoSuchUpload", "QuotaExceeded", "InvalidBlockList"}
 _TEMPORARY_STATUSES = {408, 409, 429}
 # Errors without an answer of the server, found by words in obstore's message, the more specific first.
 _BY_WORDS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
     (
-        ("169.254.169.254", "InstanceCredentials"),
-        "this machine's metadata service has no keys; attach an instance role, "
-        "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ("169.254.169.254", "InstanceCredentials", "metadata.google.internal"),
+        "this machine's metadata service has no keys; attach an instance role, or set {keys}",
         True,
     ),
     (
         ("certificate",),
-        "the server's certificate is not trusted; check AWS_ENDPOINT_URL and the system's root certificates",
+        "the server's certificate is not trusted; check {endpoint} and the system's root certificates",
         False,
     ),
     (("without LOCATION",), _REGION, False),
@@ -139,8 +150,8 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
         "contains an object whose name has an empty, '.' or '..' part; remove it or use a prefix of your own",
         False,
     ),
-    (("dns error",), "cannot resolve the server's name; check AWS_ENDPOINT_URL and the network", True),
-    (("kind: Connect",), "cannot connect to the server; check AWS_ENDPOINT_URL and the network", True),
+    (("dns error",), "cannot resolve the server's name; check {endpoint} and the network", True),
+    (("kind: Connect",), "cannot connect to the server; check {endpoint} and the network", True),
     (
         ("HTTP error", "reqwest::Error", "HttpError", "timed out", "TimedOut"),
         "the connection broke or timed out; try again later",
@@ -162,7 +173,17 @@ def status_of(message: str) -> int:
 
 def explain_server(message: str, where: str) -> StoreError:
     """Explain the failure of a request to a bucket, from obstore's message about it."""
+    endpoint, keys = _VARIABLES.get(where.partition("://")[0], _VARIABLES["s3"])
+    told = _explained_server(message, where)
+    advice = str(told).replace("{endpoint}", endpoint).replace("{keys}", keys)
+    return StoreError(advice, temporary=told.temporary)
+
+
+def _explained_server(message: str, where: str) -> StoreError:
     code, status = code_of(message), status_of(message)
+    # An answer of the service that hands out tokens says nothing about the bucket.
+    if code == "" and any(word in message for word in _BY_WORDS[0][0]):
+        status = 0
     if code in _BY_CODE:
         return StoreError(f"{where}: {_BY_CODE[code]} ({code})", temporary=code in _TEMPORARY_CODES)
     if status in _BY_STATUS:

@@ -1,0 +1,233 @@
+"""The services that keep buckets: Amazon's S3 and all that speak it, Google Cloud Storage, Azure Blob Storage.
+
+Each reads its keys as its own tools do: from the environment, from files that the environment names, or from the
+machine's own role. Nothing of it is ever in a URL.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from packtrain.errors import Mistake
+from packtrain.store.uploads import UploadClient
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, GCSConfig, S3Config
+
+BucketClient = S3Store | GCSStore | AzureStore
+
+_METADATA_SECONDS = 1.0
+_METADATA = "169.254.169.254"
+# Set on EKS, ECS and wherever else a machine has an identity of its own; obstore uses them by itself.
+_AWS_IDENTITIES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_GOOGLE_FILES = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
+_GCLOUD_FILE = ".config/gcloud/application_default_credentials.json"
+
+
+class BucketService(ABC):
+    """A service as this process can use it: the server and the keys for it."""
+
+    scheme: ClassVar[str]
+    endpoint: str | None
+
+    @abstractmethod
+    def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
+        """Return obstore's client of a bucket, with its options for connections and retries."""
+
+    def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:  # noqa: ARG002
+        """Return a client for the bucket's unfinished uploads; None if nobody but the service can remove them."""
+        return None
+
+
+@dataclass(frozen=True)
+class S3Service(BucketService):
+    """Without keys obstore uses the machine's own role."""
+
+    scheme = "s3"
+
+    region: str
+    endpoint: str | None = None
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> S3Service:
+        access_key = environment.get("AWS_ACCESS_KEY_ID") or None
+        secret_key = environment.get("AWS_SECRET_ACCESS_KEY") or None
+        if (access_key is None) != (secret_key is None):
+            missing = "AWS_SECRET_ACCESS_KEY" if access_key else "AWS_ACCESS_KEY_ID"
+            raise Mistake(f"the keys for the store are incomplete; set {missing} too")
+        endpoint = _first(environment, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        _check_endpoint("AWS_ENDPOINT_URL", endpoint)
+        region = _first(environment, "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+        service = cls(region, endpoint, access_key, secret_key, environment.get("AWS_SESSION_TOKEN") or None)
+        if access_key is None and not service._has_role(environment):
+            raise Mistake(
+                "no keys for the store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "(`aws configure export-credentials --format env` prints those of the aws command)"
+            )
+        return service
+
+    def _has_role(self, environment: Mapping[str, str]) -> bool:
+        """True if the machine seems to have a role of its own.
+
+        Where there is no metadata service, obstore would ask for it for minutes: so only Amazon's own S3 counts, and
+        only if the service can be reached. Whoever names the service has one, for whatever server.
+        """
+        if any(environment.get(name) for name in _AWS_IDENTITIES):
+            return True
+        named = environment.get("AWS_METADATA_ENDPOINT")
+        host = urlsplit(self.endpoint or "https://s3.amazonaws.com").hostname or ""
+        disabled = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        if disabled or not (named or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))):
+            return False
+        return _answers(named or f"http://{_METADATA}")
+
+    def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
+        config: S3Config = {
+            "region": self.region,
+            "virtual_hosted_style_request": False,
+            # Servers differ in how they want a bulk deletion; this store deletes one object at a time anyway.
+            "disable_bulk_delete": True,
+        }
+        if self.endpoint is not None:
+            config["endpoint"] = self.endpoint
+        if self.access_key is not None and self.secret_key is not None:
+            config["access_key_id"] = self.access_key
+            config["secret_access_key"] = self.secret_key
+        if self.session_token is not None:
+            config["session_token"] = self.session_token
+        return S3Store(bucket, prefix=prefix, config=config, client_options=options, retry_config=retries)
+
+    def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:
+        if self.access_key is None or self.secret_key is None:  # only obstore knows the keys
+            return None
+        server = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+        keys = self.access_key, self.secret_key, self.session_token
+        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, *keys, answer_seconds)
+
+
+@dataclass(frozen=True)
+class GoogleService(BucketService):
+    """obstore reads the key files of the environment, and those of gcloud, by itself."""
+
+    scheme = "gs"
+
+    endpoint: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> GoogleService:
+        emulator = environment.get("STORAGE_EMULATOR_HOST") or None
+        if emulator is not None and "://" not in emulator:
+            emulator = f"http://{emulator}"
+        endpoint = emulator or environment.get("GOOGLE_BASE_URL") or None
+        _check_endpoint("STORAGE_EMULATOR_HOST" if emulator else "GOOGLE_BASE_URL", endpoint)
+        token = environment.get("GOOGLE_BEARER_TOKEN") or ("emulator" if emulator else None)
+        named = [(name, environment[name]) for name in _GOOGLE_FILES if environment.get(name)]
+        for name, path in named:
+            if not Path(path).is_file():
+                raise Mistake(f"{name}: there is no file {path}; correct it, or unset it for the machine's own account")
+        known = (
+            token or named or environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or (Path.home() / _GCLOUD_FILE).is_file()
+        )
+        metadata = environment.get("GCE_METADATA_HOST") or _METADATA
+        if not known and not _answers(f"http://{metadata}"):
+            raise Mistake(
+                "no keys for the store; set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
+                "or run `gcloud auth application-default login`"
+            )
+        return cls(endpoint, token)
+
+    def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
+        config: GCSConfig = {}
+        if self.endpoint is not None:
+            config["base_url"] = self.endpoint
+        if self.token is not None:
+            config["bearer_token"] = self.token
+        return GCSStore(bucket, prefix=prefix, config=config, client_options=options, retry_config=retries)
+
+
+@dataclass(frozen=True)
+class AzureService(BucketService):
+    """A container of a storage account. Without a key or a signature obstore uses the identity that it finds."""
+
+    scheme = "az"
+
+    account: str
+    endpoint: str | None = None
+    key: str | None = field(default=None, repr=False)
+    signature: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> AzureService:
+        account = _first(environment, "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+        if account is None:
+            raise Mistake("the storage account is not known; set AZURE_STORAGE_ACCOUNT_NAME")
+        endpoint = _first(environment, "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+        _check_endpoint("AZURE_STORAGE_ENDPOINT", endpoint)
+        key = _first(environment, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
+        signature = _first(environment, "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
+        others = ("AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_TOKEN", "AZURE_USE_AZURE_CLI")
+        known = key or signature or _first(environment, *others)
+        managed = _first(environment, "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT")
+        if not known and not managed and not _answers(f"http://{_METADATA}"):
+            raise Mistake(
+                "no keys for the store; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, "
+                "or AZURE_USE_AZURE_CLI=true after `az login`"
+            )
+        return cls(account, endpoint, key, signature)
+
+    def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
+        config: AzureConfig = {"account_name": self.account}
+        if self.endpoint is not None:
+            config["endpoint"] = self.endpoint
+        if self.key is not None:
+            config["account_key"] = self.key
+        elif self.signature is not None:
+            config["sas_key"] = self.signature.removeprefix("?")
+        return AzureStore(bucket, prefix=prefix, config=config, client_options=options, retry_config=retries)
+
+
+SERVICES: dict[str, type[S3Service | GoogleService | AzureService]] = {
+    service.scheme: service for service in (S3Service, GoogleService, AzureService)
+}
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str | None:
+    return next((environment[name] for name in names if environment.get(name)), None)
+
+
+def _check_endpoint(variable: str, text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:
+        good = False
+    if not good or set(text) & {*"@?"}:
+        raise Mistake(f"{variable}: invalid URL; use http://host:port or https://host, without keys")
+
+
+def _answers(url: str) -> bool:
+    """True if somebody listens there; a metadata service is a hop away, or nowhere."""
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 80), _METADATA_SECONDS).close()
+    except OSError:
+        return False
+    return True
