@@ -8,7 +8,9 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.export.predict import DecodeOptions, load_predictor
-from packtrain.fleet import request_stop
+from packtrain.fleet import release, request_stop
+from packtrain.fleet.down import take_down
+from packtrain.job.kinds import FLEETS, FleetKind, word_of
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
 from packtrain.run.liveness import State, state_of
@@ -57,6 +59,8 @@ class RunHandle:
         deadline = None if seconds is None else time.monotonic() + seconds
         while (result := self._run.result()) is None and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.5)
+        if result is not None:
+            release(self._run, print)
         return result
 
     def stop(self) -> None:
@@ -64,13 +68,31 @@ class RunHandle:
         if self._run.result() is None:
             request_stop(self._run, "stopped by user (Python)", print)
 
-    def resume(self, trust_code: bool = False) -> None:
-        """Resume the run; `trust_code` if it was started elsewhere, and you know what it runs."""
+    def down(self, trust_fleet: bool = False) -> list[str]:
+        """End the run's machines now, wait until none is left, and return their names; `resume` continues the run.
+
+        `trust_fleet` if it was started elsewhere, and you know which machines it names.
+        """
+
+        def accept(kinds: Sequence[FleetKind]) -> None:
+            if not trust_fleet:
+                where = ", ".join(word_of(FLEETS, kind) for kind in kinds)
+                raise Mistake(
+                    f"{self.name} was not started from here on {where}; look at it, then pass trust_fleet=True"
+                )
+
+        return take_down(self._run, accept, print)
+
+    def resume(self, trust_code: bool = False, overrides: Sequence[str] = ()) -> None:
+        """Resume the run; `trust_code` if it was started elsewhere, and you know what it runs.
+
+        `overrides` change where it runs, what it may cost and how long it trains, as `packtrain resume --set` does.
+        """
         state = self.state()
         # Unlike the command, which follows a running run: a call that does nothing would hide a mistake.
-        if state in ("running", "finished"):
+        if state == "running" or (state == "finished" and not overrides):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
-        reopen(self._run, _trusting(trust_code))
+        self._run = reopen(self._run, _trusting(trust_code), print, overrides)
         wait_until_joined(start(self._run, tied=False))
 
     def report(self) -> str:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.data.pack import GIVEN
-from packtrain.errors import FieldMistake, Mistake
+from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.identity import install_command
+from packtrain.job.changes import FieldChange, changed_job
 from packtrain.job.job import Job, Option
+from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
-from packtrain.pack.manifest import Manifest
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
+from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.records import Event, FleetLaunch
 from packtrain.run.run import Run, create_run, next_run
-from packtrain.run.trust import Accept, remember, require_trust
+from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.store import Store, open_store
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory, sha256_of, this_client
+from packtrain.units import Duration
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -39,8 +45,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     for number, variable in enumerate(loaded.job.environment):
-        if variable not in os.environ:
-            raise loaded.mistake(f"environment.{number}", f"{variable} is not set here; export it before the run")
+        if (fault := loaded.job.fleet.kind.variable_fault(variable)) is not None:
+            raise loaded.mistake(f"environment.{number}", fault)
     return loaded
 
 
@@ -50,6 +56,12 @@ def pack_data(
     """Return the job's pack, packing it if needed; a program has none."""
     if loaded.job.program is not None:
         return None
+    if loaded.job.data.pack is not None:
+        existing = find_manifest(store, loaded.job.data.pack)
+        if existing is None or (missing := missing_files(store, existing)):
+            fault = "no such pack" if existing is None else f"the pack lacks {missing[0]}"
+            raise loaded.mistake("data.pack", f"{fault} in {store.url}; copy it there, or remove this field to pack")
+        return existing
     try:
         directory = cache_directory() / "sources"  # remote files are downloaded once per machine
         data = loaded.job.data.map_sources(lambda source: local_source(source, store, directory, progress.say))
@@ -68,13 +80,12 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     store = open_store(job.store, create=True)
     if job.has_own_code:
         progress.say(f"took a snapshot of {code.summary}")
-    machines = job.fleet.kind.machines
-    # Machines agree on a generation by put-if-absent; some S3 servers accept the condition and ignore it.
-    if machines.most > 1 and not store.supports_put_if_absent():
-        raise loaded.mistake(
-            "store", f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
-        )
-    fleet_of(job.fleet.kind).check(job, store, progress.say)
+    if (fault := _store_fault(job, store)) is not None:
+        raise loaded.mistake("store", fault)
+    try:
+        fleet_of(job.fleet.kind).check(job, store, progress.say)
+    except FieldMistake as mistake:
+        raise loaded.mistake(mistake.field, mistake.fault) from None
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
     if job.recipe is not None:
         updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
@@ -95,6 +106,32 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
 
 
 @dataclass(frozen=True)
+class PreparedJob:
+    """Everything that a run of a job needs, in a store: `document` is the job file for another place."""
+
+    document: dict[str, Any]
+    code: CodeSnapshot
+    pack: Manifest | None
+    files: Sequence[str]
+
+
+def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> PreparedJob:
+    """Pack the job's data and store its files, as `create` does, for a run that will start elsewhere."""
+    _check_can_run(loaded)
+    code = _code(loaded)
+    document = {**loaded.document.data, "store": "./store"}
+    named = _model_files(loaded)
+    if named:
+        options = _stored_options(loaded, store, progress.say)
+        document["model"] = {**document["model"], **{name: options[name] for name in named}}
+    files = [str(document["model"][name]).removeprefix("store:") for name in named]
+    packed = pack_data(loaded, store, progress, Processes())
+    if packed is not None:
+        document["data"] = {**document["data"], "pack": packed.name}
+    return PreparedJob(document, code, packed, files)
+
+
+@dataclass(frozen=True)
 class DryRun:
     """The code that `create` would put into the store, and the commands of `start`."""
 
@@ -104,21 +141,52 @@ class DryRun:
 
 def dry_run(loaded: LoadedJob) -> DryRun:
     """Return what a run would do; nothing is written, and no machine is asked."""
+    code, run = _next_run(loaded)
+    try:
+        return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run))
+    except FieldMistake as mistake:
+        raise loaded.mistake(mistake.field, mistake.fault) from None
+
+
+def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None) -> str:
+    """Create a run for another program to start, and return what that program takes.
+
+    Without `progress`, for a dry run, nothing is created: the manifests are those that the run would have.
+    """
+    fleet = fleet_of(loaded.job.fleet.kind)
+    if form not in fleet.formats:
+        known = f"; it has {', '.join(fleet.formats)}" if fleet.formats else "; only kubernetes has any"
+        raise Mistake(f"--format {form}: this fleet has no such manifests{known}")
+    if progress is None:
+        return fleet.manifests(_next_run(loaded)[1], form)
+    run = create(loaded, progress)
+    _record_launch(run)
+    return fleet.manifests(run, form)
+
+
+def _next_run(loaded: LoadedJob) -> tuple[CodeSnapshot, Run]:
     _check_can_run(loaded)
     store = open_store(loaded.job.store)
     code = _code(loaded)
-    run = next_run(store, loaded.job, code.archive)
-    return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run))
+    return code, next_run(store, loaded.job, code.archive)
 
 
 def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
     """Start the run's nodes; tied ones end with this process. `say` gets a line for each machine that is left out."""
     fleet = fleet_of(run.job.fleet.kind)
+    _record_launch(run)
+    kind = run.job.fleet.kind
+    run.record_event("machine", f"{this_client()} launches it on {word_of(FLEETS, kind)} (machines: {kind.machines})")
     try:
         # The run exists by now, so the advice is to resume it, not to create another one.
         return fleet.start(run, fleet.plan(run), tied, say)
     except Mistake as mistake:
         raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
+
+
+def _record_launch(run: Run) -> None:
+    """Record what is about to be started: if this client dies meanwhile, `packtrain down` knows where to look."""
+    run.record_launch(FleetLaunch(time.time(), this_client(), run.job.fleet.model_dump(mode="json")))
 
 
 def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = JOIN_SECONDS) -> None:
@@ -129,18 +197,93 @@ def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = JOIN_SECOND
             time.sleep(0.05)
 
 
-def reopen(run: Run, accept: Accept, say: Say = print) -> None:
-    """Prepare a run that has ended to be started again, after the checks that `create` does.
+def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] = ()) -> Run:
+    """Prepare a run that has ended to be started again, after the checks that `create` does; return it with its job.
 
-    `accept` decides about a run that was started elsewhere, or was changed (run/trust.py).
+    `accept` decides about a run that was started elsewhere, or was changed (run/trust.py). `overrides` change the job,
+    as far as that is possible (job/changes.py): where the run continues, what it may cost, how long it trains.
     """
-    job = run.job
-    # Not only code: the job says which machines get which of this person's secrets, and how they are reached.
-    if job.has_own_code or job.environment or job.fleet.kind.power_off or not fleet_of(job.fleet.kind).trains_here:
+    job, changes = changed_job(run.job_data, overrides) if overrides else (run.job, [])
+    if overrides:
+        _check_can_continue(run, job)
+    # What the store has, not what this person makes of it: nobody has accepted that before.
+    if _needs_trust(run.job) or _needs_trust(job):
         require_trust(run, accept)
+    is_own = is_remembered(run)
     _require_torch(job)
-    fleet_of(run.job.fleet.kind).check(run.job, run.store, say)
+    if (fault := _store_fault(job, run.store)) is not None:
+        raise Mistake(fault)
+    fleet_of(job.fleet.kind).check(job, run.store, say)
+    if changes:
+        run = _change(run, job, changes, say)
+        if is_own:
+            remember(run)
+    elif (result := run.result()) is not None and result.status == "finished":
+        # On a busy machine it looked interrupted while it ended. Its result must not be lost.
+        raise Mistake(f"{run.name} is complete by now")
     run.reopen()
+    return run
+
+
+def _needs_trust(job: Job) -> bool:
+    # Not only code: the job says which machines get which of this person's secrets, and how they are reached.
+    return (
+        job.has_own_code
+        or bool(job.environment)
+        or job.fleet.kind.power_off
+        or not fleet_of(job.fleet.kind).trains_here
+    )
+
+
+def _check_can_continue(run: Run, job: Job) -> None:
+    """Refuse a duration that the run has already passed, and to continue a run that has reached its end."""
+    result, step = run.result(), last_step(run)
+    is_finished = result is not None and result.status == "finished"
+    if job.recipe is None:
+        if is_finished:
+            raise Mistake(f"{run.name} is already complete: its program has ended; start a new run")
+        return
+    duration = job.train.duration
+    made: dict[str, float] = {"steps": step}
+    if duration.unit != "steps":
+        # A checkpoint's manifest has only the step: the metrics say when that was.
+        points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
+        last = points[-1].values if points else {}
+        made |= {"epochs": last.get("epoch", 0.0), "seconds": last.get("elapsed_seconds", 0.0)}
+    at = made[duration.unit]
+    if duration.value < at * (1 - 1e-9):
+        raise Mistake(f"--set train.duration: the run has already trained for {Duration(at, duration.unit)}; set more")
+    if is_finished and duration.value <= at * (1 + 1e-9):
+        raise Mistake(f"{run.name} is already complete; it continues with a longer train.duration, not otherwise")
+
+
+def _change(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> Run:
+    """Give the run its new job, say what changed, and end what is left of the fleet that it leaves."""
+    lines = [str(change) for change in changes]
+    if any(change.field == "train.duration" for change in changes) and job.train.schedule.follows_duration:
+        lines.append("the learning rate depends on train.duration: from here on it follows the new one")
+    if any(change.field == "fleet" for change in changes):
+        # Nodes of the old job would refuse the new one; but a queue or an autoscaler would start them again and again.
+        try:
+            fleet_of(run.job.fleet.kind).down(run, say)
+        except PacktrainError as error:
+            say(f"could not end what is left of the former fleet: {error}")
+    changed = run.changed(job)
+    changed.put_job()
+    events = changed.event_writer(f"client-{uuid.uuid4().hex[:12]}")
+    for line in lines:
+        say(line)
+        events.append(Event(time.time(), "changed", f"{line} (by {this_client()})"))
+    events.flush()
+    return changed
+
+
+def _store_fault(job: Job, store: Store) -> str | None:
+    # Machines agree on a generation by put-if-absent; some S3 servers accept the condition and ignore it.
+    machines = job.fleet.kind.machines
+    if machines.most > 1 and not store.supports_put_if_absent():
+        return f"{store.url} ignores put-if-absent, so {machines} machines could not agree; use another store"
+    return None
 
 
 def _check_can_run(loaded: LoadedJob) -> None:

@@ -121,6 +121,7 @@ def test_quantities_are_written_as_strings_and_kinds_as_words() -> None:
         "failures": 3,
         "price": None,
         "public_address": False,
+        "cache": {"directory": None, "size": None},
     }
     assert written["model"] == {"size": "base", "dropout": 0.3, "shared": True}
 
@@ -213,7 +214,7 @@ OUTSIDE = "must be a relative path inside the job file's directory"
         ("budget", {"dollars": 60}, "budget.dollars: requires fleet.price, the price of a machine in dollars per hour"),
         ("fleet", {"lcoal": {}}, "fleet.lcoal: unknown key; did you mean 'local'?"),
         ("fleet", "lcoal", "fleet.lcoal: unknown key; did you mean 'local'?"),
-        ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: failures, local, mpi, price, public_address, slurm, ssh, workers"),
+        ("fleet", {"kind": "local"}, "fleet.kind: unknown key; known: aws, cache, failures, ibm, kubernetes, local, mpi, price, public_address, slurm, ssh, workers"),
         ("budget", {"dollars": 0}, "budget.dollars: must be greater than 0"),
         ("name", "En_De", "name: 'En_De' must be 1 to 63 characters from a-z, 0-9 and -"),
         ("name", "-rf", "name: '-rf' must not begin with -"),

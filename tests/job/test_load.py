@@ -263,6 +263,19 @@ def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, lin
     assert secret not in told
 
 
+AWS = "region: us-east-1, instances: [g5.xlarge], role: nodes"
+
+
+def test_a_fleet_may_say_where_a_cloud_keeps_a_secret(directory: Path) -> None:
+    job = load(f"{VALID}fleet: {{aws: {{{AWS}, secrets: {{HF_TOKEN: ssm:/team/hf}}}}}}\n").job
+    assert job.fleet.kind.variable_fault("HF_TOKEN") is None
+    assert "write fleet.aws.secrets: {OTHER: ssm:/name}" in str(job.fleet.kind.variable_fault("OTHER"))
+    for value in (f"hf_{'aB3' * 12}", "hunter2"):
+        told = refusal(f"{VALID}fleet: {{aws: {{{AWS}, secrets: {{HF_TOKEN: {value}}}}}}}\n")
+        assert told.startswith("a.yaml:15: fleet.aws.secrets.HF_TOKEN: ")
+        assert value not in told
+
+
 @pytest.mark.parametrize("secret", ["https://me:hunter2@host/a.tsv", "https://host/a.tsv?token=hunter2"])
 def test_who_names_data_by_a_url_with_a_secret_is_told_to_download_it(directory: Path, secret: str) -> None:
     added = VALID.replace("  valid:", f"  test: {{bitext: '{secret}'}}\n  valid:")

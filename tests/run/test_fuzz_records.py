@@ -28,6 +28,7 @@ from packtrain.cli import main
 from packtrain.run import records
 from packtrain.run.records import (
     Event,
+    FleetLaunch,
     Generation,
     Gpu,
     Lease,
@@ -157,6 +158,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         for run in (ended, left):
             commit_model(run, folder, 2, score=3.0)
             write_records(run)
+        ended.record_launch(FleetLaunch(time.time(), "ada@laptop", ended.job.fleet.model_dump(mode="json")))
         ended.request_stop("stopped by user")
         sample = Sample("hello", "hallo", "guten Tag")
         ended.finish(

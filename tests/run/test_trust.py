@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from packtrain.system import state_directory
 from parts.runs import new_run, program_job, recipe_job
+from parts.terminal import in_terminal
 
 GOOD = "print('good')"
 EVIL = "import os, pathlib; pathlib.Path(os.environ['MARK']).touch()"
@@ -72,21 +71,8 @@ def packtrain(verb: str, run: Run, *options: str) -> subprocess.CompletedProcess
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
-def in_terminal(answer: str, verb: str, run: Run) -> tuple[int, str]:
-    """Run a command as in a terminal, type the answer, and return the exit code and the output."""
-    outer, inner = pty.openpty()
-    command = [sys.executable, "-m", "packtrain", verb, run.name, "--store", run.store.url]
-    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
-    os.close(inner)
-    os.write(outer, f"{answer}\n".encode())
-    shown = b""
-    try:
-        while data := os.read(outer, 4096):
-            shown += data
-    except OSError:  # how the end of a terminal looks on Linux
-        pass
-    os.close(outer)
-    return process.wait(120), shown.decode()
+def answered(answer: str, verb: str, run: Run) -> tuple[int, str]:
+    return in_terminal([verb, run.name, "--store", run.store.url], answer)
 
 
 def test_code_that_was_started_here_is_not_asked_about(tmp_path: Path) -> None:
@@ -166,20 +152,20 @@ def test_code_of_somebody_else_runs_once_it_is_accepted_and_is_remembered(tmp_pa
 def test_in_a_terminal_the_person_is_shown_what_changed_and_asked(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     poison(run, train_py=EVIL, **{"more\x1b[2J_py": "1"})
-    code, shown = in_terminal("no", "node", run)
+    code, shown = answered("no", "node", run)
     assert (code, mark.exists()) == (2, False)
     for words in ("changed  code/train.py", "added    code/more\\x1b[2J.py", "removed  code/job.yaml", "Run it? [y/N]"):
         assert words in shown
     assert "\x1b" not in shown
     assert "mine-1: not run" in shown
-    code, shown = in_terminal("y", "node", run)
+    code, shown = answered("y", "node", run)
     assert (code, mark.exists()) == (0, True), shown
 
 
 def test_an_empty_answer_is_a_no(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     poison(run, train_py=EVIL)
-    assert in_terminal("", "node", run)[0] == 2
+    assert answered("", "node", run)[0] == 2
     assert not mark.exists()
 
 

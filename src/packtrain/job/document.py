@@ -21,9 +21,9 @@ from packtrain.job.part import MAX_INTEGER, Location, faults
 from packtrain.job.secrets import (
     has_plain_secret,
     has_secret,
+    holds_secret,
     is_secret_argument,
     mentions_aws,
-    names_secret,
     secret_in,
 )
 
@@ -114,8 +114,8 @@ class YamlNode:
 class _Reader:
     """Builds the nodes of one YAML document from its events."""
 
-    def __init__(self, text: str, refuse: Refuse, field: object) -> None:
-        self.refuse, self.field = refuse, field
+    def __init__(self, text: str, refuse: Refuse, above: Location) -> None:
+        self.refuse, self.above = refuse, above
         self.aws_lines = {number for number, line in enumerate(text.split("\n"), 1) if mentions_aws(line)}
         self.events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
         self.anchors: dict[str, YamlNode] = {}
@@ -198,7 +198,7 @@ class _Reader:
             raise self.refuse(line, path, self._secret_in(path))
 
     def _secret_in(self, path: Location) -> str:
-        return secret_in(self.field if self.field is not None else path[0] if path else "")
+        return secret_in(next(iter((*self.above, *path)), ""))
 
     def _sequence(self, line: int, path: Location, depth: int) -> YamlNode:
         entries: list[YamlNode] = []
@@ -217,7 +217,7 @@ class _Reader:
             if key in entries:
                 first = entries[key].line
                 raise self.refuse(key_line, (*path, key), f"duplicate key; first on line {first}")
-            if names_secret(key):
+            if holds_secret((*self.above, *path, key)):
                 raise self.refuse(key_line, (*path, key), self._secret_in((*path, key)))
             value = self._node(next(self.events), (*path, key), depth + 1)
             entries[key] = replace(value, line=key_line)  # a value may start on the line after its key
@@ -274,12 +274,12 @@ def plain(node: YamlNode, path: Location, places: dict[Location, int | None], in
     return node.value
 
 
-def read_node(text: str, refuse: Refuse, field: object = None) -> YamlNode | None:
-    """Return the only value of a text, or None if there is none. It is a whole job, or belongs to that field of one."""
+def read_node(text: str, refuse: Refuse, above: Location = ()) -> YamlNode | None:
+    """Return the only value of a text, or None if there is none. It is a whole job, or the field `above` of one."""
     if found := _CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
         raise refuse(line, (), f"contains the control character U+{ord(found[0]):04X}")
-    return _Reader(text, refuse, field).document()
+    return _Reader(text, refuse, above).document()
 
 
 def read_text(name: str, text: str) -> Document:

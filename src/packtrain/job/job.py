@@ -33,8 +33,10 @@ from packtrain.job.part import (
     Argument,
     BatchSize,
     Boolean,
+    ByteSize,
     CodePath,
     Count,
+    DirectoryPath,
     Fraction,
     Interval,
     Length,
@@ -52,6 +54,7 @@ from packtrain.job.part import (
     Variable,
     WorkerCount,
     code_path_fault,
+    matching,
     must_be,
     problem,
     problems_of,
@@ -77,6 +80,8 @@ class DataSettings(Part):
     max_ratio: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 9.0
     joint: Boolean = True
     sizes: tuple[Pixels, ...] = ()
+    stage: Boolean = False
+    pack: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "the name of a pack")] | None = None
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.train:
@@ -195,6 +200,13 @@ class CheckpointSettings(Part):
     best_by: ScoreName | None = None
 
 
+class CacheSettings(Part):
+    """The place and the size of each machine's cache of packs. The environment of a machine takes precedence."""
+
+    directory: DirectoryPath | None = None
+    size: ByteSize | None = None
+
+
 class FleetSettings(Part):
     """The machines of a run. `workers` is per machine; None is one per GPU, or one on a machine without.
 
@@ -207,11 +219,20 @@ class FleetSettings(Part):
     failures: Count = 3
     price: Positive | None = None
     public_address: Boolean = False
+    cache: CacheSettings = CacheSettings()
 
     @property
     def dollars_per_hour(self) -> float | None:
-        """The price of one machine: what the job says, or else what the fleet knows."""
-        return self.kind.price if self.price is None else self.price
+        """The price of one machine: what the job says, or else that of the dearest machine that the fleet may rent."""
+        if self.price is not None:
+            return self.price
+        prices = [price for price in self.kind.hourly_prices().values() if price is not None]
+        return max(prices, default=None) if not self.unpriced else None
+
+    @property
+    def unpriced(self) -> list[str]:
+        """The types of machines that the fleet may rent, and whose price is not known."""
+        return [name for name, price in self.kind.hourly_prices().items() if price is None]
 
     @classmethod
     def known(cls) -> Iterable[str]:
@@ -316,7 +337,9 @@ class Job(Part):
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.budget.dollars is not None and self.fleet.dollars_per_hour is None:
-            yield ("budget", "dollars"), "requires fleet.price, the price of a machine in dollars per hour"
+            unpriced = ", ".join(self.fleet.unpriced)
+            why = f"; no price is known for {unpriced}" if unpriced else ""
+            yield ("budget", "dollars"), f"requires fleet.price, the price of a machine in dollars per hour{why}"
         if self.program is None or self.recipe is not None:
             return
         if not self.program:

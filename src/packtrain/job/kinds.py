@@ -7,6 +7,7 @@ not name. Adding a kind is one file and one line here.
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -40,6 +41,9 @@ FLEETS: dict[str, str] = {
     "ssh": "packtrain.fleet.ssh:SshSettings",
     "mpi": "packtrain.fleet.mpi:MpiSettings",
     "slurm": "packtrain.fleet.slurm:SlurmSettings",
+    "kubernetes": "packtrain.fleet.kubernetes.fleet:KubernetesSettings",
+    "aws": "packtrain.fleet.aws.fleet:AwsSettings",
+    "ibm": "packtrain.fleet.ibm:IbmSettings",
 }
 FORMATS: dict[str, str] = {
     "bitext": "packtrain.pack.bitext:BitextSource",
@@ -90,11 +94,10 @@ def default_kind(kinds: Mapping[str, str], word: str) -> Any:
 class FleetKind(Part):
     """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
 
-    A kind that knows what its machines cost sets `price`, in dollars per machine and hour. `shares_machines`: several
-    nodes of one run may be on one machine, each with a part of it, and each counts as a machine.
+    `shares_machines`: several nodes of one run may be on one machine, each with a part of it, and each counts as a
+    machine.
     """
 
-    price: ClassVar[float | None] = None
     shares_machines: ClassVar[bool] = False
 
     machines: MachineCount = Machines(1, 1)
@@ -103,6 +106,25 @@ class FleetKind(Part):
     @abstractmethod
     def build(self) -> Any:
         """Return the `Fleet` with these settings."""
+
+    def hourly_prices(self) -> Mapping[str, float | None]:
+        """Return the dollars per hour of every type of machine that it may rent; None is a price that is not known.
+
+        A type is named as people do: `g5.xlarge in us-east-1`. Empty for machines that are not rented.
+        """
+        return {}
+
+    def variable_fault(self, variable: str) -> str | None:
+        """Return why machines would not get this variable of `environment`, or None. Most get it from this client."""
+        return None if variable in os.environ else f"{variable} is not set here; export it before the run"
+
+    @classmethod
+    def providers(cls, places: Sequence[str]) -> Sequence[Any]:  # noqa: ARG003
+        """Return a `Provider` for each of the places, or for the default ones, of a kind that rents its machines.
+
+        Raises Mistake if they cannot be asked from here: the SDK or the credentials are missing.
+        """
+        return ()
 
 
 class Source(Part):
@@ -161,7 +183,9 @@ class Source(Part):
 
 
 class ScheduleKind(Part):
-    """How the learning rate changes over a run."""
+    """How the learning rate changes over a run. `follows_duration`: its rates depend on where the run ends."""
+
+    follows_duration: ClassVar[bool] = False
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""

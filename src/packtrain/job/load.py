@@ -16,7 +16,7 @@ from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import Job, expand
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
-from packtrain.job.secrets import names_secret, secret_in
+from packtrain.job.secrets import holds_secret, secret_in
 from packtrain.units import counted
 
 MAX_BYTES = 1_000_000
@@ -93,13 +93,13 @@ def _read_override(override: str) -> tuple[Location, YamlNode]:
     steps: Location = tuple(int(step) if re.fullmatch("[0-9]{1,4}", step) else step for step in field.split("."))
     if not all(_STEP.fullmatch(str(step)) for step in steps):
         raise Mistake(f"--set {printable(field, 60)}: invalid field; write it with dots, such as train.seed=2")
-    if any(names_secret(str(step)) for step in steps):
+    if holds_secret(steps):
         raise _SET.mistake(steps, secret_in(steps[0]))
 
     def refuse(_line: int, location: Location, problem: str) -> Mistake:
         return _SET.mistake((*steps, *location), problem)
 
-    return steps, read_node(text, refuse, steps[0]) or YamlNode(1, None)
+    return steps, read_node(text, refuse, steps) or YamlNode(1, None)
 
 
 def _set(data: Any, places: dict[Location, int | None], location: Location, node: YamlNode) -> None:

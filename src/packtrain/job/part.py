@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from packtrain.errors import nearest, quoted
-from packtrain.units import MAX_WORKERS, Amount, Duration, Machines
+from packtrain.units import MAX_WORKERS, Amount, Duration, Machines, parse_bytes
 
 Location = tuple[int | str, ...]
 
@@ -309,6 +309,19 @@ def code_path_fault(text: str) -> str | None:
     return None
 
 
+def _directory_fault(text: str) -> str | None:
+    if fault := _path_fault(text):
+        return fault
+    return None if PurePosixPath(text).is_absolute() else f"{quoted(text, _SHOWN)} must be an absolute path"
+
+
+def _size_fault(text: str) -> str | None:
+    try:
+        return None if parse_bytes(text) > 0 else "must be greater than 0"
+    except ValueError as error:
+        return str(error)
+
+
 def _argument_fault(text: str) -> str | None:
     return "contains a NUL character" if "\0" in text else None
 
@@ -332,6 +345,8 @@ Variable = Annotated[str, _string(_variable_fault)]
 DataPath = Annotated[str, _string(_data_path_fault)]
 StorePath = Annotated[str, _string(_store_path_fault)]
 CodePath = Annotated[str, _string(code_path_fault)]
+DirectoryPath = Annotated[str, _string(_directory_fault)]
+ByteSize = Annotated[str, _string(_size_fault)]
 Argument = Annotated[str, _string(_argument_fault)]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Ordinal = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]

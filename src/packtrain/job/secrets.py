@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _ADVICE = {  # by field of the job
     "data": "download the file and give its path instead",
     "store": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
 }
+
+_REFERENCES = ("secrets", "store_secret", "pull_secrets")  # in `fleet`: names of what a cloud or cluster keeps
 
 # Precise enough for source code: a kind of secret, and the form that its issuer gives it. Nothing is guessed. Each form
 # is searched for only in texts that contain one of its literals, which makes a scan of large texts fast.
@@ -122,6 +125,16 @@ def secret_in(field: object) -> str:
 def names_secret(name: str) -> bool:
     """True if the name of a key says that its value is a secret."""
     return _SECRET_NAME.search(_words(name)) is not None
+
+
+def holds_secret(path: Sequence[object]) -> bool:
+    """True if a name on the way to a field of the job says that its value is a secret.
+
+    Below `fleet.KIND.secrets` are names of variables and where the cloud keeps their values, which the fleet checks;
+    others name a secret of the cluster as a whole.
+    """
+    is_reference = len(path) > 2 and path[0] == "fleet" and path[2] in _REFERENCES
+    return not is_reference and any(names_secret(str(step)) for step in path)
 
 
 def mentions_aws(text: str) -> bool:

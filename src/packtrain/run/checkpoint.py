@@ -65,7 +65,7 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
     name = checkpoint_name(step, generation)
     stored = []
     for file_name, path in sorted(files.items()):
-        run.store.put_file(_file_key(run, name, file_name), path)
+        run.store.put_file(file_key(run, name, file_name), path)
         stored.append(StoredFile(file_name, path.stat().st_size, sha256_of(path)))
     checkpoint = Checkpoint(FORMAT, name, step, generation, score, tuple(stored))
     latest = run.latest_generation()
@@ -73,12 +73,12 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
         raise Superseded(
             f"generation {latest.number} has started; not committing step {step} of generation {generation}"
         )
-    run.store.put(_manifest_key(run, name), encode(checkpoint))
+    run.store.put(manifest_key(run, name), encode(checkpoint))
     # The put may have waited for an unreachable store. A generation that started without this checkpoint wins: the
     # commits of a run form one line.
     latest = run.latest_generation(latest)
     if latest is not None and latest.number > generation and latest.step < step:
-        run.store.delete(_manifest_key(run, name))
+        run.store.delete(manifest_key(run, name))
         raise Superseded(
             f"generation {latest.number} has started without step {step} of generation {generation}; withdrawn"
         )
@@ -93,7 +93,7 @@ def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> lis
     found = []
     for name in run.store.folders(run.key("checkpoints/")):
         try:
-            data = run.store.find(_manifest_key(run, name))
+            data = run.store.find(manifest_key(run, name))
             if data is not None:
                 found.append(_read_manifest(name, data))
         except (CorruptCheckpoint, DamagedObject) as error:
@@ -116,6 +116,9 @@ def _read_manifest(name: str, data: bytes) -> Checkpoint:
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} cannot be read") from error
     if checkpoint.name != name or not name.startswith(f"{checkpoint.step:09d}-{checkpoint.generation:06d}-"):
         raise CorruptCheckpoint(f"the manifest of checkpoint {name} belongs to another checkpoint")
+    for file in checkpoint.files:  # names become paths and keys, and others may write to the store
+        if not is_key(file.name):
+            raise CorruptCheckpoint(f"the manifest of checkpoint {name} names the invalid file {file.name!r}")
     return checkpoint
 
 
@@ -127,10 +130,10 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
             "use the version of Packtrain that wrote it"
         )
     for file in checkpoint.files:
-        path = directory / _safe(file.name)
+        path = directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            run.store.get_file(_file_key(run, checkpoint.name, file.name), path, limit=file.bytes)
+            run.store.get_file(file_key(run, checkpoint.name, file.name), path, limit=file.bytes)
         except ObjectNotFound as error:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} is missing") from error
         except DamagedObject as error:
@@ -207,9 +210,9 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
 def prune(run: Run, keep_last: int, keep_best: int) -> None:
     """Delete what no rule keeps. Listing reads the newest manifest back first."""
     for checkpoint in superfluous(committed(run), keep_last, keep_best):
-        run.store.delete(_manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist
+        run.store.delete(manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist
         for file in checkpoint.files:
-            run.store.delete(_file_key(run, checkpoint.name, file.name))
+            run.store.delete(file_key(run, checkpoint.name, file.name))
 
 
 def remove_uncommitted(run: Run, before: int) -> None:
@@ -217,7 +220,7 @@ def remove_uncommitted(run: Run, before: int) -> None:
     folder = run.key("checkpoints/")
     for name in run.store.folders(folder):
         generation = generation_of(name)
-        if generation is not None and generation < before and not run.store.exists(_manifest_key(run, name)):
+        if generation is not None and generation < before and not run.store.exists(manifest_key(run, name)):
             for entry in run.store.list(f"{folder}{name}"):
                 run.store.delete(entry.key)
 
@@ -228,20 +231,13 @@ def remove_uncommitted(run: Run, before: int) -> None:
     run.store.remove_unfinished(folder, is_dead)
 
 
-def _manifest_key(run: Run, name: str) -> str:
+def manifest_key(run: Run, name: str) -> str:
     return run.key(f"checkpoints/{name}/manifest.json")
 
 
-def _file_key(run: Run, name: str, file_name: str) -> str:
+def file_key(run: Run, name: str, file_name: str) -> str:
     # In a folder of their own: a program may name one of its files manifest.json.
     return run.key(f"checkpoints/{name}/files/{file_name}")
-
-
-def _safe(name: str) -> Path:
-    """Return a file name from a manifest as a path that cannot leave its directory."""
-    if not is_key(name):
-        raise CorruptCheckpoint(f"a manifest names the invalid file {name!r}")
-    return Path(name)
 
 
 def _empty(directory: Path) -> None:

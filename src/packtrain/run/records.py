@@ -59,6 +59,7 @@ Time = Annotated[float, Field(ge=0, le=_MAX_TIME, allow_inf_nan=False)]
 """Seconds since 1970."""
 Seconds = Number
 """May be slightly negative: a span is the difference of two clocks."""
+Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Many = Annotated[tuple[Item, ...], FailFast()]
 """Refused at the first one that is wrong: a list of millions would make millions of errors."""
 Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
@@ -136,7 +137,8 @@ class Generation:
 
     `step` is the last committed step when it began. `cause` and `reason` say why the one before it ended, and
     `failed_step` at which step that failed, if known; `culprit` is the node that ended it alone, by an error of its
-    own. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows.
+    own. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows. `job` is the
+    digest of its job: `packtrain resume --set` changes the job, and with it the fleet and the budget.
     """
 
     number: Count
@@ -149,6 +151,7 @@ class Generation:
     used_seconds: Seconds = 0.0
     seconds_left: Seconds | None = None
     culprit: FileName | None = None
+    job: Label = ""
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
@@ -220,7 +223,8 @@ class Lease:
     `joined` is the number of the first generation that the node could be part of. `left`: the node has ended.
     `leaving`: it got a preemption notice, and asks its generation to commit. `stopping` is the generation whose
     workers it has asked to commit and exit; nodes that watch it do the same. `machine_seconds` is how long it has been
-    up, which is what it costs.
+    up, and `dollars_per_hour` what that costs: a run may move to machines of another price. `job` is the digest of the
+    job that it was started with.
     """
 
     node: FileName
@@ -236,6 +240,8 @@ class Lease:
     leaving: bool = False
     stopping: Count = 0
     machine_seconds: Seconds = 0.0
+    dollars_per_hour: Price = 0.0
+    job: Label = ""
     report: NodeReport | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -246,7 +252,7 @@ EventKind = Literal[
     "machine", "generation", "superseded", "lost", "excluded",
     "restored", "checkpoint", "evaluation", "data",
     "warning", "failure", "hang", "stacks",
-    "stopping", "stopped", "finished", "failed",
+    "changed", "stopping", "stopped", "finished", "failed",
 ]  # fmt: skip
 EventDisplay = Literal["report", "info", "warning"]
 TellEvent = Callable[[EventKind, str], None]
@@ -266,6 +272,7 @@ EVENT_DISPLAY: Mapping[EventKind, EventDisplay] = {
     "failure": "warning",
     "hang": "warning",
     "stacks": "info",
+    "changed": "info",
     "stopping": "info",
     "stopped": "report",  # the summary of the run says how it ended
     "finished": "report",
@@ -372,3 +379,15 @@ class StopRequest:
 
     reason: str
     time: Time
+
+
+@dataclass(frozen=True)
+class FleetLaunch:
+    """A client is about to start machines: written before anything exists, so that `down` finds whatever came of it.
+
+    `fleet` is the job's section of that time: a run may move from one fleet to another.
+    """
+
+    time: Time
+    client: Label
+    fleet: dict[str, Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from packtrain.run.records import (
     MAX_RECORD_BYTES,
     DamagedRecord,
     Event,
+    EventKind,
+    FleetLaunch,
     Generation,
     Lease,
     LogLine,
@@ -49,7 +52,7 @@ _MAX_RECORDS = 100_000  # in one folder, such as the leases of a run
 _MAX_RUNS = 999_999  # of a job: its runs are numbered
 _RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _RECORD = re.compile(r"([^/]+)\.json")
-_GENERATION = re.compile(r"([0-9]{6,9})\.json")
+_NUMBERED = re.compile(r"([0-9]{6,9})\.json")
 
 Stored = TypeVar("Stored")
 Item = TypeVar("Item")
@@ -102,6 +105,10 @@ class Run:
         return self._job
 
     @property
+    def job_digest(self) -> str:
+        return hashlib.sha256(self.job_data).hexdigest()
+
+    @property
     def code(self) -> bytes:
         """The archive of the code that the run carries."""
         if self._code is None:
@@ -122,6 +129,12 @@ class Run:
 
     def events(self) -> ChunkReader[Event]:
         return ChunkReader(self.store, self.key("events"), Event)
+
+    def record_event(self, kind: EventKind, text: str) -> None:
+        """Record an event of a process that has no writer of its own, such as a client."""
+        writer = self.event_writer(f"client-{uuid.uuid4().hex[:12]}")  # a writer's name is used only once
+        writer.append(Event(time.time(), kind, text))
+        writer.flush()
 
     def event_writer(self, writer: str) -> ChunkWriter[Event]:
         return ChunkWriter(self.store, self.key("events"), writer)
@@ -176,12 +189,12 @@ class Run:
     # Single objects.
 
     def generations(self, after: int = 0) -> list[Generation]:
-        return _each(self._generation, self._keys("generations/", _GENERATION, self._generation_key(after)))
+        return _each(self._generation, self._keys("generations/", _NUMBERED, self._generation_key(after)))
 
     def latest_generation(self, known: Generation | None = None) -> Generation | None:
         """Return the latest generation. With `known`, only later ones are listed, and only the last of them is read."""
         after = None if known is None else self._generation_key(known.number)
-        keys = self._keys("generations/", _GENERATION, after)
+        keys = self._keys("generations/", _NUMBERED, after)
         return self._generation(keys[-1]) if keys else known
 
     def _generation(self, key: str) -> Generation:
@@ -224,6 +237,15 @@ class Run:
     def renew(self, lease: Lease) -> None:
         self.store.put(self.lease_key(lease.node), encode(lease))
 
+    def launches(self) -> list[FleetLaunch]:
+        """Return what clients were about to start for this run, oldest first."""
+        return _each(lambda key: self._read(key, FleetLaunch), self._keys("launches/", _NUMBERED))
+
+    def record_launch(self, launch: FleetLaunch) -> None:
+        number = len(self._keys("launches/", _NUMBERED)) + 1
+        while not self.store.put_if_absent(self.key(f"launches/{number:06d}.json"), encode(launch)):
+            number += 1  # another client records one at the same moment
+
     def result(self) -> Result | None:
         return self._find("result.json", Result)
 
@@ -236,6 +258,14 @@ class Run:
 
     def request_stop(self, reason: str) -> None:
         self.store.put_if_absent(self.key("stop.json"), encode(StopRequest(reason, time.time())))
+
+    def changed(self, job: Job) -> Run:
+        """Return this run with another job, which nobody else sees before `put_job`."""
+        return Run(self.store, self.name, job.model_dump_json(indent=1).encode(), self.code)
+
+    def put_job(self) -> None:
+        """Replace the job in the store by this one."""
+        self.store.put(self.key("job.json"), self.job_data)
 
     def reopen(self) -> None:
         """Remove the stop request and the result of a run, so that nodes resume it."""

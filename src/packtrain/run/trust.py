@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.job.kinds import FleetKind
 from packtrain.run.code import CodeFile, files_of
 from packtrain.run.run import Run
 from packtrain.system import state_directory
@@ -65,18 +66,33 @@ def refuse(review: CodeReview) -> None:
 
 def require_trust(run: Run, accept: Accept) -> None:
     """Return if the code of the run is the one remembered, or is accepted now."""
-    digest = run.code_digest  # reads the run, so that the id of its store is known
-    remembered = _read(_path(run))
-    if remembered is not None and remembered.digest == digest:
+    if is_remembered(run):
         return
-    accept(_review(run, remembered))
+    accept(_review(run, _read(_path(run))))
     remember(run)
 
 
+def is_remembered(run: Run) -> bool:
+    digest = run.code_digest  # reads the run, so that the id of its store is known
+    remembered = _read(_path(run))
+    return remembered is not None and remembered.digest == digest
+
+
+def trusts_fleet(run: Run, kind: FleetKind) -> bool:
+    """True if the run was started from here on this fleet, or was accepted with it.
+
+    Only such machines are contacted without asking: whoever writes the store could name others.
+    """
+    remembered = _read(_path(run))
+    return remembered is not None and _fleet_digest(kind) in remembered.fleets
+
+
 def remember(run: Run) -> None:
-    """Accept the code of a run from now on."""
+    """Accept the code of a run from now on, and its fleet: one that it had before stays accepted, too."""
     path, files = _path(run), {name: digest for name, (digest, _) in _files(run).items()}
-    record = {"store": run.store.url, "run": run.name, "digest": run.code_digest, "files": files}
+    before = _read(path)
+    fleets = sorted({*(before.fleets if before is not None else ()), _fleet_digest(run.job.fleet.kind)})
+    record = {"store": run.store.url, "run": run.name, "digest": run.code_digest, "files": files, "fleets": fleets}
     # Without a home that can be written, as in some containers, the person is asked again.
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,6 +106,12 @@ def remember(run: Run) -> None:
 class _Record:
     digest: str
     files: Mapping[str, str]
+    fleets: frozenset[str]
+
+
+def _fleet_digest(kind: FleetKind) -> str:
+    text = f"{type(kind).__qualname__}\n{kind.model_dump_json()}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _path(run: Run) -> Path:
@@ -102,7 +124,7 @@ def _path(run: Run) -> Path:
 def _read(path: Path) -> _Record | None:
     try:
         record = json.loads(path.read_bytes())
-        return _Record(str(record["digest"]), dict(record["files"]))
+        return _Record(str(record["digest"]), dict(record["files"]), frozenset(map(str, record["fleets"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

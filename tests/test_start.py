@@ -1,0 +1,87 @@
+"""A run that has ended is prepared to continue, with the changes that a person asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from packtrain.cli import app
+from packtrain.errors import Mistake
+from packtrain.run import liveness
+from packtrain.run.checkpoint import commit
+from packtrain.run.records import Result
+from packtrain.run.run import Run
+from packtrain.run.trust import is_remembered, refuse, remember
+from packtrain.start import reopen
+from packtrain.store import Store
+from parts.runs import new_run, recipe_job, write_files
+
+
+def ended_run(store: Store, tmp_path: Path, status: str = "finished", **train: object) -> Run:
+    """A run of ten steps that ended at the tenth."""
+    run = new_run(store, recipe_job(train=train))
+    commit(run, 10, 1, None, write_files(tmp_path / "saved", {"state.json": b"{}"}))
+    run.finish(Result(status, "ended", 10, 1.0))  # type: ignore[arg-type]
+    return run
+
+
+def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run, said = ended_run(directory_store, tmp_path), list[str]()
+    changed = reopen(run, refuse, said.append, ["train.duration=20 steps"])
+    assert said == ["train.duration: 10 steps -> 20 steps"]
+    assert (changed.result(), Run(directory_store, run.name).job) == (None, changed.job)
+    assert str(changed.job.train.duration) == "20 steps"
+    [event] = changed.events().read()
+    assert (event.kind, event.text.partition(" (by ")[0]) == ("changed", said[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.duration=9 steps", "the run has already trained for 10 steps; set more"),
+        ("train.patience=2 min", "is already complete; it continues with a longer train.duration"),
+        ("train.seed=2", "cannot change in a run that exists"),
+    ],
+)
+def test_a_finished_run_is_not_reopened_without_something_to_do(
+    override: str, reason: str, directory_store: Store, tmp_path: Path
+) -> None:
+    run = ended_run(directory_store, tmp_path)
+    before = run.job_data
+    with pytest.raises(Mistake, match=reason):
+        reopen(run, refuse, lambda _: None, [override])
+    assert run.result() is not None
+    assert Run(directory_store, run.name).job_data == before
+
+
+def test_a_schedule_that_follows_the_duration_is_told(directory_store: Store, tmp_path: Path) -> None:
+    run, said = ended_run(directory_store, tmp_path, "stopped", schedule={"cosine": {"peak": 0.1}}), list[str]()
+    reopen(run, refuse, said.append, ["train.duration=20 steps"])
+    assert said[-1] == "the learning rate depends on train.duration: from here on it follows the new one"
+
+
+def test_a_changed_run_stays_trusted_only_if_it_was(directory_store: Store, tmp_path: Path) -> None:
+    run = ended_run(directory_store, tmp_path, "stopped")
+    changed = reopen(run, refuse, lambda _: None, ["budget.hours=1"])
+    assert not is_remembered(changed)
+    remember(changed)
+    assert is_remembered(reopen(changed, refuse, lambda _: None, ["budget.hours=2"]))
+
+
+def test_a_run_of_somebody_else_does_not_move_to_other_machines_unseen(directory_store: Store, tmp_path: Path) -> None:
+    run = ended_run(directory_store, tmp_path, "stopped")
+    with pytest.raises(Mistake, match="was not started from here"):
+        reopen(run, refuse, lambda _: None, ["fleet={ssh: {hosts: [a]}}"])
+
+
+def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(directory_store, recipe_job())
+    monkeypatch.setattr(liveness, "state_of", lambda _: "running")
+    arguments = ["resume", run.name, "--store", directory_store.url, "--set", "budget.hours=1"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, Mistake)
+    assert str(done.exception) == "job-1 is running; stop it first (`packtrain stop job-1`), then resume it"
