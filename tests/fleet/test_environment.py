@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import shutil
@@ -24,6 +23,7 @@ from packtrain.identity import altered, identity, installed_digest, wheel_of
 from parts import hosts
 from parts.hosts import Network
 from parts.presence import need
+from parts.stub_wheels import installed_packages, stub_wheel
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,18 @@ def test_the_python_at_this_machines_own_path_is_found(remote: Remote) -> None:
     assert environment.find(remote, None) == sys.executable
     assert environment.find(remote, sys.executable) == sys.executable
     assert environment.find_any(remote, None) == sys.executable
+
+
+def test_a_host_without_packtrain_has_nothing_to_end_unless_a_node_runs_there(
+    network: Network, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert environment.find_any(remote, None) is None
+    start = 'exec -a "/gone/python -m packtrain node a-1 --store s" sleep 100 > /dev/null 2>&1 & echo $!'
+    process = network[0].run(["bash", "-c", start]).stdout.strip()
+    with pytest.raises(Unreachable, match="a node runs there, but packtrain is not installed"):
+        environment.find_any(remote, None)
+    network[0].run(["kill", process])
 
 
 def test_a_python_without_packtrain_is_refused(remote: Remote) -> None:
@@ -137,28 +149,6 @@ def test_runs_that_create_the_same_environment_at_the_same_time_all_get_it(
     before = (made / "installed").stat().st_ino
     environment.create(greeting_host, None)
     assert (made / "installed").stat().st_ino == before, "a matching environment is kept"
-
-
-def installed_packages() -> str:
-    """The directory that has torch, and with it everything else that Packtrain needs."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parents[1])
-
-
-def stub_wheel(directory: Path, name: str, version: str) -> None:
-    """Write a wheel that installs quickly: its only file adds the test's own environment to Python's path."""
-    folder, shown = f"{name.replace('-', '_')}-{version}.dist-info", installed_packages()
-    files = {
-        f"{name}-of-the-test.pth": shown,
-        f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{folder}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{folder}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{folder}/RECORD"])
-    with zipfile.ZipFile(directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as wheel:
-        for file, text in files.items():
-            wheel.writestr(file, text)
 
 
 def test_an_environment_is_created_offline_from_a_bundle_with_our_own_packtrain_and_found_again(
@@ -225,9 +215,3 @@ def test_a_package_whose_files_differ_is_found(tmp_path: Path, change: str) -> N
         record.write_text(record.read_text() + f"{name},,\n")
         (target / "evil.pth").touch()
     assert altered(str(target), [line]) == ([] if change in ("nothing", "bytecode") else [line.split(maxsplit=1)[0]])
-
-
-def test_what_a_host_needs_can_be_downloaded_as_the_error_says(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "packtrain.fleet.environment"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert printed == environment.constraints()

@@ -6,27 +6,23 @@ directory shared by all machines), and the host's cache. The environment must ha
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
-import re
 import shlex
 import sys
 import tarfile
-import zipfile
-from collections.abc import Iterable
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+import tempfile
 from pathlib import Path
+from typing import IO
 
-from packtrain.errors import Mistake
+from packtrain.errors import EXIT_MISTAKE, Mistake
+from packtrain.fleet.bundle import SUMS, BundleFile
 from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.identity import identity, recorded_digest, source, wheel_of
+from packtrain.fleet.wheels import INSTALL, LOCK, TOOLS, constraints, digests, own_wheel
+from packtrain.identity import identity, source
+from packtrain.system import cache_directory
 
 CREATE_SECONDS = 1800.0
 _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environments"
-_REQUIREMENTS = "python -m packtrain.fleet.environment"  # prints what a host needs, with versions
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip can hold: the same wheel every time
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 
 # True if a Python has the expected Packtrain and torch. torch is only looked up: importing it takes seconds.
 _FITS = """
@@ -38,7 +34,7 @@ fits() { [ "$("$1" -m packtrain.identity 2>/dev/null)" = "$expected" ] && "$1" -
 _ADD_FROM_PATH = """path=$(command -v packtrain 2>/dev/null) && set -- "$@" "$(sed -n '1s/^#! *//p' "$path")" """
 
 # $1: the expected identity. $2...: candidates. Prints the path of the first that fits.
-_FIND = f"""
+FIND = f"""
 expected=$1; shift
 {_FITS}
 {_ADD_FROM_PATH}
@@ -54,18 +50,22 @@ python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
 echo "$python"; exec "$python" -m packtrain.identity
 """
 
-# $1...: candidates. Any version is accepted: nodes of an older client must be found and ended, too.
+# $1...: candidates. Any version is accepted: nodes of an older client must be found and ended, too. Without Packtrain
+# and without a node, the client was stopped before it installed it: nothing is there to list or end.
 _FIND_ANY = f"""
 {_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
   "$python" -c 'from packtrain.fleet.local import find_processes' 2>/dev/null && {{ echo "$python"; exit 0; }}
 done
-echo 'packtrain is not installed there; was its environment removed?' >&2; exit 1
+for process in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < "$process"; echo; done 2>/dev/null |
+  grep -q 'packtrain.* nod[e] ' || {{ echo none; exit 0; }}
+echo 'a node runs there, but packtrain is not installed; was its environment removed?' >&2; exit 1
 """
 
 # $1: the expected identity. $2: -, or "offline". Standard input: a tar of own/ (the wheel of Packtrain), wheels/,
-# constraints.txt, and identity.py with digests.txt to check what was installed.
+# constraints.txt, and identity.py with digests.txt to check what was installed; of a bundle also its lock and pip.
+# $3: or else, the path of a bundle on this machine.
 # Another run may create the same environment at the same time, here or on a machine that shares the home directory:
 # each builds in a directory of its own and renames it; the first rename wins, and an environment that fits is kept.
 _CREATE = f"""
@@ -75,20 +75,42 @@ expected=$1
 umask 077
 home="{_CACHE}"; mkdir -p "$home"
 part=$(mktemp -d "$home/part-XXXXXX"); trap 'rm -rf "$part"' EXIT
-tar -x -C "$part"; mkdir -p "$part/wheels"
-for python in python3.13 python3.12 python3.11 python3 none; do
-  "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+if [ -n "${{3:-}}" ]; then # without the bundle's store, which may be large
+  tar -x -C "$part" -f "$3" --strip-components 1 --wildcards --exclude '*/store/*' --exclude '*/job/*'
+  (cd "$part" && sha256sum --check --quiet --ignore-missing {SUMS} >&2) || {{ echo "$3 is damaged" >&2; exit 1; }}
+else
+  tar -x -C "$part"
+fi
+mkdir -p "$part/wheels"
+lock=$part/{LOCK}
+if [ -f "$lock" ]; then # a bundle is for one version of Python, and brings pip
+  wanted=$(sed -n '1s/^# Python \\([0-9.]*\\) .*/\\1/p' "$lock")
+  pythons="python$wanted python3" check='import sys, venv; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])'
+else
+  wanted='>= 3.11 with venv' pythons="python3.13 python3.12 python3.11 python3"
+  check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
+fi
+for python in $pythons none; do
+  "$python" -c "$check" "$wanted" 2>/dev/null && break
 done
-[ "$python" != none ] || {{ echo 'no Python >= 3.11 with venv; install one, or set fleet.ssh.python' >&2; exit 1; }}
-"$python" -m venv "$part/made"
-offline=; [ "$2" = offline ] && offline=--no-index
+[ "$python" != none ] || {{ echo "no Python $wanted; install one, or set python in the fleet" >&2; exit 1; }}
 # By its path, never by its name: an index or a bundle may have another, newer package of that name, and the node that
 # starts from this environment is sent the job's secrets.
 wheel=$(echo "$part"/own/*.whl)
-"$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
-  --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+if [ -f "$lock" ]; then
+  "$python" -m venv --without-pip "$part/made"
+  pip() {{ "$part/made/bin/python" "$(echo "$part"/{TOOLS}/pip-*.whl)/pip" {INSTALL} "$@" >&2; }}
+  pip --require-hashes --find-links "$part/wheels" --requirement "$lock"
+  pip "$wheel"
+else
+  "$python" -m venv "$part/made"
+  offline=; [ "$2" = offline ] && offline=--no-index
+  "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
+    --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+fi
 # With a Python that has none of these packages: as soon as theirs starts, it may run code of them.
-"$python" -I "$part/identity.py" "$(echo "$part"/made/lib/python*/site-packages)" < "$part/digests.txt" >&2
+[ -f "$lock" ] || \\
+  "$python" -I "$part/identity.py" "$(echo "$part"/made/lib/python*/site-packages)" < "$part/digests.txt" >&2
 fits "$part/made/bin/python" || {{ echo 'the new environment does not have this Packtrain' >&2; exit 1; }}
 made="$home/$expected"
 if ! mv -T "$part/made" "$made" 2>/dev/null && ! fits "$made/bin/python"; then
@@ -104,7 +126,7 @@ echo "$made/bin/python"
 def find(remote: Remote, python: str | None) -> str | None:
     """Return the host's Python with this Packtrain; None if an environment has to be created."""
     if python is None:  # use any that fits; this machine's own path is one of the candidates
-        [found] = remote.script(_FIND, [identity(), sys.executable])
+        [found] = remote.script(FIND, [identity(), sys.executable])
         return None if found == "none" else found
     path, theirs = remote.script(_IDENTIFY, [python], lines=2)
     if theirs != identity():
@@ -113,99 +135,63 @@ def find(remote: Remote, python: str | None) -> str | None:
     return path
 
 
-def find_any(remote: Remote, python: str | None) -> str:
-    """Return a Python of the host with any version of Packtrain, to list and end nodes."""
-    return remote.script(_FIND_ANY, [python or sys.executable])[0]
+def find_any(remote: Remote, python: str | None) -> str | None:
+    """Return a Python of the host with any version of Packtrain, to list and end nodes; None if it has neither."""
+    [found] = remote.script(_FIND_ANY, [python or sys.executable])
+    return None if found == "none" else found
 
 
 def create(remote: Remote, bundle: Path | None) -> str:
     """Install this Packtrain there, and its dependencies in the versions of the bundle or of this machine."""
     mode = "-" if bundle is None else "offline"
-    return remote.script(_CREATE, [identity(), mode], _archive(bundle), CREATE_SECONDS)[0]
+    # By way of a file: with CUDA the wheels have several gigabytes.
+    with tempfile.TemporaryFile(dir=cache_directory()) as file:
+        file.write(_CREATE.encode())
+        write_archive(bundle, file)
+        file.seek(0)
+        return remote.script(_CREATE, [identity(), mode], file, CREATE_SECONDS)[0]
+
+
+def create_commands(bundle: Path, launcher: str) -> str:
+    """Return lines of a shell script that create the environment from a bundle and set `python` to its Python.
+
+    `launcher` runs a command on every machine; all of them see the bundle under the same path.
+    """
+    words = shlex.join([identity(), "offline", str(bundle.absolute())])
+    known = f'python="{_CACHE}/{identity()}/bin/python"'
+    return f"""{known}
+create={shlex.quote(f'{known}; [ -x "$python" ] || {{ {_CREATE} }}')}
+{launcher} sh -c "$create" create {words} || exit {EXIT_MISTAKE}"""
 
 
 def check_bundle(bundle: Path) -> None:
-    if not bundle.is_dir() or not any(bundle.glob("*.whl")):
-        raise Mistake(
-            f"fleet.ssh.bundle: {bundle} has no wheels; get them with"
-            f" `{_REQUIREMENTS} > needed.txt; pip download -d {shlex.quote(str(bundle))} -r needed.txt`"
-        )
+    """Refuse what is neither a bundle nor a directory of wheels, before anything is sent."""
+    if bundle.is_file():
+        with BundleFile(bundle) as opened:
+            opened.check_packages()
+    elif not bundle.is_dir() or not any(bundle.glob("*.whl")):
+        raise Mistake(f"fleet.ssh.bundle: {bundle} has no wheels; make a bundle with `packtrain bundle JOB`")
 
 
-def _archive(bundle: Path | None) -> bytes:
-    """Return a tar of our own wheel, the constraints and the wheels of the bundle."""
+def write_archive(bundle: Path | None, output: IO[bytes]) -> None:
+    """Write a tar of our own wheel, the constraints, the wheels of the bundle, and the script that installs them.
+
+    The same bytes for the same source.
+    """
     name, wheel = own_wheel()
     # A bundle has one version of each already, and the person has chosen its files.
     lines = {"constraints.txt": [] if bundle else constraints(), "digests.txt": [] if bundle else digests()}
     files = {path: "\n".join([*texts, ""]).encode() for path, texts in lines.items()}
-    files |= {f"own/{name}": wheel, "identity.py": source()["identity.py"]}
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    files |= {f"own/{name}": wheel, "identity.py": source()["identity.py"], "create.sh": _CREATE.encode()}
+    with tarfile.open(fileobj=output, mode="w") as tar:
         for path, data in files.items():
             entry = tarfile.TarInfo(path)
             entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
+            tar.addfile(entry, io.BytesIO(data))
+        if bundle is not None and bundle.is_file():
+            with BundleFile(bundle) as opened:
+                opened.copy_packages(tar)
+            return
         for file in sorted(bundle.glob("*.whl")) if bundle else []:
             if not file.name.startswith("packtrain-"):  # our own wheel has exactly the source that runs here
-                archive.add(file, f"wheels/{file.name}", recursive=False)
-    return buffer.getvalue()
-
-
-def own_wheel() -> tuple[str, bytes]:
-    """Return the installed package as a wheel, editable or not: the same bytes for the same source."""
-    installed = distribution("packtrain")
-    folder = f"packtrain-{installed.version}.dist-info"
-    files = {f"packtrain/{name}": data for name, data in source().items()}
-    files[f"{folder}/METADATA"] = (installed.read_text("METADATA") or "").encode()
-    files[f"{folder}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: packtrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{folder}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
-    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in files.items()]
-    files[f"{folder}/RECORD"] = "\n".join([*record, f"{folder}/RECORD,,", ""]).encode()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
-    return f"packtrain-{installed.version}-py3-none-any.whl", buffer.getvalue()
-
-
-def _record_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
-def constraints() -> list[str]:
-    """Return `name==version` of everything that training needs here; a build such as 2.8.0+cpu is 2.8.0."""
-    return [f"{name}=={package.version.partition('+')[0]}" for name, package in sorted(_needed().items())]
-
-
-def digests() -> list[str]:
-    """Return the wheels that these dependencies were installed from, each with a digest of its files."""
-    wheels = ((wheel_of(package), package) for package in _needed().values())
-    return sorted(f"{wheel} {recorded_digest(package)}" for wheel, package in wheels if wheel is not None)
-
-
-def _needed() -> dict[str, Distribution]:
-    found: dict[str, Distribution] = {}
-    waiting = list(_requirements(distribution("packtrain"), {"train"}))
-    while waiting:
-        name = waiting.pop()
-        try:
-            installed = distribution(name)
-        except PackageNotFoundError:
-            continue  # needed on another platform only
-        if name not in found:
-            found[name] = installed
-            waiting += _requirements(installed, set())  # without the extras of a dependency
-    return found
-
-
-def _requirements(installed: Distribution, extras: set[str]) -> Iterable[str]:
-    for requirement in installed.requires or ():
-        match = _REQUIREMENT.fullmatch(requirement.strip())
-        marker = (match[2] or "") if match else ""
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
-        if match and (extra is None or extra[1] in extras):
-            yield re.sub(r"[-_.]+", "-", match[1]).lower()
-
-
-if __name__ == "__main__":
-    print("\n".join(constraints()))
+                tar.add(file, f"wheels/{file.name}", recursive=False)

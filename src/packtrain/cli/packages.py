@@ -1,0 +1,201 @@
+"""Commands that carry Packtrain to other machines: image, bundle."""
+
+from __future__ import annotations
+
+import platform as this_machine
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.cli.common import JobArgument, SetOption, console
+
+if TYPE_CHECKING:
+    from packtrain.fleet.bundle import BundleWriter
+    from packtrain.fleet.image import ImageBuilder, ImageRequest
+    from packtrain.start import PreparedJob
+
+RequirementsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="More packages, as pip's requirements; for your own programs.")
+]
+PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Python version there. Default: this one.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(image)
+    app.command()(bundle)
+
+
+def image(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
+    ] = None,
+    variant: Annotated[
+        str, typer.Option(metavar="cpu|cuda|jetson", help="Which build of torch; jetson uses that of its base image.")
+    ] = "cpu",
+    platform: Annotated[
+        str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")
+    ] = None,
+    python: PythonOption = None,
+    requirements: RequirementsOption = None,
+    builder: Annotated[
+        str | None, typer.Option(metavar="docker|podman|buildah", help="Default: the first that works here.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and what it needs, here.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the image as an archive.")] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
+    ] = None,
+) -> None:
+    """Build a container image for Kubernetes. It has no job in it: one serves all."""
+    from packtrain.errors import Mistake
+    from packtrain.fleet.image import ImageRequest, check_name, default_name, find_builder
+
+    _check_requirements(requirements)
+    if write is not None and any(option is not None for option in (load, save, push)):
+        raise Mistake("--write only writes; omit --load, --save and --push")
+    name = check_name(name or default_name(), "NAME")
+    if push is not None:
+        check_name(push, "--push")
+    arm = this_machine.machine() in ("aarch64", "arm64")
+    own = "linux/arm64" if arm or variant == "jetson" else "linux/amd64"
+    request = ImageRequest(variant, platform or own, base, python, requirements)
+    if write is not None:
+        _write(request, write, builder)
+        return
+    found = find_builder(builder, _print_line)
+    screen = console()
+    if load is not None:
+        name = found.load(load)
+        screen.say("Loaded ", (name, "bold"))
+    else:
+        _build(request, name, found)
+    if save is not None:
+        found.save(name, save)
+        screen.say(f"Saved {save}")
+    if push is not None:
+        screen.say("Pushed ", (found.push(name, push), "bold"))
+
+
+def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
+    from packtrain.errors import Mistake
+    from packtrain.fleet.image import command_to_build, find_builder, write_context
+
+    base = request.base_image
+    try:
+        base = find_builder(builder, _print_line).pin(base, request.platform)
+    except Mistake as mistake:
+        if builder is not None:
+            raise
+        _print_line(str(mistake))
+    context = write_context(request, directory, base, _print_line)
+    if not context.is_pinned:
+        _print_line(f"the base image {base} is not pinned; pass --base with its @sha256: digest")
+    console().say(f"Wrote {directory}/Dockerfile from ", (base, "bold"))
+    console().say("  build: ", (command_to_build(context), "bold"))
+
+
+def _build(request: ImageRequest, name: str, builder: ImageBuilder) -> None:
+    from packtrain.fleet.image import scratch, write_context
+
+    base = builder.pin(request.base_image, request.platform)
+    _print_line(f"base image {base}")
+    with scratch() as directory:
+        context = write_context(request, directory, base, _print_line)
+        if not context.is_pinned:
+            _print_line(f"{base} was built here and has no digest; it is used by its name")
+        builder.build(context, name, request.platform)
+    console().say("Built ", (name, "bold"), f" with {builder.program}")
+
+
+def _check_requirements(path: Path | None) -> None:
+    from packtrain.errors import Mistake
+
+    if path is not None and not path.is_file():
+        raise Mistake(f"--requirements: there is no file {path}")
+
+
+def bundle(
+    job: JobArgument,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
+    ] = None,
+    overrides: SetOption = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Also take this run, to resume its newest checkpoint.")
+    ] = None,
+    variant: Annotated[str, typer.Option(metavar="cpu|cuda", help="Which build of torch.")] = "cpu",
+    platform: Annotated[
+        str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")
+    ] = None,
+    python: PythonOption = None,
+    requirements: RequirementsOption = None,
+) -> None:
+    """Write a job with its wheels, code and pack, for use offline."""
+    from packtrain.cli.packs import ProgressBars
+    from packtrain.errors import Mistake, nearest, quoted
+    from packtrain.fleet.bundle import add_pack, add_run, add_wheels, new_bundle
+    from packtrain.fleet.image import PLATFORMS, scratch
+    from packtrain.fleet.wheels import WheelTarget, download
+    from packtrain.identity import identity
+    from packtrain.run.run import open_run
+    from packtrain.start import load, prepare
+    from packtrain.store import open_store
+    from packtrain.units import show_bytes
+
+    _check_requirements(requirements)
+    if platform is not None and platform not in PLATFORMS:
+        raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
+    if variant not in ("cpu", "cuda"):
+        raise Mistake(f"--variant {quoted(variant)}: must be cpu or cuda")
+    machine = PLATFORMS[platform] if platform is not None else WheelTarget.machine
+    target = WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
+    loaded, screen = load(job, overrides or ()), console()
+    name = f"{loaded.job.name}-bundle"
+    file = output or Path(f"{name}.tar")
+    if not file.parent.is_dir():  # before the download, which takes minutes
+        raise Mistake(f"--output {file}: there is no directory {file.parent}")
+    store = open_store(loaded.job.store, create=loaded.job.program is None)  # a program has nothing to pack
+    taken = open_run(store, run) if run is not None else None
+    prepared = prepare(loaded, store, ProgressBars(screen))
+    with scratch() as directory, new_bundle(file, name) as writer:
+        wheels = download(target, directory, requirements, _print_line)
+        add_wheels(writer, wheels, target, identity(), taken.name if taken is not None else None)
+        _add_job(writer, prepared, loaded.job.code if loaded.job.has_own_code else None)
+        for key in prepared.files:
+            writer.add_object(store, key, PurePosixPath(key).name)
+        if prepared.pack is not None:
+            add_pack(writer, store, prepared.pack)
+        if taken is not None:
+            checkpoint = add_run(writer, taken)
+            step = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "no checkpoint yet"
+            _print_line(f"took {taken.name} with {step}")
+    screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
+    screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))
+
+
+def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> None:
+    """Add the job file, with the code where the file looks for it."""
+    import yaml
+
+    from packtrain.run.code import files_of
+
+    note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
+    text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)
+    for one in files_of(prepared.code.archive) if code is not None else ():
+        place = str(PurePosixPath("job") / (code or ".") / one.name)
+        if place != "job/job.yaml":
+            writer.add_bytes(place, one.data, one.mode)
+    writer.add_bytes("job/job.yaml", text.encode())
+
+
+def _print_line(text: str) -> None:
+    console().say(f"  {text}")
