@@ -15,15 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
-    """The run that the others are compared with."""
-    sandbox = make_sandbox(tmp_path_factory.mktemp("oracle"))
-    done = sandbox.packtrain("run", "job.yaml")
-    assert done.returncode == 0, done.stderr + done.stdout
-    return sandbox
-
-
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     made = make_sandbox(tmp_path)

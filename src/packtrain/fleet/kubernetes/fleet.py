@@ -1,0 +1,501 @@
+"""Pods of a Kubernetes cluster: one plain Job per run, on any cluster since 1.20, without an operator.
+
+The Job replaces pods that the cluster takes away. A pod that gets SIGTERM has `grace` to commit a checkpoint, and exits
+with a code other than 0: only a run that has its result ends the Job.
+
+`python -m packtrain.fleet.kubernetes.fleet exec POD` opens a shell in a pod where there is no kubectl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BeforeValidator, Field
+
+from packtrain.backoff import Backoff
+from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.fleet.cloud import CloudFleet, Provider, label_of
+from packtrain.fleet.fleet import (
+    Fleet,
+    LaunchPlan,
+    Machine,
+    Python,
+    Say,
+    Target,
+    Word,
+    passed_variables,
+    silent,
+    states_of,
+)
+from packtrain.fleet.kubernetes.cluster import (
+    ACCOUNTS,
+    CLAIMS,
+    EVENTS,
+    JOBS,
+    NODES,
+    PODS,
+    SECRETS,
+    Cluster,
+    Namespace,
+    RequestRefused,
+    address_of,
+    ending_of,
+    is_ending,
+    is_over,
+    job_machine,
+    state_of_pod,
+    stuck,
+)
+from packtrain.fleet.kubernetes.manifests import (
+    CODE,
+    CONTAINER,
+    FORMATS,
+    LABEL,
+    PLAIN_VARIABLES,
+    QUEUE_LABEL,
+    Document,
+    as_yaml,
+    documents,
+    is_mounted,
+    role,
+)
+from packtrain.job import Job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.part import Boolean, Count, Location, Part, Seconds, Variable, matching
+from packtrain.run.run import Run
+from packtrain.store import Store
+from packtrain.units import Duration
+
+_START_SECONDS = 20.0  # to look at new pods: by then a mistake shows, such as an image that does not exist
+_REPLACE_SECONDS = 300.0
+_SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash -l || exec sh -l")
+_DNS = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+_KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+
+
+def _digits(value: object) -> object:
+    """Return a plain number as its text: nobody writes `cpu: "8"`."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+ObjectName = Annotated[str, matching(_DNS, "a name of Kubernetes: a-z, 0-9, - and .")]
+LabelKey = Annotated[str, matching(_KEY, "a label, as in example.com/pool")]
+LabelValue = Annotated[str, matching(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?", "a label's value")]
+Text = Annotated[str, matching(r"[^\x00-\x1f]{0,4096}", "one line of text")]
+Image = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}", "an image, as in registry.example/train:1")]
+AmountText = Annotated[
+    str, matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?", "an amount, as in 8, 500m or 32Gi"), BeforeValidator(_digits)
+]
+ValueText = Annotated[str, matching(r"[^\x00-\x1f]{0,4096}", "one line of text"), BeforeValidator(_digits)]
+SecretKey = Annotated[str, matching(rf"{_DNS}/[A-Za-z0-9._-]{{1,253}}", "a secret's key, as in wandb/api-key")]
+PodPath = Annotated[str, matching(r"/[^\x00-\x1f:]{1,1023}", "an absolute path")]
+NfsPath = Annotated[str, matching(r"[A-Za-z0-9.:\[\]-]+:/[^\x00-\x1f]{0,1023}", "server:/path")]
+
+
+class MountSettings(Part):
+    """A volume at `path` in every pod: a claim (PVC), an NFS or EFS export, or a directory of the pod's machine."""
+
+    path: PodPath
+    claim: ObjectName | None = None
+    nfs: NfsPath | None = None
+    host: PodPath | None = None
+    read_only: Boolean = False
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if sum(one is not None for one in (self.claim, self.nfs, self.host)) != 1:
+            yield (), "must have one of claim, nfs and host"
+
+
+class TolerationSettings(Part):
+    """A taint that pods tolerate: any value of it, unless there is one here."""
+
+    key: LabelKey | None = None
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class KubernetesSettings(FleetKind):
+    """Pods of a Kubernetes cluster, one per machine; `resources` are those of one.
+
+    `grace` is the time from SIGTERM to SIGKILL, `keep` how long an ended Job stays for a look, `wait` how long pods may
+    wait for machines before the budget's end on the cluster. `user: 0` is root; by default the image's user, which must
+    not be. `autoscaling`: the cluster adds nodes when pods wait, so none needs to have the resources yet.
+    """
+
+    shares_machines = True  # several pods may be on one node of the cluster
+
+    image: Image
+    python: Python = "python"
+    context: Text | None = None
+    namespace: ObjectName | None = None
+    resources: dict[LabelKey, AmountText] = Field(default_factory=dict)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    tolerations: tuple[TolerationSettings, ...] = ()
+    priority_class: ObjectName | None = None
+    service_account: ObjectName | None = None
+    pull: Literal["always", "missing", "never"] | None = None
+    pull_secrets: tuple[ObjectName, ...] = ()
+    secrets: dict[Variable, SecretKey] = Field(default_factory=dict)
+    store_secret: ObjectName | None = None
+    variables: dict[Variable, ValueText] = Field(default_factory=dict)
+    mounts: tuple[MountSettings, ...] = ()
+    shared_memory: AmountText | None = None
+    spread: Literal["preferred", "required", "none"] = "preferred"
+    queue: ObjectName | None = None
+    host_network: Boolean = False
+    interface: Word | None = None
+    user: Count | None = None
+    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    annotations: dict[LabelKey, Text] = Field(default_factory=dict)
+    grace: Seconds = Duration(120, "seconds")
+    keep: Seconds = Duration(86400, "seconds")
+    wait: Seconds = Duration(3600, "seconds")
+    failure_policy: Boolean = False
+    autoscaling: Boolean = False
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.power_off:
+            yield ("power_off",), "does not apply to pods, which end by themselves; remove it"
+        paths = [mount.path for mount in self.mounts]
+        for number, path in enumerate(paths):
+            if path in paths[:number]:
+                yield ("mounts", number, "path"), "is that of another mount"
+
+    def build(self) -> Fleet:
+        return KubernetesFleet(self)
+
+    def variable_fault(self, variable: str) -> str | None:
+        if variable in self.secrets or variable in self.variables:
+            return None
+        advice = f"fleet.kubernetes.secrets: {{{variable}: SECRET/KEY}}"
+        return f"{variable} would have to be in the manifest, where others can read it; write {advice}"
+
+    @classmethod
+    def providers(cls, places: Sequence[str]) -> Sequence[Provider]:
+        """Return one for each of the namespaces, or for that of kubectl's context."""
+        return [Namespace(Cluster(namespace=place)) for place in places or (None,)]
+
+
+class KubernetesFleet(CloudFleet):
+    formats = FORMATS
+
+    def __init__(self, settings: KubernetesSettings) -> None:
+        self._settings = settings
+
+    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+        _check_store(run.store, self._settings)  # for a dry run, too
+        where = [f"--context={self._settings.context}"] if self._settings.context else []
+        where += [f"--namespace={self._settings.namespace}"] if self._settings.namespace else []
+        return [LaunchPlan("kubernetes", ("kubectl", "apply", *where, "-f", "-"), script=self.manifests(run, "job"))]
+
+    def manifests(self, run: Run, form: str) -> str:
+        """Return what `kubectl apply` takes, after comments with the rights that its user needs."""
+        rights = as_yaml([role(self._settings.namespace or "default", form)], short_lists=True)
+        head = f"{run.name}: started by `kubectl apply -f -`. Who starts, watches and deletes runs needs:\n{rights}"
+        return "".join(f"# {line}\n" for line in head.splitlines()) + as_yaml(documents(run, self._settings, form))
+
+    def provider(self) -> Namespace:
+        return Namespace(self._cluster())
+
+    def _cluster(self) -> Cluster:
+        return _connected(self._settings.context, self._settings.namespace, os.environ.get("KUBECONFIG"))
+
+    # Before anything is created.
+
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:
+        """Let the API server validate the Job without creating it, and look for nodes that are large enough."""
+        settings = self._settings
+        _check_store(store, settings)
+        cluster = self._cluster()
+        first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")  # there is no run yet
+        for document in documents(first, settings):
+            document["metadata"]["generateName"] = f"{document['metadata'].pop('name')[:40]}-"  # never one in use
+            try:
+                cluster.ask("POST", JOBS, body=document, query={"dryRun": "All"})
+            except RequestRefused as refused:
+                if "does not support dry run" not in str(refused):  # a webhook of the cluster
+                    raise
+        self._check_names(cluster)
+        self._check_nodes(cluster)
+        if not store.is_directory:
+            _warn_about_store(store, settings, say)
+
+    def _check_names(self, cluster: Cluster) -> None:
+        """Refuse a job that names what is not there, as far as this person may look."""
+        settings = self._settings
+        secrets = [*settings.pull_secrets, *(one.partition("/")[0] for one in settings.secrets.values())]
+        secrets += [settings.store_secret] if settings.store_secret is not None else []
+        named = [(SECRETS, name) for name in dict.fromkeys(secrets)]
+        named += [(CLAIMS, mount.claim) for mount in settings.mounts if mount.claim is not None]
+        named += [(ACCOUNTS, settings.service_account)] if settings.service_account is not None else []
+        for kind, name in named:
+            if cluster.lacks(kind, name):
+                raise Mistake(f"there is no {kind.word} {name} in {cluster.name}; create it, or correct the job")
+
+    def _check_nodes(self, cluster: Cluster) -> None:
+        """Refuse a pod that fits on no node. Who may not list nodes finds out when its pods are not scheduled."""
+        settings = self._settings
+        if settings.autoscaling or not settings.resources:
+            return
+        selector = ",".join(f"{key}={value}" for key, value in settings.node_selector.items())
+        try:
+            nodes = cluster.list(NODES, **({"labelSelector": selector} if selector else {}))
+        except RequestRefused as refused:
+            if refused.status == 403:
+                return
+            raise
+        which = f" with {selector}" if selector else ""
+        for name, wanted in settings.resources.items():
+            has = [_amount((node.get("status") or {}).get("allocatable", {}).get(name, "0")) for node in nodes]
+            if max(has, default=0) < _amount(wanted):
+                most = f"the largest has {max(has):g}" if max(has, default=0) else "none has any"
+                raise Mistake(
+                    f"no node of the cluster{which} has {wanted} of {name}; {most}; change fleet.kubernetes.resources,"
+                    " or set autoscaling: true if the cluster adds nodes"
+                )
+
+    # Start and end.
+
+    def create(self, run: Run, plans: Sequence[LaunchPlan], say: Say) -> None:
+        cluster = self._cluster()
+        before = {lease.node for lease in run.leases()}
+        for plan in plans:
+            for document in yaml.safe_load_all(plan.script or ""):
+                _create(cluster, document, run, say)
+        self._look_at_start(cluster, run, before, say)
+
+    def _look_at_start(self, cluster: Cluster, run: Run, before: Collection[str], say: Say) -> None:
+        """Wait for the first node, and raise if there will be none; what only waits for machines is left to wait."""
+        backoff = Backoff(0.3, 2.0, limit_seconds=_START_SECONDS)
+        while True:
+            machines = _machines(cluster, run)
+            for machine in machines:
+                if (fault := stuck(machine.state)) is not None:
+                    raise fault
+            if any(lease.node not in before for lease in run.leases()):
+                return
+            if not backoff.wait():
+                say(f"{label_of(run)}: {states_of(machines) or 'no pod yet'}")
+                return
+
+    def cancel_queued(self, run: Run) -> None:
+        """Delete the Job if none of its pods has started."""
+        cluster = self._cluster()
+        pods = cluster.list(PODS, labelSelector=f"{LABEL}={label_of(run)}")
+        if not any((pod.get("status") or {}).get("phase") == "Running" for pod in pods):
+            self.end(run)
+
+    # Look.
+
+    def list(self, run: Run) -> builtins.list[Machine]:
+        return _machines(self._cluster(), run)
+
+    def queue(self, run: Run) -> str | None:
+        try:
+            return states_of(self.list(run)) or None
+        except PacktrainError:
+            return None  # the cluster does not answer; the store still does
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        cluster = self._cluster()
+        pods = cluster.list(PODS, labelSelector=f"{LABEL}={label_of(run)}")
+        running = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running"]
+        if not running:
+            raise Mistake(f"{run.name}: no pod is running; `packtrain ls` says what they wait for")
+        name = _chosen(run, running, machine)
+        context = (f"--context={cluster.context}",) if cluster.context else ()
+        where = (*context, f"--namespace={cluster.namespace}")
+        if shutil.which("kubectl") is None:
+            return (sys.executable, "-m", __name__, "exec", *where, name)
+        return ("kubectl", *where, "exec", "-it", name, "-c", CONTAINER, "--", *_SHELL)
+
+    def targets(self) -> builtins.list[Target]:
+        raise Mistake("doctor has no machines of the cluster to look at yet; `packtrain run` checks the job against it")
+
+
+def _check_store(store: Store, settings: KubernetesSettings) -> None:
+    if store.is_directory and not is_mounted(store.url, settings):
+        fault = f"pods cannot write to the store {store.url}; use s3://bucket/prefix, or fleet.kubernetes.mounts"
+        raise FieldMistake("store", fault)
+
+
+def _warn_about_store(store: Store, settings: KubernetesSettings, say: Say) -> None:
+    """Say what pods will not have: this machine's keys, and what is only reachable from here."""
+    host = urlsplit(settings.variables.get("AWS_ENDPOINT_URL") or store.endpoint or "").hostname or ""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        say(f"the store's endpoint {store.endpoint} is this machine's own; pods may not reach it")
+    given = {settings.store_secret, settings.service_account} != {None} or settings.secrets
+    if set(passed_variables((), store.url)) - set(PLAIN_VARIABLES) and not given:
+        say("pods do not get this machine's keys for the store; set store_secret or service_account if they need any")
+
+
+@cache
+def _connected(context: str | None, namespace: str | None, kubeconfig: str | None) -> Cluster:  # noqa: ARG001
+    """Return a cluster that was connected to before: `ls` asks it for every run, and a login may take a second."""
+    return Cluster(context, namespace)
+
+
+def _amount(text: str) -> float:
+    from kubernetes.utils.quantity import parse_quantity
+
+    return float(parse_quantity(text))
+
+
+def _create(cluster: Cluster, document: Document, run: Run, say: Say) -> None:
+    """Create the Job, in place of one of the same run that has ended or is of another client's job or code."""
+    name = document["metadata"]["name"]
+    backoff = Backoff(0.5, 5.0, limit_seconds=_REPLACE_SECONDS)
+    while True:
+        try:
+            cluster.ask("POST", JOBS, body=document)
+            say(f"created Job {name} in {cluster.name}; see `kubectl describe job {name}`")
+            return
+        except RequestRefused as refused:
+            if refused.status != 409:
+                raise
+        there = cluster.find(JOBS, name)
+        if there is None:
+            continue  # deleted meanwhile
+        metadata = there["metadata"]
+        if (metadata.get("labels") or {}).get(LABEL) != label_of(run):
+            raise Mistake(f"the name {name} is already in use in {cluster.name}; delete that Job, or rename yours")
+        same = (metadata.get("annotations") or {}).get(CODE) == run.code_digest
+        if same and not is_ending(there):
+            say(f"Job {name} is already there; nothing was created")
+            return
+        if not metadata.get("deletionTimestamp"):
+            cluster.delete(JOBS, name, propagationPolicy="Foreground")
+        if not backoff.wait():
+            raise PacktrainError(f"the former Job {name} is still there; run `packtrain down {run.name}`")
+
+
+def _machines(cluster: Cluster, run: Run) -> list[Machine]:
+    """Return the pods that are or will be there; without any, the Job, which says why or creates others soon."""
+    name = label_of(run)
+    job = cluster.find(JOBS, name)
+    pods = cluster.list(PODS, labelSelector=f"{LABEL}={name}")
+    pods.sort(key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+    live = [pod for pod in pods if not is_over(pod)]
+    found = [Machine(pod["metadata"]["name"], _state(cluster, pod)) for pod in live]
+    if found or job is None:
+        return found
+    ended = [_state(cluster, pod) for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
+    last = f"; the last one: {ended[-1]}" if ended else ""
+    if ending_of(job) is not None:
+        machine = job_machine(job, "")
+        return [Machine(machine.name, machine.state + last, is_over=True)]
+    if (job.get("spec") or {}).get("suspend"):
+        queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+        return [job_machine(job, f"Suspended (in queue {queue})" if queue else "Suspended")]
+    if not pods and (why := _why_no_pods(cluster, name)):
+        return [job_machine(job, f"FailedCreate ({why})")]
+    return [job_machine(job, f"waiting for new pods{last}")]
+
+
+def _state(cluster: Cluster, pod: Document) -> str:
+    selector = f"involvedObject.name={pod['metadata']['name']}"
+    return state_of_pod(pod, lambda: _events(cluster, selector))
+
+
+def _events(cluster: Cluster, selector: str) -> list[Document]:
+    """Return events about an object; none if this person may not list them, since they only explain."""
+    try:
+        return cluster.list(EVENTS, fieldSelector=selector)
+    except RequestRefused as refused:
+        if refused.status == 403:
+            return []
+        raise
+
+
+def _why_no_pods(cluster: Cluster, job: str) -> str | None:
+    """Return why a Job creates no pods, such as a quota or a service account that does not exist."""
+    events = _events(cluster, f"involvedObject.name={job},reason=FailedCreate")
+    return next((str(event.get("message")) for event in reversed(events)), None)
+
+
+def _chosen(run: Run, pods: Sequence[Document], machine: str | None) -> str:
+    """Return the pod that a person means: by its own name, that of its node of the cluster, or of the run's node."""
+    names = [str(pod["metadata"]["name"]) for pod in pods]
+    if machine is None:
+        return names[0]
+    lease = run.lease(machine)
+    for name, pod in zip(names, pods, strict=True):
+        if machine in (name, pod["spec"].get("nodeName")) or (lease is not None and lease.address == address_of(pod)):
+            return name
+    raise Mistake(f"{run.name}: no pod {machine!r} is running; there are {', '.join(names)}")
+
+
+# A shell in a pod, without kubectl.
+
+
+def open_shell(cluster: Cluster, pod: str) -> int:
+    """Hand the terminal over to a shell in a pod, and return its exit code."""
+    from kubernetes.client import ApiClient, CoreV1Api
+    from kubernetes.stream import stream
+
+    api = CoreV1Api(ApiClient(cluster.configuration))
+    connection: Any = stream(
+        api.connect_get_namespaced_pod_exec, pod, cluster.namespace, container=CONTAINER, command=[*_SHELL],
+        stdin=True, stdout=True, stderr=False, tty=True, _preload_content=False,
+    )  # fmt: skip
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard) if os.isatty(keyboard) else None
+
+    def resize(*_: object) -> None:
+        size = shutil.get_terminal_size()
+        connection.write_channel(4, f'{{"Width":{size.columns},"Height":{size.lines}}}')
+
+    try:
+        if before is not None:
+            tty.setraw(keyboard, termios.TCSADRAIN)  # keeps what was typed ahead
+            signal.signal(signal.SIGWINCH, resize)
+            resize()
+        inputs = [connection.sock, keyboard]
+        while connection.is_open():
+            ready, _, _ = select.select(inputs, [], [], 1.0)
+            if keyboard in ready:
+                typed = os.read(keyboard, 4096)
+                inputs = inputs if typed else [connection.sock]
+                connection.write_stdin(typed.decode(errors="replace") or "\x04")
+            with suppress(BrokenPipeError):
+                sys.stdout.write(connection.read_stdout(timeout=0))
+                sys.stdout.flush()
+    finally:
+        if before is not None:
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+    try:
+        return int(connection.returncode)
+    except TypeError:  # the server did not say how the shell ended
+        raise PacktrainError(f"the connection to pod {pod} was lost; attach again") from None
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="packtrain.fleet.kubernetes.fleet")
+    parser.add_argument("verb", choices=["exec"])
+    parser.add_argument("--context")
+    parser.add_argument("--namespace")
+    parser.add_argument("pod")
+    options = parser.parse_args(words)
+    return open_shell(Cluster(options.context, options.namespace), options.pod)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PacktrainError as error:
+        print(f"packtrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
