@@ -1,0 +1,140 @@
+"""User data of an EC2 machine: the script that prepares it, runs the node, and ends the machine.
+
+The script is boot.sh with the values of a run before it. It has names of secrets, never their values. EC2 accepts only
+16 KB, so a launch template has it compressed, which cloud-init undoes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, Protocol
+
+from packtrain.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_MISTAKE,
+    EXIT_NOT_FOUND,
+    EXIT_STOPPED,
+    EXIT_UNFINISHED,
+)
+from packtrain.fleet.environment import FIND, write_archive
+from packtrain.fleet.fleet import node_arguments
+from packtrain.identity import identity, source
+from packtrain.run.run import Run
+from packtrain.system import cache_directory, sha256_of
+from packtrain.units import Duration
+
+ENVIRONMENT = "environment.tar"
+"""Name in a run's folder of what a machine makes its Python environment of; `put_environment` puts it there."""
+
+_EXITS = {
+    "done": EXIT_DONE,
+    "stopped": EXIT_STOPPED,
+    "missing": EXIT_NOT_FOUND,
+    "failed": EXIT_FAILED,
+    "mistake": EXIT_MISTAKE,
+    "unfinished": EXIT_UNFINISHED,
+}
+
+
+class ClaimedVolume(Protocol):
+    """An EBS volume by its name: machine i gets a free `name_i`, made as given if there is none."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, str | int]:
+        """Parameters of `ec2 create-volume`: SnapshotId, Size, VolumeType, Iops, Throughput."""
+
+
+class BootSettings(Protocol):
+    """The part of the fleet's settings that a machine has to know."""
+
+    @property
+    def linger(self) -> Duration: ...
+    @property
+    def volume(self) -> ClaimedVolume | None: ...
+    @property
+    def mounts(self) -> Mapping[str, str]:
+        """Directories and what is mounted there by NFS: `fs-0123:/` of EFS, or `server:/export`."""
+
+    @property
+    def secrets(self) -> Mapping[str, str]:
+        """Variables and where their values are: `ssm:NAME` or `secretsmanager:NAME`."""
+
+    @property
+    def python(self) -> str | None: ...
+    @property
+    def bundle(self) -> str | None:
+        """A directory of wheels, for machines without an index."""
+
+
+def boot_script(run: Run, settings: BootSettings, ends: float | None) -> str:
+    """Return the script. `ends` is when the machine has to be gone at the latest, in seconds since 1970."""
+    head = ["#!/bin/bash", f"# Packtrain: takes part in {run.name} and then ends this machine."]
+    body = source()["fleet/aws/boot.sh"].decode()
+    for word, code in _EXITS.items():
+        body = body.replace(f"@{word}@", str(code))
+    return "\n".join([*head, *_variables(run, settings, ends), body])
+
+
+def put_environment(run: Run, settings: BootSettings) -> None:
+    """Put what machines make their Python environment of into the run's folder, before a machine starts."""
+    with _archive(settings.bundle) as file:
+        run.store.put_file(run.key(ENVIRONMENT), Path(file.name))
+
+
+def _variables(run: Run, settings: BootSettings, ends: float | None) -> Iterator[str]:
+    # Without the Python, which the machine finds or makes.
+    command = node_arguments(run, "python", run.job.fleet.kind)[1:]
+    plain = {
+        "run": run.name,
+        "identity": identity(),
+        "python": settings.python or "",
+        "environment": run.key(ENVIRONMENT),
+        "digest": _digest(settings.bundle),
+        "mode": "-" if settings.bundle is None else "offline",
+        "linger": f"{settings.linger.value:.0f}",
+        "ends": "" if ends is None else f"{ends:.0f}",
+        "find": FIND,
+        "instance": source()["fleet/aws/instance.py"].decode(),
+    }
+    yield from (f"{name}={shlex.quote(value)}" for name, value in plain.items())
+    yield f"command=({shlex.join(command)})"
+    volume = settings.volume
+    asked = [] if volume is None else [volume.name, *(f"{name}={value}" for name, value in volume.parameters.items())]
+    yield f"volume=({shlex.join(asked)})"
+    yield f"mounts=({shlex.join(f'{source} {path}' for path, source in settings.mounts.items())})"
+    pairs = (f"[{name}]={shlex.quote(reference)}" for name, reference in settings.secrets.items())
+    yield f"declare -A secrets=({' '.join(pairs)})"
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in _environment(run).items())
+
+
+def _environment(run: Run) -> dict[str, str]:
+    """Return the variables by which the machine finds the store, and AWS if it is not at its usual place."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    endpoints = {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
+    # Set even to the usual address: it says that this machine has a role, also for another S3 server.
+    role = {"AWS_METADATA_ENDPOINT": "http://169.254.169.254"}
+    return {"PACKTRAIN_STORE": run.store.url, "AWS_REGION": region, **role, **dict(sorted(endpoints.items()))}
+
+
+@contextmanager
+def _archive(bundle: str | None) -> Iterator[IO[bytes]]:
+    """Give a file with the archive: with a bundle it may have several gigabytes."""
+    with tempfile.NamedTemporaryFile(dir=cache_directory()) as file:
+        write_archive(None if bundle is None else Path(bundle), file)
+        file.flush()
+        yield file
+
+
+@cache
+def _digest(bundle: str | None) -> str:
+    with _archive(bundle) as file:
+        return sha256_of(Path(file.name))

@@ -1,0 +1,137 @@
+"""EBS volumes with data that outlive a run: `imagenet_0`, `imagenet_1` and so on, one for each machine.
+
+A machine takes a free one of its zone when it starts, or makes one. The client checks that this can work, and asks for
+machines in the zones that have volumes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator
+
+from packtrain.errors import FieldMistake, Mistake
+from packtrain.fleet.aws.region import AwsRefusal, AwsRegion
+from packtrain.job.part import Location, Ordinal, Part, matching, must_be
+from packtrain.units import Machines, parse_bytes
+
+PACK = "packtrain-pack"  # tag of a snapshot: the pack that is on it
+_FIELD = "fleet.aws.volume"
+
+
+def gibibytes(size: str) -> int:
+    """Return a size as EBS counts it: what AWS, and a job, call 600 GB are 600 GiB."""
+    return math.ceil(parse_bytes(re.sub("i(?=B$)", "", size.strip())) / 1e9)
+
+
+def _read_size(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(must_be("a size, such as '600 GB'", value))
+    gibibytes(value)
+    return value
+
+
+DiskSize = Annotated[str, PlainValidator(_read_size)]
+VolumeName = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name, such as imagenet")]
+Snapshot = Annotated[str, matching(r"snap-[0-9a-f]{8,17}", "a snapshot, such as snap-0123456789abcdef0")]
+
+
+class VolumeSettings(Part):
+    """Volumes by the prefix of their names. One that is missing is made from the snapshot, or blank with `size`."""
+
+    name: VolumeName
+    snapshot: Snapshot | None = None
+    size: DiskSize | None = None
+    type: Literal["gp2", "gp3", "io1", "io2", "st1", "sc1"] = "gp3"
+    iops: Ordinal | None = None
+    throughput: Ordinal | None = None
+
+    @property
+    def can_be_made(self) -> bool:
+        return self.snapshot is not None or self.size is not None
+
+    @property
+    def parameters(self) -> Mapping[str, str | int]:
+        """The request to EC2, if a machine has to make one."""
+        given = {
+            "SnapshotId": self.snapshot,
+            "Size": None if self.size is None else gibibytes(self.size),
+            "VolumeType": self.type,
+            "Iops": self.iops,
+            "Throughput": self.throughput,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.iops is not None and self.type not in ("gp3", "io1", "io2"):
+            yield ("iops",), f"{self.type} volumes have no iops to set; use gp3, io1 or io2"
+        if self.iops is None and self.type in ("io1", "io2"):
+            yield ("iops",), f"is required for {self.type} volumes"
+        if self.throughput is not None and self.type != "gp3":
+            yield ("throughput",), f"{self.type} volumes have no throughput to set; use gp3"
+
+
+def volume_zones(region: AwsRegion, volume: VolumeSettings, machines: Machines) -> list[str] | None:
+    """Return the zones in which machines find volumes; None if they can be made in any. Refuses what cannot work."""
+    if volume.snapshot is not None:
+        try:
+            region.ask("ec2", "describe-snapshots", SnapshotIds=[volume.snapshot])
+        except AwsRefusal as refusal:
+            if refusal.is_missing:
+                raise FieldMistake(f"{_FIELD}.snapshot", f"no snapshot {volume.snapshot} in {region.place}") from None
+            raise
+    found = named_volumes(region, volume.name)
+    free = Counter(one["AvailabilityZone"] for one in found if one["State"] == "available")
+    if sum(free.values()) >= machines.most:
+        return sorted(free)  # enough for all machines: none has to be made
+    if volume.can_be_made:
+        return None
+    if not found:
+        fault = f"no volume named {volume.name}_0, _1, ... in {region.place}; give a snapshot, or a size for blank ones"
+        raise FieldMistake(f"{_FIELD}.name", fault)
+    if sum(free.values()) < machines.least:
+        fault = f"only {sum(free.values())} of {len(found)} volumes {volume.name}_* are free, for {machines} machines"
+        raise FieldMistake(f"{_FIELD}.name", f"{fault}; end the runs that use them, or give a snapshot")
+    return sorted(free)
+
+
+def named_volumes(region: AwsRegion, name: str) -> list[dict[str, Any]]:
+    """Return the volumes `name_0`, `name_1` and so on."""
+    named = {"Name": "tag:Name", "Values": [f"{name}_*"]}
+    found = region.ask_all("ec2", "describe-volumes", "Volumes", Filters=[named])
+    return [one for one in found if re.fullmatch(rf"{re.escape(name)}_[0-9]+", name_of(one))]
+
+
+def name_of(found: dict[str, Any]) -> str:
+    return next((str(tag["Value"]) for tag in found.get("Tags", ()) if tag["Key"] == "Name"), "")
+
+
+def snapshot_of(
+    region: AwsRegion, volume: VolumeSettings, instances: Sequence[str], run: str, pack: str | None
+) -> tuple[str, bool]:
+    """Return a snapshot of the volume of one of these instances, and True if it is new: a pack is kept only once."""
+    if pack is not None:
+        filters = [{"Name": f"tag:{PACK}", "Values": [pack]}, {"Name": "tag:Name", "Values": [volume.name]}]
+        known = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
+        if good := [one["SnapshotId"] for one in known if one["State"] != "error"]:
+            return good[0], False
+    attached = [
+        one["VolumeId"]
+        for one in named_volumes(region, volume.name)
+        if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))
+    ]
+    if not attached:
+        raise Mistake(f"{run}: no volume {volume.name}_* is attached to its machines; wait until they have started")
+    tags = {"Name": volume.name, "packtrain-run": run, **({PACK: pack} if pack else {})}
+    made = region.ask(
+        "ec2",
+        "create-snapshot",
+        VolumeId=attached[0],
+        Description=f"{volume.name} of {run}",
+        TagSpecifications=[{"ResourceType": "snapshot", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
+    )
+    return made["SnapshotId"], True

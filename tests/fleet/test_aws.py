@@ -1,0 +1,694 @@
+"""Machines of AWS: planned, created, listed and ended through the real SDK, against moto."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from pydantic import ValidationError
+
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.fleet import release
+from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
+from packtrain.fleet.aws.lookup import trouble_of
+from packtrain.fleet.aws.policy import policy
+from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of
+from packtrain.fleet.cloud import StillInUse, label_of, remove
+from packtrain.fleet.down import remove_found, take_inventory
+from packtrain.fleet.fleet import silent
+from packtrain.job.job import BudgetSettings
+from packtrain.job.part import faults
+from packtrain.pack.build import PlainProgress
+from packtrain.run.records import Result
+from packtrain.run.run import Run
+from packtrain.run.trust import remember
+from packtrain.start import create, dry_run, load, start
+from packtrain.store import Store, open_store
+from parts.runs import a_lease, new_run, program_job
+from parts.s3 import S3Server
+
+REGION = "us-east-1"
+IMAGE = "ami-785db401"  # an Ubuntu that moto knows
+UBUNTU = "ubuntu/images/hvm-ssd/ubuntu-xenial-16.04-amd64-server-*"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fleets" / "aws.yaml"
+
+
+@pytest.fixture
+def region(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[AwsRegion]:
+    """An account of moto's with a role for machines; whatever runs left in it is deleted after the test."""
+    monkeypatch.setenv("AWS_REGION", REGION)
+    region = AwsRegion(None, REGION)
+    with suppress(AwsRefusal):  # the server has it from an earlier test
+        region.ask("iam", "create-instance-profile", InstanceProfileName="nodes")
+    yield region
+    remove(lambda: region.resources(None), region)
+
+
+def settings_of(**given: Any) -> AwsSettings:
+    least = {"region": REGION, "instances": ["g5.xlarge"], "image": IMAGE, "role": "nodes"}
+    return AwsSettings.model_validate({**least, **given})
+
+
+def run_on(store: Store, given: dict[str, Any], **fields: Any) -> Run:
+    """Create the run of a small job on AWS; nothing is started."""
+    kind = settings_of(**given).model_dump(mode="json")
+    return new_run(store, program_job(fleet={"aws": kind}, **fields))
+
+
+def requests_of(run: Run) -> dict[str, Any]:
+    """Return what each command of the plan sends, by the name of the command."""
+    plans = run.job.fleet.kind.build().plan(run)
+    return {plan.arguments[2]: json.loads(plan.script) for plan in plans if plan.script and plan.arguments[0] == "aws"}
+
+
+def kinds_of(region: AwsRegion, run: Run | None = None) -> list[str]:
+    return [resource.kind for resource in region.resources(None if run is None else label_of(run))]
+
+
+@contextmanager
+def hooked(region: AwsRegion, event: str, handler: Callable[..., Any]) -> Iterator[None]:
+    """Call a handler at an event of the SDK's clients, which all regions of this name share."""
+    events = [region.client(service).meta.events for service in ("ec2", "autoscaling", "iam", "ssm")]
+    for one in events:
+        one.register(event, handler)
+    try:
+        yield
+    finally:
+        for one in events:
+            one.unregister(event, handler)
+
+
+def answering(region: AwsRegion, operation: str, answer: dict[str, Any]) -> Any:
+    """Give this answer of AWS instead of moto's."""
+    return hooked(region, f"before-call.*.{operation}", lambda **_: (SimpleNamespace(status_code=200), answer))
+
+
+# A launch.
+
+
+def test_a_launch_creates_a_group_of_machines_and_down_leaves_nothing(region: AwsRegion, s3_store: Store) -> None:
+    asked = {"machines": 2, "spot": True, "instances": ["g5.xlarge", "g4dn.xlarge"]}
+    run = run_on(s3_store, asked, budget={"hours": 2})
+    said: list[str] = []
+    start(run, tied=False, say=said.append)
+    assert kinds_of(region, run) == [
+        "Auto Scaling group", "instance", "instance", "launch template", "security group",
+    ]  # fmt: skip
+    assert {resource.run for resource in region.resources(None)} == {run.name}
+    assert "g5.xlarge from $" in said[0]
+    fleet = run.job.fleet.kind.build()
+    assert [machine.state for machine in fleet.list(run)] == ["running", "running"]
+    assert fleet.queue(run) == "2 running of 2"
+    actions = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=label_of(run))
+    assert [action["MaxSize"] for action in actions["ScheduledUpdateGroupActions"]] == [0]
+    fleet.down(run)
+    assert region.resources(None) == []
+
+
+def test_a_second_start_creates_nothing_twice_and_takes_the_new_job(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {"machines": 1})
+    start(run, tied=False, say=silent)
+    before = region.resources(label_of(run))
+    start(run, tied=False, say=silent)
+    assert region.resources(label_of(run)) == before
+    versions = region.ask("ec2", "describe-launch-template-versions", LaunchTemplateName=label_of(run))
+    assert len(versions["LaunchTemplateVersions"]) == 2
+
+
+def test_a_resumed_run_has_the_end_of_its_new_budget(region: AwsRegion, s3_store: Store) -> None:
+    """An old tag would make it look expired, and an old action would end it."""
+    run = run_on(s3_store, {}, budget={"hours": 1})
+    start(run, tied=False, say=silent)
+    job = run.job.model_copy(update={"budget": BudgetSettings()})
+    start(run.changed(job), tied=False, say=silent)
+    actions = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=label_of(run))
+    assert actions["ScheduledUpdateGroupActions"] == []
+    expires = {one.kind: one.expires for one in region.resources(label_of(run))}
+    # moto never changes the tags of a template.
+    assert (expires["Auto Scaling group"], expires["security group"]) == ("never", "never")
+
+
+@pytest.mark.parametrize(("status", "left"), [("finished", False), ("failed", True)])
+def test_who_sees_the_end_of_a_run_deletes_what_its_machines_could_not(
+    region: AwsRegion, s3_store: Store, status: Literal["finished", "failed"], left: bool
+) -> None:
+    run = run_on(s3_store, {"create_role": True, "role": None})
+    remember(run)
+    start(run, tied=False, say=silent)
+    run.finish(Result(status, "done", 1, 1.0))
+    said: list[str] = []
+    release(run, said.append)
+    assert bool(region.resources(None)) == left
+    assert any("stay for 10 min" in line for line in said) == left
+
+
+def test_a_resumed_run_gets_new_machines_in_place_of_those_that_stay_for_a_look(
+    region: AwsRegion, s3_store: Store
+) -> None:
+    run = run_on(s3_store, {"machines": 2})
+    start(run, tied=False, say=silent)
+    before = {one["InstanceId"] for one in region.instances(label_of(run))}
+    run.renew(a_lease("a", left=True))  # its machine lingers
+    # moto starts no machines of the second version of a template.
+    region.ask("ec2", "delete-launch-template", LaunchTemplateName=label_of(run))
+    start(run, tied=False, say=silent)
+    after = {one["InstanceId"] for one in region.instances(label_of(run))}
+    assert (len(before), len(after), before & after) == (2, 2, set())
+
+
+def test_a_group_that_waits_for_the_end_of_its_machines_is_no_error(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {})
+    start(run, tied=False, say=silent)
+    [group, *_] = region.resources(label_of(run))
+
+    def refuse(**_: object) -> None:
+        answer = {"Error": {"Code": "ValidationError", "Message": "the group is pending deletion"}}
+        raise ClientError(answer, "DeleteAutoScalingGroup")
+
+    status = {"AutoScalingGroups": [{"AutoScalingGroupName": group.name, "Status": "Delete in progress"}]}
+    with hooked(region, "before-call.*.DeleteAutoScalingGroup", refuse):
+        with pytest.raises(AwsRefusal, match="pending deletion"):
+            region.delete(group)
+        with answering(region, "DescribeAutoScalingGroups", status), pytest.raises(StillInUse):
+            region.delete(group)
+
+
+def test_a_group_that_is_changing_is_asked_again(region: AwsRegion, s3_store: Store) -> None:
+    asked: list[str] = []
+
+    def refuse_once(**_: object) -> None:
+        asked.append("SetDesiredCapacity")
+        if len(asked) == 1:
+            answer = {"Error": {"Code": "ResourceContention", "Message": "You already have a pending update"}}
+            raise ClientError(answer, "SetDesiredCapacity")
+
+    run = run_on(s3_store, {})
+    with hooked(region, "before-call.*.SetDesiredCapacity", refuse_once):
+        start(run, tied=False, say=silent)
+    assert len(asked) == 2
+    assert "instance" in kinds_of(region, run)
+
+
+def test_a_rule_for_ssh_is_added_to_a_security_group_that_is_there(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {})
+    start(run, tied=False, say=silent)
+    fleet = run.job.fleet.model_copy(update={"kind": settings_of(ssh_from="203.0.113.7/32")})
+    start(run.changed(run.job.model_copy(update={"fleet": fleet})), tied=False, say=silent)
+    [group] = region.ask("ec2", "describe-security-groups", GroupNames=[label_of(run)])["SecurityGroups"]
+    assert [rule.get("FromPort") for rule in group["IpPermissions"]] == [None, 22]
+
+
+def test_an_interrupted_launch_is_undone(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {"spot": True, "create_role": True, "role": None})
+
+    def interrupt(text: str) -> None:
+        if text.startswith("spot prices"):  # after the machines were asked for
+            assert "instance" in kinds_of(region, run)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(run, tied=False, say=interrupt)
+    assert region.resources(None) == []
+
+
+CHANGES = 11  # requests of the launch below that change something
+ASKED = {"machines": 2, "spot": True, "create_role": True, "role": None}
+
+
+def killed_at(change: int, run: Run, region: AwsRegion) -> None:
+    """Start the run in a process that is killed when AWS has done that many changes, before it sees the answer."""
+    process = os.fork()
+    if process == 0:
+        for service in ("ec2", "autoscaling", "iam", "ssm"):
+            region.client(service).close()  # its connections are this process's, too
+        done = 0
+
+        def kill(model: Any, **_: Any) -> None:
+            nonlocal done
+            if not model.name.startswith(("Describe", "Get", "List")):
+                done += 1
+            if done == change:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with hooked(region, "after-call", kill):
+            start(run, tied=False, say=silent)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) == (change <= CHANGES), "the launch has this many changes"
+
+
+def test_whenever_a_launch_is_killed_down_all_leaves_nothing(region: AwsRegion, tmp_path: Path) -> None:
+    """A store in a directory, since a client of buckets has threads, which do not survive a fork."""
+    store = open_store(str(tmp_path / "store"), create=True)
+    left = []
+    for change in range(1, CHANGES + 2):
+        run = run_on(store, {**ASKED, "mounts": {str(tmp_path): "server:/share"}}, budget={"hours": 1})
+        run.job.fleet.kind.build().plan(run)  # here, so that the environment is packed once and not in every process
+        killed_at(change, run, region)
+        assert len(run.launches()) == 1, "the intent was recorded first"
+        inventory = take_inventory([f"aws:{REGION}"])
+        left.append(sorted({resource.kind for resource in inventory.resources}))
+        remove_found(inventory)
+        assert region.resources(None) == []
+    assert left[0] == ["role"]
+    assert ["instance" in kinds for kinds in left] == [False] * (CHANGES - 1) + [True, True], "machines come last"
+    assert left[-1] == [
+        "Auto Scaling group",
+        "instance",
+        "instance profile",
+        "launch template",
+        "role",
+        "security group",
+    ]
+    groups = region.ask("ec2", "describe-security-groups")["SecurityGroups"]
+    assert not [group for group in groups if group["GroupName"].startswith("packtrain-")]
+
+
+def test_down_all_finds_what_runs_have_in_every_region_that_is_named(region: AwsRegion) -> None:
+    tags = [{"ResourceType": "security-group", "Tags": [{"Key": "packtrain-label", "Value": "packtrain-lost-1"}]}]
+    places = [region, AwsRegion(None, "us-west-2")]
+    for place in places:
+        vpc = place.ask("ec2", "describe-vpcs")["Vpcs"][0]["VpcId"]
+        asked = {"GroupName": "lost", "Description": "lost", "VpcId": vpc, "TagSpecifications": tags}
+        place.ask("ec2", "create-security-group", **asked)
+    inventory = take_inventory(["aws:us-east-1,us-west-2"])
+    assert [(one.kind, one.place) for one in inventory.resources] == [
+        ("security group", "us-east-1"), ("security group", "us-west-2"),
+    ]  # fmt: skip
+    remove_found(inventory)
+    assert [place.resources(None) for place in places] == [[], []]
+
+
+def test_no_secret_reaches_aws_by_way_of_a_launch(
+    region: AwsRegion, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "/team/wandb"
+    region.ask("ssm", "put-parameter", Name=name, Value="canary-in-aws", Type="SecureString", Overwrite=True)
+    monkeypatch.setenv("WANDB_API_KEY", "canary-here")
+    run = run_on(s3_store, {"secrets": {"WANDB_API_KEY": f"ssm:{name}"}}, environment=["WANDB_API_KEY"])
+    sent: list[str] = []
+    with hooked(region, "before-send", lambda request, **_: sent.append(f"{request.url} {request.body!r}")):
+        start(run, tied=False, say=silent)
+    [template] = region.ask("ec2", "describe-launch-template-versions", LaunchTemplateName=label_of(run))[
+        "LaunchTemplateVersions"
+    ]
+    script = gzip.decompress(base64.b64decode(template["LaunchTemplateData"]["UserData"])).decode()
+    assert f"ssm:{name}" in script
+    everything = " ".join([script, *sent, repr(run.job.fleet.kind.build().plan(run))])
+    assert len(sent) > 10
+    for secret in ("canary-in-aws", "canary-here", "secret-of-moto"):
+        assert secret not in everything
+
+
+# The plan.
+
+
+def test_spot_machines_come_from_several_types_and_are_replaced_early(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {"machines": "2..4", "spot": True, "on_demand": 1, "instances": ["g5.xlarge", "g6.xlarge"]})
+    requests = requests_of(run)
+    group = requests["create-auto-scaling-group"]
+    assert (group["MinSize"], group["DesiredCapacity"], group["MaxSize"]) == (0, 0, 4)
+    assert requests["set-desired-capacity"]["DesiredCapacity"] == 4
+    assert group["CapacityRebalance"]
+    mixed = group["MixedInstancesPolicy"]
+    assert mixed["LaunchTemplate"]["Overrides"] == [{"InstanceType": "g5.xlarge"}, {"InstanceType": "g6.xlarge"}]
+    assert mixed["InstancesDistribution"]["SpotAllocationStrategy"] == "price-capacity-optimized"
+    assert mixed["InstancesDistribution"]["OnDemandBaseCapacity"] == 1
+    assert mixed["InstancesDistribution"]["OnDemandPercentageAboveBaseCapacity"] == 0
+    assert all(tag["PropagateAtLaunch"] for tag in group["Tags"])
+
+
+def test_machines_require_tokens_for_their_metadata_and_leave_no_disk(region: AwsRegion, s3_store: Store) -> None:
+    requests = requests_of(run_on(s3_store, {"key": "me", "disk": "200 GB"}))
+    data = requests["create-launch-template"]["LaunchTemplateData"]
+    assert data["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 2}
+    assert data["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert data["KeyName"] == "me"
+    [disk] = data["BlockDeviceMappings"]
+    assert disk["Ebs"] == {"VolumeType": "gp3", "VolumeSize": 200, "DeleteOnTermination": True}
+    tags = {tag["Key"] for specification in data["TagSpecifications"] for tag in specification["Tags"]}
+    assert {"packtrain-label", "packtrain-run", "packtrain-store", "packtrain-owner", "packtrain-expires"} <= tags
+
+
+@pytest.mark.parametrize(("network", "rules"), [(None, 1), ("203.0.113.7/32", 2)])
+def test_only_members_reach_a_machine_unless_ssh_is_asked_for(
+    region: AwsRegion, s3_store: Store, network: str | None, rules: int
+) -> None:
+    run = run_on(s3_store, {"ssh_from": network})
+    plans = [plan for plan in AwsFleet(settings_of(ssh_from=network)).plan(run) if "-ingress" in plan.arguments[2]]
+    asked = [rule for plan in plans for rule in json.loads(plan.script or "")["IpPermissions"]]
+    assert len(asked) == rules
+    assert asked[0] == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "${SECURITY_GROUP}"}]}
+    assert [rule["IpRanges"][0]["CidrIp"] for rule in asked[1:]] == ([network] if network else [])
+
+
+def test_efa_and_a_placement_group_are_used_where_asked(region: AwsRegion, s3_store: Store) -> None:
+    asked = {"efa": 2, "placement_group": "near", "zones": ["us-east-1a"], "instances": ["p4d.24xlarge"]}
+    requests = requests_of(run_on(s3_store, asked))
+    data = requests["create-launch-template"]["LaunchTemplateData"]
+    assert data["Placement"] == {"GroupName": "near"}
+    assert [card["InterfaceType"] for card in data["NetworkInterfaces"]] == ["efa", "efa"]
+    assert "SecurityGroupIds" not in data
+    assert "authorize-security-group-egress" in requests
+
+
+def test_the_budget_in_dollars_is_an_end_that_aws_keeps(region: AwsRegion, s3_store: Store) -> None:
+    kind = settings_of(machines=2).model_dump(mode="json")
+    job = program_job(fleet={"aws": kind, "price": 3.0}, budget={"dollars": 6.0})
+    run = new_run(s3_store, job)
+    end = requests_of(run)["put-scheduled-update-group-action"]
+    assert (end["MaxSize"], end["DesiredCapacity"]) == (0, 0)
+    assert "put-scheduled-update-group-action" not in requests_of(run_on(s3_store, {}))
+
+
+def test_the_plan_is_valid_for_the_aws_command(region: AwsRegion, s3_store: Store) -> None:
+    """botocore checks the requests as the command does."""
+    from botocore.validate import ParamValidator
+
+    run = run_on(s3_store, {**ASKED, "efa": 1, "key": "me", "ssh_from": "10.0.0.0/8"}, budget={"hours": 1})
+    for plan in run.job.fleet.kind.build().plan(run):
+        if plan.script is None or "--cli-input-json" not in plan.arguments:
+            continue
+        client = session_of(None).client(plan.arguments[1], region_name=REGION)
+        operation = client.meta.method_to_api_mapping[plan.arguments[2].replace("-", "_")]
+        shape = client.meta.service_model.operation_model(operation).input_shape
+        assert not ParamValidator().validate(json.loads(plan.script), shape).has_errors()
+
+
+def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region: AwsRegion, s3_store: Store) -> None:
+    asked = {
+        "secrets": {"A": "ssm:/team/a", "B": "secretsmanager:team/b"},
+        "volume": {"name": "imagenet", "snapshot": "snap-0123456789abcdef0"},
+    }
+    run = run_on(s3_store, asked)
+    statements = {one["Sid"]: one for one in policy(run, run.job.fleet.kind, region)["Statement"]}  # type: ignore[arg-type]
+    assert statements["ReadAndWriteTheStore"]["Resource"] == f"arn:aws:s3:::{s3_store.url.removeprefix('s3://')}/*"
+    assert statements["ReadSecretsOfSsm"]["Resource"] == [f"arn:aws:ssm:{REGION}:*:parameter/team/a"]
+    assert statements["ReadSecretsOfSecretsmanager"]["Resource"] == [
+        f"arn:aws:secretsmanager:{REGION}:*:secret:team/b-??????"
+    ]
+    unbounded = {name for name, one in statements.items() if one["Resource"] == "*"}
+    assert unbounded == {"SeeTheGroup", "SeeVolumes", "AttachToTheMachine"}
+    assert "create-policy" in requests_of(run), "a dry run prints it for whoever manages the role"
+
+
+def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:
+    loaded = load(EXAMPLE, [f"store={s3_location}"])
+    commands = [plan.arguments[2] for plan in dry_run(loaded).plans if plan.arguments[0] == "aws"]
+    assert commands[-1] == "set-desired-capacity"
+
+
+# What is refused, before anything exists.
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "told"),
+    [
+        ({"instances": []}, "instances", "must name at least one"),
+        ({"instances": ["g5.xlarge", "g5.xlarge"]}, "instances", "twice"),
+        ({"role": None}, "role", "set create_role: true"),
+        ({"create_role": True}, "create_role", "remove one of the two"),
+        ({"attach": "ssh"}, "attach", "needs a key pair"),
+        ({"on_demand": 1}, "on_demand", "without spot"),
+        ({"placement_group": "near"}, "zones", "in one zone"),
+        ({"secrets": {"X": "hunter2"}}, "secrets", "ssm:/name"),
+        ({"volume": {"name": "a", "type": "io2"}}, "volume", "is required"),
+        ({"volume": {"name": "a", "type": "st1", "iops": 5}}, "volume", "no iops"),
+        ({"volume": {"name": "a", "size": 600}}, "volume", "a size, such as '600 GB'"),
+        ({"mounts": {"/data": "fs-1"}}, "mounts", "of EFS"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(given: dict[str, Any], place: str, told: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        settings_of(**given)
+    location, text, _ = faults(error.value)[0]
+    assert location[0] == place
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"instances": ["g5.xlarge", "zz9.top"]}, "fleet.aws.instances: unknown instance type in us-east-1: zz9.top"),
+        ({"image": "ami-00000000000000000"}, "fleet.aws.image: no image ami-00000000000000000"),
+        ({"image": "nothing-of-that-name-*"}, "fleet.aws.image: no image 'nothing-of-that-name-*' of amazon"),
+        ({"image": "ssm:/no/such"}, "fleet.aws.image: no parameter /no/such"),
+        ({"disk": "1 GB"}, "fleet.aws.disk: 1 GB is too small"),
+        ({"instances": ["g5g.xlarge"]}, "is for x86_64, but g5g.xlarge is arm64"),
+        ({"efa": 1}, "fleet.aws.efa: g5.xlarge has fewer EFA interfaces than 1"),
+        ({"key": "nobody"}, "fleet.aws.key: no key pair nobody"),
+        ({"role": "nobody"}, "fleet.aws.role: no instance profile nobody"),
+        ({"subnets": ["subnet-123"]}, "fleet.aws.subnets: no subnet subnet-123"),
+        ({"zones": ["us-east-1z"]}, "fleet.aws.zones: no subnet in us-east-1z"),
+        ({"zones": ["us-east-1e"]}, "us-east-1e do not offer g5.xlarge; zones that do: us-east-1a"),
+        ({"secrets": {"X": "ssm:/no/such"}}, "fleet.aws.secrets.X: no secret ssm:/no/such"),
+        ({"secrets": {"X": "secretsmanager:none"}}, "fleet.aws.secrets.X: no secret secretsmanager:none"),
+        ({"volume": {"name": "none"}}, "fleet.aws.volume.name: no volume named none_0"),
+        (
+            {"volume": {"name": "x", "snapshot": "snap-00000000"}},
+            "fleet.aws.volume.snapshot: no snapshot snap-00000000",
+        ),
+        ({"region": "us-east-11"}, "fleet.aws.region: unknown region 'us-east-11'; did you mean 'us-east-1'?"),
+        ({"profile": "nobody"}, "fleet.aws.profile: The config profile (nobody) could not be found"),
+    ],
+)
+def test_what_is_missing_in_the_account_is_named(
+    region: AwsRegion, s3_store: Store, given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(Mistake) as error:
+        AwsFleet(settings_of(**given)).check(program_job(), s3_store)
+    assert told in str(error.value)
+    assert region.resources(None) == []
+
+
+def test_a_mistake_is_shown_with_its_line(region: AwsRegion, s3_location: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    text = EXAMPLE.read_text().replace("spot: true", "spot: true\n    image: ami-00000000000000000")
+    job.write_text(text.replace("s3://my-bucket/store", s3_location))
+    (tmp_path / "meet.py").touch()
+    line = next(number for number, line in enumerate(job.read_text().splitlines(), 1) if "image: ami" in line)
+    with pytest.raises(Mistake, match=f"job.yaml:{line}: fleet.aws.image: no image ami-00000000000000000"):
+        create(load(job), PlainProgress(silent))
+
+
+def test_a_failed_resume_is_undone_though_a_security_group_was_left(region: AwsRegion, s3_store: Store) -> None:
+    run = run_on(s3_store, {"machines": 1})
+    start(run, tied=False, say=silent)
+    for resource in region.resources(label_of(run)):
+        if resource.kind != "security group":  # as the last machine of a run does
+            region.delete(resource)
+    assert kinds_of(region, run)[-1] == "security group"
+    with (
+        answering(region, "DescribeInstances", {"Reservations": []}),
+        answering(region, "DescribeScalingActivities", {"Activities": [failed(NO_QUOTA)]}),
+        pytest.raises(PacktrainError, match="quota of vCPUs"),
+    ):
+        start(run, tied=False, say=silent)
+    assert region.resources(None) == []
+
+
+def test_a_variable_without_a_reference_is_refused(region: AwsRegion, s3_store: Store) -> None:
+    with pytest.raises(Mistake, match=r"environment.0: HF_TOKEN .*write fleet.aws.secrets: {HF_TOKEN: ssm:/name}"):
+        AwsFleet(settings_of()).check(program_job(environment=["HF_TOKEN"]), s3_store)
+
+
+def test_a_directory_that_machines_do_not_mount_is_refused(region: AwsRegion, directory_store: Store) -> None:
+    with pytest.raises(Mistake, match="store: machines of aws do not have the directory"):
+        AwsFleet(settings_of()).check(program_job(), directory_store)
+    AwsFleet(settings_of(mounts={directory_store.url: "fs-0123:/"})).check(program_job(), directory_store)
+
+
+def test_without_credentials_there_is_one_line(
+    region: AwsRegion, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    with pytest.raises(Mistake, match="no valid AWS credentials; run `aws configure`"):
+        AwsFleet(settings_of()).check(program_job(), s3_store)
+
+
+def test_an_image_is_found_by_name_and_by_parameter(region: AwsRegion, s3_store: Store) -> None:
+    region.ask("ssm", "put-parameter", Name="/images/mine", Value=IMAGE, Type="String", Overwrite=True)
+    for image in (UBUNTU, "ssm:/images/mine"):
+        run = run_on(s3_store, {"image": image})
+        start(run, tied=False, say=silent)
+        [machine] = region.instances(label_of(run))
+        assert machine["ImageId"] == IMAGE
+
+
+def test_who_may_not_is_told_which_right_is_missing(region: AwsRegion, s3_store: Store) -> None:
+    denied = {"Error": {"Code": "UnauthorizedOperation", "Message": "You are not authorized"}}
+
+    def refuse(**_: Any) -> tuple[Any, dict[str, Any]]:
+        return SimpleNamespace(status_code=403), denied
+
+    with hooked(region, "before-call.*.CreateLaunchTemplate", refuse), pytest.raises(Mistake) as error:
+        start(run_on(s3_store, {}), tied=False, say=silent)
+    assert "aws ec2 create-launch-template in us-east-1: not allowed" in str(error.value)
+    assert "ask for the right to ec2:CreateLaunchTemplate" in str(error.value)
+    assert region.resources(None) == []
+
+
+# Capacity.
+
+NO_CAPACITY = "Could not launch Spot Instances. InsufficientInstanceCapacity - There is no Spot capacity available"
+NO_QUOTA = (
+    "You have requested more vCPU capacity than your current vCPU limit of 0 allows. Launching EC2 instance failed."
+)
+
+
+def failed(message: str) -> dict[str, Any]:
+    return {"StatusCode": "Failed", "StatusMessage": message}
+
+
+@pytest.mark.parametrize(
+    ("message", "told", "for_good"),
+    [
+        (NO_CAPACITY, "AWS has no free machines of these types in these zones", False),
+        (NO_QUOTA, "quota of vCPUs", True),
+        ("Could not launch Spot Instances. MaxSpotInstanceCountExceeded - Max spot instance count exceeded.",
+         "quota of spot machines", True),
+        ("The image id '[ami-1]' does not exist. Launching EC2 instance failed.", "the image is gone", True),
+        ("Something new. Launching EC2 instance failed.", "Something new", False),
+    ],
+)  # fmt: skip
+def test_why_a_group_has_no_machines_is_said_in_words(message: str, told: str, for_good: bool) -> None:
+    trouble = trouble_of([{"StatusCode": "InProgress"}, failed(message)])
+    assert trouble is not None
+    assert told in trouble.text
+    assert trouble.for_good == for_good
+    assert trouble_of([{"StatusCode": "Successful"}, failed(message)]) is None
+
+
+def test_a_quota_ends_the_launch_and_leaves_nothing(region: AwsRegion, s3_store: Store) -> None:
+    nothing, news = {"Reservations": []}, {"Activities": [failed(NO_QUOTA)]}
+    run = run_on(s3_store, {})
+    with (
+        answering(region, "DescribeInstances", nothing),
+        answering(region, "DescribeScalingActivities", news),
+        pytest.raises(PacktrainError, match="quota of vCPUs"),
+    ):
+        start(run, tied=False, say=silent)
+    assert region.resources(None) == []
+
+
+def test_without_capacity_the_group_keeps_trying_and_ls_says_why(
+    region: AwsRegion, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.fleet.aws.fleet.NEWS_SECONDS", 0.1)
+    said: list[str] = []
+    run = run_on(s3_store, {"machines": 2})
+    with (
+        answering(region, "DescribeInstances", {"Reservations": []}),
+        answering(region, "DescribeScalingActivities", {"Activities": [failed(NO_CAPACITY)]}),
+    ):
+        start(run, tied=False, say=said.append)
+        state = run.job.fleet.kind.build().queue(run)
+    assert "AWS has no free machines" in said[0]
+    assert "the group keeps trying" in said[0]
+    assert state is not None
+    assert state.startswith("no machine of 2: AWS has no free machines")
+    assert "Auto Scaling group" in kinds_of(region, run)
+
+
+# Machines that are there.
+
+
+def test_a_shell_is_opened_by_ssh_or_by_ssm(
+    region: AwsRegion, s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(AwsRefusal):
+        region.ask("ec2", "create-key-pair", KeyName="me")
+    run = run_on(s3_store, {"key": "me"})
+    with pytest.raises(Mistake, match="no machine is running"):
+        run.job.fleet.kind.build().shell(run, None)
+    start(run, tied=False, say=silent)
+    [machine] = region.instances(label_of(run))
+    by_ssh = run.job.fleet.kind.build().shell(run, machine["PrivateIpAddress"])
+    assert by_ssh[:3] == ("ssh", "-t", "--")
+    assert by_ssh[3].startswith("ubuntu@")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Mistake, match="needs the aws command"):
+        AwsFleet(settings_of(attach="ssm")).shell(run, None)
+    (tmp_path / "aws").touch(mode=0o755)
+    by_ssm = AwsFleet(settings_of(attach="ssm")).shell(run, None)
+    assert by_ssm == ("aws", "ssm", "start-session", "--target", machine["InstanceId"], "--region", REGION)
+    with pytest.raises(Mistake, match="no machine 'other'"):
+        run.job.fleet.kind.build().shell(run, "other")
+
+
+# Volumes.
+
+
+@pytest.fixture
+def volumes(region: AwsRegion) -> Iterator[list[str]]:
+    """imagenet_0 and imagenet_1 in us-east-1b."""
+    made = []
+    for number in range(2):
+        tags = [{"ResourceType": "volume", "Tags": [{"Key": "Name", "Value": f"imagenet_{number}"}]}]
+        asked = {"AvailabilityZone": "us-east-1b", "Size": 10, "TagSpecifications": tags}
+        made.append(region.ask("ec2", "create-volume", **asked)["VolumeId"])
+    yield made
+    for volume in region.ask("ec2", "describe-volumes", VolumeIds=made)["Volumes"]:
+        for place in volume["Attachments"]:
+            region.ask("ec2", "detach-volume", VolumeId=volume["VolumeId"], InstanceId=place["InstanceId"])
+        region.ask("ec2", "delete-volume", VolumeId=volume["VolumeId"])
+
+
+def test_machines_are_asked_for_where_their_volumes_are(region: AwsRegion, s3_store: Store, volumes: list[str]) -> None:
+    run = run_on(s3_store, {"machines": 2, "volume": {"name": "imagenet"}})
+    start(run, tied=False, say=silent)
+    [group] = region.ask("autoscaling", "describe-auto-scaling-groups", AutoScalingGroupNames=[label_of(run)])[
+        "AutoScalingGroups"
+    ]
+    assert group["AvailabilityZones"] == ["us-east-1b"]
+    run.job.fleet.kind.build().down(run)
+    left = region.ask("ec2", "describe-volumes", VolumeIds=volumes)["Volumes"]
+    assert len(left) == 2, "volumes outlive their runs"
+
+
+def test_volumes_that_are_too_few_are_refused_unless_more_can_be_made(
+    region: AwsRegion, s3_store: Store, volumes: list[str]
+) -> None:
+    asked: dict[str, Any] = {"machines": 3, "volume": {"name": "imagenet"}}
+    with pytest.raises(Mistake, match="only 2 of 2 volumes imagenet_\\* are free, for 3 machines"):
+        AwsFleet(settings_of(**asked)).check(program_job(), s3_store)
+    asked["volume"]["size"] = "600 GB"
+    AwsFleet(settings_of(**asked)).check(program_job(), s3_store)
+
+
+def test_a_snapshot_of_a_pack_is_made_once(region: AwsRegion, s3_store: Store, volumes: list[str]) -> None:
+    run = run_on(s3_store, {"volume": {"name": "imagenet"}})
+    fleet = run.job.fleet.kind.build()
+    start(run, tied=False, say=silent)
+    with pytest.raises(Mistake, match="no volume imagenet_\\* is attached"):
+        fleet.snapshot(run, None, "pack-1")
+    [machine] = region.instances(label_of(run))
+    region.ask("ec2", "attach-volume", VolumeId=volumes[1], InstanceId=machine["InstanceId"], Device="/dev/sdp")
+    first, is_new = fleet.snapshot(run, None, f"pack-of-{run.name}")
+    assert is_new
+    assert fleet.snapshot(run, None, f"pack-of-{run.name}") == (first, False)
+    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[first])["Snapshots"]
+    assert snapshot["VolumeId"] == volumes[1]
+    command = ["packtrain", "volume", "snapshot", run.name, "--store", s3_store.url, "--json"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["new"], "a program has no pack: each snapshot is a new one"
+
+
+def test_a_region_that_is_not_set_is_asked_for(no_aws: None) -> None:
+    with pytest.raises(ValidationError) as error:
+        AwsSettings.model_validate({"instances": ["g5.xlarge"], "role": "nodes"})
+    assert faults(error.value)[0][1] == "is not set; write one, such as us-east-1, or set AWS_REGION"
