@@ -1,0 +1,513 @@
+"""Virtual servers of IBM Cloud's classic infrastructure (SoftLayer), ordered by its SDK and started over ssh.
+
+1. Order what is missing.
+2. Wait until IBM has provisioned them and ssh answers.
+3. Mount the second disk, if there is one; it is formatted only if it is blank.
+4. Start the nodes, as the ssh fleet does.
+
+IBM bills a server until it is canceled, even if it is switched off, and offers no date at which it cancels one by
+itself. So the client that sees the end of a run cancels its servers, and `packtrain down` does. A server cancels itself
+only if the job names a key for that (`cancel_with`): `python -m packtrain.fleet.ibm ENDPOINT SERVER USER KEY`, with the
+names of the variables that have the user and the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import json
+import os
+import re
+import shlex
+import sys
+import xmlrpc.client
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator
+from pydantic_core import InitErrorDetails
+
+from packtrain.backoff import Backoff
+from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.fleet.cloud import CloudFleet, Provider, StillInUse, label_of, tags_of, wait_until_left
+from packtrain.fleet.fleet import (
+    Fleet,
+    LaunchPlan,
+    Machine,
+    Python,
+    Say,
+    Target,
+    Word,
+    node_arguments,
+    passed_variables,
+    silent,
+    states_of,
+)
+from packtrain.fleet.ibm_account import IbmAccount, IbmRefusal, Server, number_of
+from packtrain.fleet.prices import list_price
+from packtrain.fleet.remote import Remote, Unreachable
+from packtrain.fleet.ssh import SshFleet, SshSettings, in_parallel
+from packtrain.job import Job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.part import Boolean, Location, Ordinal, Seconds, StorePath, Variable, matching, must_be
+from packtrain.node.preemption import OFF_VARIABLE
+from packtrain.run.run import Run
+from packtrain.store import Store
+from packtrain.system import state_directory
+from packtrain.units import Duration, Machines, counted, parse_bytes
+
+_CANCEL_SECONDS = 45.0  # less than a node waits for the end of its machine
+_LOGIN_SECONDS = 300.0  # for sshd to answer on a server that IBM calls ready
+_GPU_FLAVORS = ("AC1_", "AC2_")
+_GB = 10**9
+
+# $1: where to mount the second disk, or -. $2: gpu, or -. Prints nothing but its last line.
+_PREPARE = r"""
+set -eu
+root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
+fail() { echo "$*" >&2; exit 1; }
+if [ "$2" = gpu ]; then
+  nvidia-smi -L >/dev/null 2>&1 || fail 'no NVIDIA driver; use an image that has one, or install it by post_install'
+fi
+[ "$1" != - ] || { echo ready; exit 0; }
+if ! mountpoint -q "$1"; then
+  # The largest disk that nothing uses: neither it nor a part of it is mounted or swap. Smaller ones are IBM's own,
+  # with its metadata or the swap space.
+  disk= most=2000000000
+  for one in $(lsblk -dnpo NAME,TYPE | awk '$2 == "disk" { print $1 }'); do
+    [ -z "$(lsblk -nro MOUNTPOINT "$one" | tr -d ' \n')" ] || continue
+    size=$(lsblk -dnbo SIZE "$one")
+    [ "$size" -le "$most" ] || { most=$size; disk=$one; }
+  done
+  [ -n "$disk" ] || fail 'no second disk that is free; remove it from fleet.ibm.disks, or look with `lsblk`'
+  [ "$(lsblk -nro NAME "$disk" | wc -l)" = 1 ] || fail "$disk has partitions; it was not touched"
+  if [ -z "$(root blkid -p -o value -s TYPE "$disk" || true)" ]; then
+    # blkid knows file systems, not data: a disk that was written to without one is not blank.
+    [ "$(root head -c 1048576 "$disk" | tr -d '\0' | head -c 1 | wc -c)" = 0 ] ||
+      fail "$disk has no file system but is not blank; it was not touched"
+    root mkfs.ext4 -q -F -L packtrain "$disk" >&2
+  fi
+  root mkdir -p "$1"
+  root mount -o noatime "$disk" "$1"
+fi
+root mkdir -p "$1/packtrain"; root chown "$(id -u):$(id -g)" "$1/packtrain"; chmod 700 "$1/packtrain"
+echo ready
+"""
+
+
+def _read_gigabytes(value: object) -> int:
+    if not isinstance(value, str):
+        raise ValueError(must_be("a size, such as '100 GB'", value))
+    count = parse_bytes(value)
+    if count % _GB:
+        raise ValueError(f"{value!r} must be a whole number of GB")
+    return count // _GB
+
+
+def _read_image(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
+        raise ValueError(must_be("the name, id or GUID of an image", value))
+    return str(value).strip()
+
+
+Gigabytes = Annotated[int, PlainValidator(_read_gigabytes), PlainSerializer(lambda count: f"{count} GB")]
+ImageName = Annotated[str, PlainValidator(_read_image)]
+KeyLabel = Annotated[str, matching(r"[^\x00-\x1f\x7f,]{1,128}", "the label of an ssh key")]
+Domain = Annotated[str, matching(r"([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}", "a domain")]
+ScriptAddress = Annotated[str, matching(r"https://[^\s\x00-\x1f\x7f]+", "an address that begins with https://")]
+MountPoint = Annotated[str, matching(r"(/[A-Za-z0-9._-]+)+", "an absolute path")]
+
+
+class IbmSettings(FleetKind):
+    """Virtual servers of IBM Cloud. `disks` begins with the one they boot from; the second is mounted at `mount`.
+
+    `keys` are labels of ssh keys in the account; `provision` is how long IBM may take; with `keep`, the servers stay
+    after the end of the run, for the next one or for a look. `cancel_with` names the variables that have the user and
+    the API key with which a server cancels itself after its part of the run, or at the end of the budget.
+    """
+
+    datacenter: Word
+    flavor: Word | None = None
+    cpus: Ordinal | None = None
+    memory: Gigabytes | None = None
+    image: ImageName | None = None
+    os: Word | None = None
+    hourly: Boolean = True
+    transient: Boolean = False
+    disks: tuple[Gigabytes, ...] = ()
+    local_disk: Boolean = False
+    mount: MountPoint = "/data"
+    network_mbps: Ordinal | None = None
+    private: Boolean = False
+    public_vlan: Ordinal | None = None
+    private_vlan: Ordinal | None = None
+    keys: tuple[KeyLabel, ...] = ()
+    user: Word = "root"
+    domain: Domain = "example.com"
+    post_install: ScriptAddress | None = None
+    provision: Seconds = Duration(3600.0, "seconds")
+    keep: Boolean = False
+    cancel_with: tuple[Variable, Variable] | None = None
+    python: Python | None = None
+    bundle: StorePath | None = None
+    interface: Word | None = None
+
+    @classmethod
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+        # A node then ends its machine, which here means to cancel it.
+        return {**given, "power_off": True} if given.get("cancel_with") else given
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.flavor is not None and (self.cpus is not None or self.memory is not None):
+            yield ("flavor",), "sets the processors and the memory; omit cpus and memory"
+        elif self.flavor is None and (self.cpus is None or self.memory is None):
+            yield ("flavor",), "is needed, such as AC2_8X60X100, or cpus and memory"
+        if (self.image is None) == (self.os is None):
+            yield ("image",), "is needed, or os; and only one of them"
+        boot = re.search(r"X([0-9]+)$", self.flavor or "")
+        if boot and self.disks and self.disks[0] != int(boot[1]):
+            yield ("disks",), f"must begin with the boot disk of {self.flavor}, {boot[1]} GB"
+        if self.power_off and self.cancel_with is None:
+            yield ("power_off",), "has no use: IBM bills a server that is off; use cancel_with, or `packtrain down`"
+        if self.keep and self.cancel_with is not None:
+            yield ("keep",), "is the opposite of cancel_with; use one of them"
+        yield from self._transient_faults()
+
+    def _transient_faults(self) -> Iterator[tuple[Location, str]]:
+        if self.transient and not self.hourly:
+            yield ("transient",), "servers are billed by the hour; omit hourly"
+        if self.transient and self.local_disk:
+            yield ("transient",), "servers have no local disks; omit local_disk"
+        if self.transient and self.flavor is not None and self.flavor.startswith(_GPU_FLAVORS):
+            yield ("transient",), "servers have no GPUs: IBM sells no AC1 or AC2 flavor as transient"
+
+    def build(self) -> Fleet:
+        return IbmFleet(self)
+
+    def hourly_prices(self) -> Mapping[str, float | None]:
+        name = self.flavor or f"{self.cpus} CPUs with {self.memory} GB"
+        # The lists are of servers that IBM does not take away, and without more disks than the flavor has.
+        is_listed = self.flavor is not None and self.hourly and not self.transient and len(self.disks) <= 1
+        return {f"{name} in {self.datacenter}": list_price("ibm", self.datacenter, name) if is_listed else None}
+
+    @classmethod
+    def providers(cls, places: Sequence[str]) -> Sequence[Provider]:  # noqa: ARG003
+        """Return the account of this user: it has the servers of all datacenters."""
+        account = IbmAccount()
+        account.require_credentials()
+        return [account]
+
+
+class IbmFleet(CloudFleet):
+    programs = ("ssh",)
+
+    def __init__(self, settings: IbmSettings) -> None:
+        self._settings = settings
+
+    def provider(self) -> IbmAccount:
+        return IbmAccount()
+
+    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+        """Return the order of each server as slcli takes it, and the command that starts the node there."""
+        names = passed_variables((*run.job.environment, *(self._settings.cancel_with or ())), run.store.url)
+        hosts = [f"{label_of(run)}-{number}" for number in range(1, self._settings.machines.most + 1)]
+        orders = [LaunchPlan("IBM Cloud", self._slcli(run, host)) for host in hosts]
+        settings = self._settings
+        command = shlex.join(node_arguments(run, settings.python or "python", settings, settings.interface))
+        nodes = [LaunchPlan(host, ("ssh", "--", f"{settings.user}@{host}", command), names) for host in hosts]
+        return [*orders, *nodes]
+
+    def _slcli(self, run: Run, hostname: str) -> tuple[str, ...]:
+        settings = self._settings
+        given = {
+            "--hostname": hostname,
+            "--domain": settings.domain,
+            "--datacenter": settings.datacenter,
+            "--billing": "hourly" if settings.hourly else "monthly",
+            "--flavor": settings.flavor,
+            "--cpu": settings.cpus,
+            "--memory": None if settings.memory is None else settings.memory * 1024,
+            "--image": settings.image,
+            "--os": settings.os,
+            "--network": settings.network_mbps,
+            "--vlan-public": settings.public_vlan,
+            "--vlan-private": settings.private_vlan,
+            "--postinstall": settings.post_install,
+            "--userdata": json.dumps(tags_of(run)),
+        }
+        flags = {"--san": not settings.local_disk, "--private": settings.private, "--transient": settings.transient}
+        return (
+            *("slcli", "-y", "vs", "create"),
+            *(word for name, value in given.items() if value is not None for word in (name, str(value))),
+            *(name for name, wanted in flags.items() if wanted),
+            *(word for size in settings.disks for word in ("--disk", str(size))),
+            *(word for label in settings.keys for word in ("--key", label)),
+            *(word for tag in allowed_tags(run) for word in ("--tag", tag)),
+        )
+
+    def _order(self, run: Run, account: IbmAccount) -> dict[str, Any]:
+        """Return what all servers of the run have in common, as the SDK takes it."""
+        settings = self._settings
+        given = {
+            "domain": settings.domain,
+            "datacenter": settings.datacenter,
+            "hourly": settings.hourly,
+            "local_disk": settings.local_disk,
+            "flavor": settings.flavor,
+            "cpus": settings.cpus,
+            "memory": None if settings.memory is None else settings.memory * 1024,
+            "os_code": settings.os,
+            "image_id": None if settings.image is None else account.image_guid(settings.image),
+            "disks": settings.disks or None,
+            "nic_speed": settings.network_mbps,
+            "private": settings.private or None,
+            "public_vlan": settings.public_vlan,
+            "private_vlan": settings.private_vlan,
+            "ssh_keys": account.key_ids(settings.keys) or None,
+            "transient": settings.transient or None,
+            "post_uri": settings.post_install,
+            "userdata": json.dumps(tags_of(run)),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:
+        for name in self._settings.cancel_with or ():
+            if name not in os.environ:
+                raise FieldMistake("fleet.ibm.cancel_with", f"{name} is not set here; export it before the run")
+        if store.is_directory:  # known only when the servers are there, and paid for
+            say(f"{store.url} is a directory: the servers have to mount it, by image or post_install; or use a bucket")
+        account = self.provider()
+        first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")
+        account.verify({**self._order(first, account), "hostname": f"{label_of(first)}-1"}, self._settings)
+
+    def create(self, run: Run, plans: Sequence[LaunchPlan], say: Say) -> None:
+        account = self.provider()
+        self._order_missing(run, account, say)
+        end = "they do that themselves at the end, and " if self._settings.cancel_with else ""
+        say(f"IBM bills servers until they are canceled; {end}`packtrain down {run.name}` does that")
+        servers = self._prepared(run, self._until_ready(run, account, say), say)
+        by_host = {plan.machine: plan for plan in plans}
+        starts = [self._start_plan(by_host[one.hostname], one) for one in servers]
+        self._over_ssh(run, servers).start(run, starts, tied=False, say=say)
+
+    def _start_plan(self, plan: LaunchPlan, server: Server) -> LaunchPlan:
+        if self._settings.interface is not None:
+            return plan
+        # Workers talk over IBM's private network, although ssh may come in at the public address.
+        command = f"{plan.arguments[-1]} --address {server.private_address}"
+        return replace(plan, arguments=(*plan.arguments[:-1], command))
+
+    def _order_missing(self, run: Run, account: IbmAccount, say: Say) -> None:
+        settings, label = self._settings, label_of(run)
+        there = {number_of(one) for one in account.servers(label) if not one.is_canceled}
+        wanted = [number for number in range(1, settings.machines.most + 1) if number not in there]
+        if not wanted:
+            return
+        order = self._order(run, account)
+        account.verify({**order, "hostname": f"{label}-{wanted[0]}"}, settings)
+        for number in wanted:
+            say(f"ordering {settings.flavor or 'a virtual server'} in {settings.datacenter}: {label}-{number}")
+            try:
+                account.order({**order, "hostname": f"{label}-{number}"}, label, allowed_tags(run))
+            except PacktrainError as error:
+                # The order may be placed, and only the answer or the tags be missing.
+                there = {number_of(one) for one in account.servers(label) if not one.is_canceled}
+                if number in there:
+                    continue
+                enough = len(there) >= settings.machines.least
+                if not enough or not isinstance(error, IbmRefusal) or not error.is_temporary:
+                    raise
+                say(f"{error}; continuing with {len(there)} of {settings.machines.most} servers")
+                return
+
+    def _until_ready(self, run: Run, account: IbmAccount, say: Say) -> builtins.list[Server]:
+        """Return the servers when IBM has provisioned them; after the limit those that it has, if they are enough."""
+        machines, said, switched = self._settings.machines, dict[str, str](), set[int]()
+        backoff = Backoff(0.5, 15.0, limit_seconds=self._settings.provision.value)
+        while True:
+            servers = self._only_one_of_each(account.servers(label_of(run)), account)
+            for one in servers:
+                if said.get(one.hostname) != one.state:
+                    said[one.hostname] = one.state
+                    say(f"{one.hostname}: {one.state}")
+            ready = [one for one in servers if one.is_ready and one.private_address and self._address(one)]
+            for one in servers:
+                if one.is_off and one.id not in switched:
+                    switched.add(one.id)
+                    account.switch_on(one.id)
+            if len(servers) < machines.least:
+                raise PacktrainError(f"IBM lists {len(servers)} of the {machines.least} servers; it took the others")
+            if len(ready) == len(servers):
+                return ready
+            if not backoff.wait():
+                break
+        late = [one for one in servers if one not in ready]
+        if len(ready) < machines.least:
+            states = states_of([one.machine for one in late])
+            raise PacktrainError(f"only {len(ready)} of {machines.least} servers are ready after the limit: {states}")
+        for one in late:  # nobody would start a node there later
+            say(f"{one.hostname} is not ready after the limit; continuing without it, and canceling it")
+            with suppress(StillInUse):  # then the end of the run does
+                account.cancel(one.id)
+        return ready
+
+    def _only_one_of_each(self, servers: Sequence[Server], account: IbmAccount) -> builtins.list[Server]:
+        """Cancel servers that are too many: the run had more before, or two clients ordered the same one.
+
+        IBM's orders have no tokens that would prevent the latter. The older one stays, for both clients.
+        """
+        kept: dict[str, Server] = {}
+        for one in servers:  # by number, and then by id
+            if one.is_canceled:
+                continue
+            if one.hostname not in kept and number_of(one) <= self._settings.machines.most:
+                kept[one.hostname] = one
+                continue
+            try:
+                account.cancel(one.id)
+            except StillInUse:
+                continue  # the next look tries again
+        return list(kept.values())
+
+    def _prepared(self, run: Run, servers: Sequence[Server], say: Say) -> builtins.list[Server]:
+        """Return the servers that ssh gets into, with their second disk mounted and, if they have a GPU, its driver."""
+        settings = self._settings
+        mount = settings.mount if len(settings.disks) > 1 else "-"
+        gpu = "gpu" if (settings.flavor or "").startswith(_GPU_FLAVORS) else "-"
+        limit = settings.provision.value if settings.post_install else _LOGIN_SECONDS
+
+        def prepare(server: Server) -> Server:
+            backoff = Backoff(0.5, 10.0, limit_seconds=limit)
+            while True:
+                try:
+                    self._remote(run, server).script(_PREPARE, [mount, gpu])
+                    return server
+                except Unreachable as fault:
+                    # A server that answers may still run its post-install script, which may bring what is missing.
+                    if (not fault.answers or settings.post_install) and backoff.wait():
+                        continue
+                    if fault.answers:
+                        raise
+                    advice = "check fleet.ibm.keys, and that this machine has the private key"
+                    raise Unreachable(server.hostname, f"ssh does not get in ({fault.fault}); {advice}") from None
+
+        say(f"connecting to {counted(len(servers), 'server')}")
+        ready, faults = in_parallel(prepare, servers)
+        if len(ready) < settings.machines.least:
+            raise faults[0]
+        for fault in faults:  # not canceled: it may only be this client that does not reach it
+            say(f"{fault}; continuing without it, billed until the end of the run")
+        return ready
+
+    def _address(self, server: Server) -> str | None:
+        """Return the address for ssh."""
+        return server.private_address if self._settings.private else server.address
+
+    def _remote(self, run: Run, server: Server) -> Remote:
+        # The file is the run's own, and a key is filed under the server's id: IBM gives addresses to other people's
+        # servers, too, and theirs have other keys.
+        options = {
+            "HostName": self._address(server) or "",
+            "User": self._settings.user,
+            "HostKeyAlias": f"{server.hostname}.{server.id}",
+            "UserKnownHostsFile": '"' + str(known_hosts(run)).replace("%", "%%") + '"',
+            "StrictHostKeyChecking": "accept-new",
+        }
+        words = tuple(word for name, value in options.items() for word in ("-o", f"{name}={value}"))
+        variables = {}
+        if len(self._settings.disks) > 1:
+            # Not PACKTRAIN_CACHE, which would take precedence over the job's fleet.cache.
+            variables["XDG_CACHE_HOME"] = self._settings.mount
+        if self._settings.cancel_with is not None:
+            end = ("packtrain.fleet.ibm", self.provider().endpoint, str(server.id), *self._settings.cancel_with)
+            variables[OFF_VARIABLE] = shlex.join(end)
+        return Remote(server.hostname, words, tuple(variables.items()))
+
+    def _over_ssh(self, run: Run, servers: Sequence[Server]) -> SshFleet:
+        settings, known = self._settings, {one.hostname: one for one in servers}
+        reached = SshSettings(
+            hosts=tuple(known),
+            machines=Machines(min(settings.machines.least, len(known)), len(known)),
+            python=settings.python,
+            bundle=settings.bundle,
+            interface=settings.interface,
+        )
+        return SshFleet(reached, lambda host: self._remote(run, known[host]))
+
+    def list(self, run: Run) -> builtins.list[Machine]:
+        servers = self.provider().servers(label_of(run))
+        ready = [one for one in servers if one.is_ready]
+        others = [one.machine for one in servers if not one.is_ready]
+        return [*(self._over_ssh(run, ready).list(run) if ready else []), *others]
+
+    def queue(self, run: Run) -> str | None:
+        try:
+            return states_of([one.machine for one in self.provider().servers(label_of(run))])
+        except PacktrainError:
+            return None  # no credentials here, or no answer; the store still has one
+
+    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+        ended = super().down(run, say)
+        known_hosts(run).unlink(missing_ok=True)
+        return ended
+
+    def release(self, run: Run, say: Say = silent) -> None:
+        wait_until_left(run)
+        if self._settings.keep:
+            say(f"The servers of {run.name} are kept, and billed until you run `packtrain down {run.name}`")
+        else:
+            self.give_back(run, say)
+            known_hosts(run).unlink(missing_ok=True)
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        servers = [one for one in self.provider().servers(label_of(run)) if one.is_ready]
+        if not servers:
+            raise Mistake(f"{run.name}: no server to open a shell on; `packtrain ls` shows their state")
+        addresses = [lease.address for lease in run.leases() if lease.node == machine]
+        named = [one.hostname for one in servers if one.private_address in addresses]
+        return self._over_ssh(run, servers).shell(run, named[0] if named else machine)
+
+    def targets(self) -> builtins.list[Target]:
+        raise Mistake("there are no servers before a run orders them; `packtrain run --dry-run` shows the orders")
+
+
+def known_hosts(run: Run) -> Path:
+    """Return the file with the host keys of a run's servers."""
+    directory = state_directory() / "known_hosts"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory / label_of(run)
+
+
+def allowed_tags(run: Run) -> list[str]:
+    """Return the run's tags with the characters that IBM allows in them."""
+    return [f"{name}:{re.sub(r'[^A-Za-z0-9 ._:-]', '_', value)}"[:128] for name, value in tags_of(run).items()]
+
+
+def cancel_own(endpoint: str, server: int, user: str, key: str) -> None:
+    """Cancel this server, without the SDK, which servers do not have; try for as long as the node waits."""
+    headers: dict[str, Any] = {"SoftLayer_Virtual_GuestInitParameters": {"id": server}}
+    basic = base64.b64encode(f"{user}:{key}".encode()).decode()
+    if user != "apikey":  # the name of all users of IBM Cloud's newer keys, which go into HTTP's own header
+        headers["authenticate"] = {"username": user, "apiKey": key}
+    own = [("Authorization", f"Basic {basic}")] if user == "apikey" else []
+    backoff = Backoff(1.0, 10.0, limit_seconds=_CANCEL_SECONDS)
+    while True:
+        try:
+            with xmlrpc.client.ServerProxy(f"{endpoint}SoftLayer_Virtual_Guest", headers=own, allow_none=True) as guest:
+                guest.deleteObject({"headers": headers})
+            return
+        except (OSError, xmlrpc.client.Error) as error:
+            if not backoff.wait():
+                said = error.faultString if isinstance(error, xmlrpc.client.Fault) else error
+                raise PacktrainError(f"cannot cancel server {server}: {said}") from None
+
+
+if __name__ == "__main__":
+    place, number, *names = sys.argv[1:]
+    try:
+        cancel_own(place, int(number), *(os.environ[name] for name in names))
+    except PacktrainError as fault:
+        sys.exit(f"packtrain: {fault}")
