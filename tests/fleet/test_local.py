@@ -31,9 +31,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_kind_of_fleet_in_a_job_file_can_be_built() -> None:
-    for word in FLEETS:
-        settings = {} if word in ("local", "slurm") else {"hosts": ["a"]}
-        assert isinstance(fleet_of(kind_class(FLEETS, word).model_validate(settings)), Fleet)
+    settings: dict[str, dict[str, object]] = {
+        "local": {},
+        "slurm": {},
+        "ssh": {"hosts": ["a"]},
+        "mpi": {"hosts": ["a"]},
+        "kubernetes": {"image": "train:1"},
+        "aws": {"region": "us-east-1", "instances": ["g5.xlarge"], "role": "train"},
+        "ibm": {"datacenter": "dal10", "flavor": "AC2_8X60X100", "image": "mine"},
+    }
+    assert settings.keys() == FLEETS.keys()
+    for word, given in settings.items():
+        assert isinstance(fleet_of(kind_class(FLEETS, word).model_validate(given)), Fleet)
     assert isinstance(fleet_of(LocalSettings()), LocalFleet)
 
 

@@ -23,6 +23,7 @@ from fleet.jobs import (
     write_job,
     write_program,
 )
+from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.fleet import states_of
 from packtrain.fleet.local import is_node
@@ -312,6 +313,26 @@ def test_a_stop_cancels_queued_jobs(directory_store: Store, queue: Path) -> None
     fleet.cancel_queued(run)
     fleet.end(run)
     assert (queue / "cancelled").read_text().splitlines() == ["--quiet --state=PENDING 5", "--quiet 5"]
+
+
+def test_down_returns_when_the_jobs_are_gone(
+    directory_store: Store, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fleet = new_run(directory_store), SlurmFleet(SlurmSettings())
+    show_queue(queue, job_of(run, "RUNNING", nodes="c1"))
+    waits: list[str] = []
+
+    def wait(_: Backoff) -> bool:  # meanwhile the job ends
+        waits.append((queue / "cancelled").read_text().strip())
+        show_queue(queue, job_of(run, "COMPLETING" if len(waits) < 2 else "CANCELLED"))
+        return True
+
+    monkeypatch.setattr(Backoff, "wait", wait)
+    assert fleet.down(run) == ["c1"]
+    assert waits == ["--quiet 7"] * 2
+    show_queue(queue, job_of(run, "RUNNING", user_id=4242))
+    with pytest.raises(Mistake, match="Slurm job 7 of job-1 is of user 4242, who has to cancel it"):
+        fleet.down(run)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_the_output_of_a_tied_node_is_kept(
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    node = start_node(UsableHost("gpu-a", "python"), new_run(directory_store), ["node", "job-1"], {}, tied=True)
+    node = start_node(UsableHost(Remote("gpu-a"), "python"), new_run(directory_store), ["node", "job-1"], {}, tied=True)
     assert node is not None
     wait_until(lambda: node.exit_code() is not None, "the node to end")
     assert (node.exit_code(), node.log.read_text()) == (2, "one\npacktrain: no such interface\n")
@@ -258,9 +258,9 @@ def test_nodes_outlive_the_client_and_can_be_listed_and_ended(
     assert [(machine.name, machine.state) for machine in kind.list(run)] == [("host1", "running"), ("host2", "running")]
     shown = network[0].run(["tmux", "capture-pane", "-p", "-t", f"packtrain-{run.name}"]).stdout
     assert "joined" in shown
-    kind.end(run)
+    assert kind.down(run) == ["host1", "host2"]
     assert {machine.state for machine in kind.list(run)} == {"ended"}
-    kind.end(run)  # a second time does nothing
+    assert kind.down(run) == []  # a second time does nothing
     assert left_on(network) == []
 
 

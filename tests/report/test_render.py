@@ -15,6 +15,7 @@ from packtrain.report.summary import Summary, summary_of
 from packtrain.run.records import Event, Point, Result, Sample, TimeSpent
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
+from parts.runs import a_lease
 from report.pages import Page
 
 EVIL = "<script>alert(1)</script>\"'&"
@@ -54,6 +55,17 @@ def test_the_run_of_a_program_has_a_report(directory_store: Store) -> None:
     assert "train.py --lr 0.1" in page.text
     assert "finished: the program exited with code 0" in page.text
     assert "svg" not in page.tags
+
+
+def test_the_report_has_the_dollars_so_far_and_expected(directory_store: Store, tmp_path: Path) -> None:
+    job = job_of(tmp_path, fleet={"local": {}, "price": 36.0})
+    run = create_run(directory_store, job, b"", None)
+    run.renew(a_lease("a", machine_seconds=600.0, dollars_per_hour=36.0))
+    text = page_of(run, [trained(1), trained(2)]).text
+    assert text[text.index("$6.00") + 1] == "cost so far"
+    assert text[text.index("$6.08") + 1] == "cost expected", "8 steps of a second each"
+    ended = page_of(run, [trained(1)], Result("stopped", "stopped by user", 1, 3.0)).text
+    assert ended[ended.index("$6.00") + 1] == "cost"
 
 
 def test_the_report_of_a_finished_run_has_scores_curves_times_and_samples(run: Run) -> None:
@@ -100,7 +112,7 @@ def test_all_text_is_escaped(run: Run) -> None:
     summary = Summary(
         run=EVIL, state="failed", reason=EVIL, description=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
         unit=EVIL, units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
-        goodput=Goodput(0.0, {"data": 1.0}),
+        goodput=Goodput(0.0, {"data": 1.0}), cost=None,
     )  # fmt: skip
     points = [
         trained(1, **{EVIL: 5.0}),

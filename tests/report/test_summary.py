@@ -108,7 +108,7 @@ def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, 
 
 def headline(**scores: float) -> str:
     named = {name.replace("_", "."): value for name, value in scores.items()}
-    return Overview("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}).headline
+    return Overview("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}, None).headline
 
 
 def test_the_headline_prefers_the_test_score_to_validation_and_validation_to_loss() -> None:

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from packtrain.errors import PacktrainError
 from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, silent, states_of
-from packtrain.job.kinds import FleetKind
+from packtrain.job.kinds import FLEETS, FleetKind, word_of
 from packtrain.run.liveness import finish_unattended
 from packtrain.run.run import Run
+from packtrain.run.trust import trusts_fleet
 
-__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of", "request_stop", "states_of"]
+__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of", "release", "request_stop", "states_of"]
 
 
 def fleet_of(kind: FleetKind) -> Fleet:
     fleet: Fleet = kind.build()
     return fleet
+
+
+def release(run: Run, say: Say = silent) -> None:
+    """Give back machines that still cost money after the end of the run, wherever it has been.
+
+    A fleet that cannot be asked is no error. One that this person has not accepted is not asked: whoever writes the
+    store could name any.
+    """
+    from packtrain.fleet.down import launched_fleets
+
+    def warn(reason: object) -> None:
+        say(f"The machines of {run.name} may still cost money: {reason}; run `packtrain down {run.name}`")
+
+    try:
+        kinds = launched_fleets(run)
+    except PacktrainError as error:
+        warn(error)
+        return
+    for kind in kinds:
+        try:
+            fleet = fleet_of(kind)
+            if fleet.trains_here or trusts_fleet(run, kind):
+                fleet.release(run, say)
+            elif fleet.rents:
+                warn(f"it was not started on {word_of(FLEETS, kind)} from here")
+        except PacktrainError as error:  # the other fleets cost money, too
+            warn(error)
 
 
 def request_stop(run: Run, reason: str, say: Say = silent) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from packtrain.backoff import Backoff
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.remote import last_line
@@ -22,9 +23,11 @@ from packtrain.job.part import matching
 from packtrain.node.preemption import NoticeSource
 from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.units import counted
 
 GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
 JOINED = "has joined"  # in the log of a node that takes part
+_DOWN_SECONDS = 120.0  # to wait for the end of nodes that commit first
 JOIN_SECONDS = 30.0  # to wait for that: a busy machine takes its time to start Python
 
 Say = Callable[[str], None]
@@ -33,6 +36,20 @@ Say = Callable[[str], None]
 # Settings that several fleets have.
 Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]
 Python = Annotated[str, matching(r"[A-Za-z0-9_./~+-]+", "the path of a Python, as in /opt/train/bin/python")]
+
+# By the scheme of a store: the beginnings of names of variables with keys for it. Not all of AZURE_ and GOOGLE_, which
+# have keys of other services, too.
+_STORE_VARIABLES = {
+    "s3": ("AWS_",),
+    "gs": (
+        "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN", "GOOGLE_BASE_URL",
+        "STORAGE_EMULATOR_HOST",
+    ),
+    "az": (
+        "AZURE_STORAGE_", "AZURE_ENDPOINT", "AZURE_CLIENT_", "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE",
+        "AZURE_AUTHORITY_HOST",
+    ),
+}  # fmt: skip
 
 
 def silent(_: str) -> None:
@@ -112,7 +129,9 @@ class Target(ABC):
 class Fleet(ABC):
     programs: tuple[str, ...] = ()  # that this machine needs to start its nodes
     trains_here = False  # True if this machine is one of the fleet's, and so needs torch
+    rents = False  # True if somebody pays for its machines until they are deleted
     no_foreground: str | None = None  # why its nodes cannot be tied to a command, if they cannot
+    formats: tuple[str, ...] = ()  # of manifests with which another program can start its nodes
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:  # noqa: B027
         """Refuse what could not be started. Called before anything slow; `start` checks again."""
@@ -120,6 +139,10 @@ class Fleet(ABC):
     @abstractmethod
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         """Return what `start` would do for this run, without asking any machine."""
+
+    def manifests(self, run: Run, form: str) -> str:
+        """Return what another program needs to start the run's nodes, in one of the fleet's `formats`."""
+        raise NotImplementedError
 
     @abstractmethod
     def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
@@ -136,6 +159,21 @@ class Fleet(ABC):
     def end(self, run: Run) -> None:
         """End the run's nodes on all machines; workers may commit first. Does nothing if none is left."""
 
+    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+        """End the run's machines and return their names; when this returns, none of them is left."""
+        names = [machine.name for machine in self.list(run) if not machine.is_over]
+        for name, count in Counter(names).items():
+            say(f"ending {counted(count, 'node')} on {name}")
+        self.end(run)
+        backoff = Backoff(0.2, 5.0, limit_seconds=_DOWN_SECONDS)
+        while left := [machine for machine in self.list(run) if not machine.is_over]:
+            if not backoff.wait():
+                raise PacktrainError(f"still there: {states_of(left)}; run `packtrain down {run.name}` again")
+        return names
+
+    def release(self, run: Run, say: Say = silent) -> None:  # noqa: B027
+        """Give back machines that cost money although the run has ended; called by the client that sees its end."""
+
     def cancel_queued(self, run: Run) -> None:  # noqa: B027
         """Cancel what waits in a queue for a stopped run, for fleets that have a queue."""
 
@@ -150,6 +188,10 @@ class Fleet(ABC):
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         """Return the command that opens a terminal on a machine of the run."""
         raise Mistake(f"{run.name}: cannot open a shell on its machines from here ({machine or 'any'})")
+
+    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> tuple[str, bool]:  # noqa: ARG002
+        """Return a snapshot of the data disk of a machine, and True if it is new: a pack is kept only once."""
+        raise Mistake(f"{run.name}: its fleet has no volumes to take a snapshot of; the aws fleet has")
 
     @abstractmethod
     def targets(self) -> builtins.list[Target]:
@@ -169,9 +211,9 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
 
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
     """Return the names of the variables that remote nodes need: the job's, and the credentials of a bucket."""
-    is_bucket = store.startswith("s3://")  # a node only reads and writes the store: a directory needs no keys
-    names = (name for name in os.environ if name in environment or (is_bucket and name.startswith("AWS_")))
-    return tuple(sorted(names))
+    # A node only reads and writes the store: a directory needs no keys, and a bucket only those of its service.
+    keys = _STORE_VARIABLES.get(store.partition("://")[0], ())
+    return tuple(sorted(name for name in os.environ if name in environment or name.startswith(keys)))
 
 
 def values_of(variables: Sequence[str]) -> dict[str, str]:

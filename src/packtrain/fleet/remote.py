@@ -1,6 +1,7 @@
 """A host reached by the system's ssh with the user's own configuration: jump hosts, ssh-agent, ports, known hosts.
 
-No check is switched off: a host key that is unknown or has changed is refused, and the error says what to do.
+No check is switched off: a host key that is unknown or has changed is refused, and the error says what to do. (For
+machines that a fleet has just rented, and only for those, `options` may have ssh accept the first key it sees.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packtrain.errors import Mistake
 from packtrain.system import end_with_parent
@@ -54,21 +55,33 @@ class Unreachable(Mistake):
 
 @dataclass(frozen=True)
 class Remote:
-    """A destination as a job names it: `gpu-a`, `user@gpu-b:2222`."""
+    """A destination as a job names it: `gpu-a`, `user@gpu-b:2222`.
+
+    `options` are more of ssh's own; `variables` are set for every command there, and seen by everyone on that machine.
+    """
 
     name: str
+    options: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
     def arguments(self, *options: str) -> tuple[str, ...]:
         """Return the ssh command line up to the destination, which ssh must not take for an option."""
         destination, port = split_destination(self.name)
-        return ("ssh", *_OPTIONS, *options, *(("-p", port) if port else ()), "--", destination)
+        return ("ssh", *_OPTIONS, *self.options, *options, *(("-p", port) if port else ()), "--", destination)
 
-    def run(self, command: Sequence[str], text: bytes = b"", seconds: float = 120.0) -> str:
-        """Return what the command wrote to standard output; `text` is its standard input."""
+    def words(self, command: Sequence[str]) -> str:
+        """Return the command as the one argument that ssh passes to the login shell."""
+        given = [f"{name}={value}" for name, value in self.variables]
+        return shlex.join(["env", *given, *command] if given else command)
+
+    def run(self, command: Sequence[str], text: bytes | IO[bytes] = b"", seconds: float = 120.0) -> str:
+        """Return what the command wrote to standard output; `text` is its standard input, or a file with it."""
+        words = [*self.arguments(), self.words(command)]
         try:
-            done = subprocess.run(
-                [*self.arguments(), shlex.join(command)], input=text, capture_output=True, check=False, timeout=seconds
-            )
+            if isinstance(text, bytes):
+                done = subprocess.run(words, input=text, capture_output=True, check=False, timeout=seconds)
+            else:
+                done = subprocess.run(words, stdin=text, capture_output=True, check=False, timeout=seconds)
         except FileNotFoundError:
             raise Mistake("the ssh command is missing; install openssh-client") from None
         except subprocess.TimeoutExpired:
@@ -81,14 +94,21 @@ class Remote:
         return done.stdout.decode(errors="replace")
 
     def script(
-        self, script: str, arguments: Sequence[str], text: bytes = b"", seconds: float = 120.0, lines: int = 1
+        self,
+        script: str,
+        arguments: Sequence[str],
+        text: bytes | IO[bytes] = b"",
+        seconds: float = 120.0,
+        lines: int = 1,
     ) -> list[str]:
         """Return the last lines that a shell script wrote; a host's greeting may come before them.
 
-        The script goes over standard input, followed by `text`: the login shell may not understand sh.
+        The script goes over standard input, followed by `text`: the login shell may not understand sh. A
+        file begins with the script itself.
         """
         data = script.encode()
-        output = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], data + text, seconds)
+        whole = data + text if isinstance(text, bytes) else text
+        output = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], whole, seconds)
         written = [line.strip() for line in output.splitlines() if line.strip()]
         if len(written) < lines:
             raise Unreachable(self.name, f"unexpected answer: {' '.join(written)!r}")
@@ -107,7 +127,7 @@ class Remote:
         log.touch(mode=0o600)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*self.arguments(), shlex.join(command)],
+                [*self.arguments(), self.words(command)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

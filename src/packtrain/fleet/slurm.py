@@ -41,6 +41,8 @@ from packtrain.errors import (
     PacktrainError,
     quoted,
 )
+from packtrain.fleet.bundle import BundleFile
+from packtrain.fleet.environment import create_commands
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.fleet import (
     Fleet,
@@ -56,9 +58,10 @@ from packtrain.fleet.fleet import (
     silent,
     states_of,
 )
+from packtrain.fleet.wheels import own_wheel
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds
+from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
@@ -98,7 +101,7 @@ cancelled=no
 trap '[ "$noticed" != no ] && [ $((SECONDS - noticed)) -ge {almost} ] || cancelled=yes
   kill -TERM "$nodes" 2>/dev/null' TERM
 
-srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
+{environment}srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
   {command} &
 nodes=$!
 while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done # a signal ends the wait, but not the nodes
@@ -139,10 +142,13 @@ class SlurmSettings(FleetKind):
     time: Seconds | None = None
     gpus: Ordinal | None = None
     python: Python | None = None
+    bundle: StorePath | None = None
     interface: Word | None = None
     options: tuple[Argument, ...] = ()
 
     def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.bundle is not None and self.python is not None:
+            yield ("bundle",), "makes the Python environment; remove python, or this"
         for number, option in enumerate(self.options):
             if not option.startswith("--") or "\n" in option:
                 yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
@@ -210,6 +216,9 @@ class SlurmFleet(Fleet):
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         """Let Slurm validate the script without submitting it. Problems on its nodes show only when they run."""
+        if self._settings.bundle is not None:
+            with BundleFile(Path(self._settings.bundle)) as bundle:
+                bundle.check_own(own_wheel()[1])
         # There is no run yet; neither its name nor its code matters to Slurm.
         first = Run(store, f"{job.name[:56]}-1", b"", b"")
         try:
@@ -245,6 +254,12 @@ class SlurmFleet(Fleet):
         jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending or queued.is_running}
         if jobs:
             ask(("scancel", "--quiet", *jobs))
+
+    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+        for queued in _jobs_of(run):
+            if queued.user != os.getuid() and not queued.is_over:
+                raise Mistake(f"Slurm job {queued.job} of {run.name} is of user {queued.user}, who has to cancel it")
+        return super().down(run, say)
 
     def cancel_queued(self, run: Run) -> None:
         jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending}
@@ -293,19 +308,26 @@ class SlurmTarget(Target):
 def script(run: Run, job: Job, settings: SlurmSettings) -> str:
     """Return the script for sbatch. It contains names of variables, never their values."""
     python = settings.python or sys.executable
-    command = node_arguments(run, python, settings, settings.interface)
+    # Names of variables of the script cannot be quoted as words are: the first one of each command is written apart.
+    shown = shlex.quote(python) if settings.bundle is None else '"$python"'
+    _, *command = node_arguments(run, python, settings, settings.interface)
+    environment = ""
+    if settings.bundle is not None:
+        made = create_commands(Path(settings.bundle), "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none")
+        environment = f"# Makes the Python environment on every machine, once.\n{made}\n\n"
     which = () if run.store.identity is None else ("--store-id", run.store.identity)
-    decide = (python, "-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
+    decide = ("-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
     return _SCRIPT.format(
         run=run.name,
         header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),
-        command=shlex.join(command),
+        command=f"{shown} {shlex.join(command)}",
+        environment=environment,
         notice=NOTICE_SECONDS,
         almost=NOTICE_SECONDS - 10,  # bash counts whole seconds, and Slurm's clock is not this machine's
         variable=SECONDS_VARIABLE,
         over=" | ".join(map(str, _OVER)),
         done=EXIT_DONE,
-        decide=shlex.join(decide),
+        decide=f"{shown} {shlex.join(decide)}",
     )
 
 

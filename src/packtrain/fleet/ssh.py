@@ -76,7 +76,7 @@ class ListedHosts(FleetKind):
 
 
 class SshSettings(ListedHosts):
-    """Hosts that the system's ssh reaches. `bundle` is a directory of wheels for those without a package index."""
+    """Hosts that the system's ssh reaches. `bundle` is for those without a package index."""
 
     python: Python | None = None
     bundle: StorePath | None = None
@@ -88,8 +88,12 @@ class SshSettings(ListedHosts):
 
 @dataclass(frozen=True)
 class UsableHost:
-    name: str
+    remote: Remote
     python: str
+
+    @property
+    def name(self) -> str:
+        return self.remote.name
 
 
 class AlreadyThere(Unreachable):
@@ -97,16 +101,19 @@ class AlreadyThere(Unreachable):
 
 
 class SshFleet(Fleet):
+    """`remote` says how a host of the settings is reached, for fleets that rent their hosts."""
+
     programs = ("ssh",)
 
-    def __init__(self, settings: SshSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: SshSettings, remote: Callable[[str], Remote] = Remote) -> None:
+        self._settings, self._remote = settings, remote
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         settings = self._settings
         command = node_arguments(run, settings.python or "python", settings, settings.interface)
         names = passed_variables(run.job.environment, run.store.url)
-        return [LaunchPlan(host, (*Remote(host).arguments(), shlex.join(command)), names) for host in settings.hosts]
+        remotes = map(self._remote, settings.hosts)
+        return [LaunchPlan(one.name, (*one.arguments(), shlex.join(command)), names) for one in remotes]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         _, faults = self.usable_hosts(store.url, passed_variables(job.environment, store.url), say)
@@ -125,7 +132,7 @@ class SshFleet(Fleet):
         secrets = values_of(plans[0].variables)
         # PR_SET_PDEATHSIG follows the thread that started a process, not its process: tied connections must be started
         # by this thread, not by one of a pool that ends soon.
-        started, faults = _in_parallel(
+        started, faults = in_parallel(
             lambda host: start_node(host, run, commands[host.name], secrets, tied),
             chosen,
             1 if tied else _CONNECTIONS,
@@ -137,7 +144,7 @@ class SshFleet(Fleet):
         if len(started) + len(already) < machines.least:
             # On hosts where the start failed, too: the node may run, and only the answer was lost.
             own = [host for host in chosen if host.name not in {fault.host for fault in already}]
-            _in_parallel(lambda host: _end(Remote(host.name), host.python, run), own)
+            in_parallel(lambda host: _end(host.remote, host.python, run), own)
             raise failed[0]
         for fault in failed:
             say(f"{unavailable(fault)}; continuing without it")
@@ -156,7 +163,7 @@ class SshFleet(Fleet):
             environment.check_bundle(bundle)
 
         def prepare(host: str) -> UsableHost:
-            remote = Remote(host)
+            remote = self._remote(host)
             python = environment.find(remote, self._settings.python)
             if python is None:
                 say(f"{host}: creating a Python environment for packtrain")
@@ -167,10 +174,10 @@ class SshFleet(Fleet):
                 raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
             if not facts.torch:
                 raise Unreachable(host, f"{python} has no torch; run `{python} -m {install_command('train')}` there")
-            return UsableHost(host, python)
+            return UsableHost(remote, python)
 
         with visible_object(open_store(store)) as key:
-            usable, faults = _in_parallel(prepare, hosts)
+            usable, faults = in_parallel(prepare, hosts)
         if len(usable) < least:
             if len(hosts) == 1:
                 raise faults[0]
@@ -180,39 +187,41 @@ class SshFleet(Fleet):
     def list(self, run: Run) -> builtins.list[Machine]:
         def state(host: str) -> Machine:
             try:
-                remote = Remote(host)
+                remote = self._remote(host)
                 python = environment.find_any(remote, self._settings.python)
-                found = remote.ask(python, "list", _options(run), {})
+                found = python is not None and remote.ask(python, "list", _options(run), {})
             except PacktrainError:
                 return Machine(host, "unreachable")
             return Machine(host, "running") if found else Machine(host, "ended", is_over=True)
 
-        return _in_parallel(state, self._settings.hosts)[0]
+        return in_parallel(state, self._settings.hosts)[0]
 
     def end(self, run: Run) -> None:
         def end(host: str) -> None:
-            remote = Remote(host)
-            _end(remote, environment.find_any(remote, self._settings.python), run)
+            remote = self._remote(host)
+            if (python := environment.find_any(remote, self._settings.python)) is not None:
+                _end(remote, python, run)
 
-        _, faults = _in_parallel(end, self._settings.hosts)
+        _, faults = in_parallel(end, self._settings.hosts)
         if faults:
             raise Mistake(f"{together(faults)}; nodes may still be running there, end them manually")
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        destination, port = split_destination(_chosen(self._settings.hosts, machine))
+        remote = self._remote(_chosen(self._settings.hosts, machine))
+        destination, port = split_destination(remote.name)
         session = shlex.quote(session_name(run.name))
         # The session lasts as long as the node and shows its output; without one, a login shell.
         command = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
-        return ("ssh", "-t", *(("-p", port) if port else ()), "--", destination, command)
+        return ("ssh", "-t", *remote.options, *(("-p", port) if port else ()), "--", destination, command)
 
     def targets(self) -> builtins.list[Target]:
         settings = self._settings
-        return [SshTarget(host, settings.python, settings.interface) for host in settings.hosts]
+        return [SshTarget(self._remote(host), settings.python, settings.interface) for host in settings.hosts]
 
 
 class SshTarget(Target):
-    def __init__(self, host: str, python: str | None, interface: str | None) -> None:
-        self.name, self._remote, self._python, self.interface = host, Remote(host), python, interface
+    def __init__(self, remote: Remote, python: str | None, interface: str | None) -> None:
+        self.name, self._remote, self._python, self.interface = remote.name, remote, python, interface
 
     def python(self) -> str | None:
         return environment.find(self._remote, self._python)
@@ -229,7 +238,7 @@ def start_node(
     Raises AlreadyThere if the run has its node there: the machine decides, because several clients may start it at the
     same moment.
     """
-    remote = Remote(host.name)
+    remote = host.remote
     options = ["--run", run.name, *(["--tied"] if tied else []), "--", *arguments]
     if tied:
         log = new_log(run.name)
@@ -255,7 +264,7 @@ def facts_of(remote: Remote, python: str, store: str, key: str, variables: Seque
 def store_advice(store: str) -> str:
     if "://" in store:
         return "check that the endpoint's address is reachable from there"
-    return "mount the same directory there, or use s3://bucket/prefix"
+    return "mount the same directory there, or use s3://bucket/prefix; `packtrain cp` copies a run to it"
 
 
 def unavailable(fault: PacktrainError) -> str:
@@ -282,7 +291,7 @@ def _chosen(hosts: Sequence[str], machine: str | None) -> str:
     raise Mistake(f"no host {machine!r} in the job; it has {', '.join(hosts)}")
 
 
-def _in_parallel(
+def in_parallel(
     work: Callable[[Item], Answer], items: Sequence[Item], connections: int = _CONNECTIONS
 ) -> tuple[list[Answer], list[PacktrainError]]:
     """Return the answers, and the errors that are ours (PacktrainError), both in the order of the items."""

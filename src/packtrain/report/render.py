@@ -12,7 +12,7 @@ from packtrain.report.goodput import LABELS, Goodput, RankTime
 from packtrain.report.page import Series, line_chart, page
 from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Point
-from packtrain.units import show_count, show_seconds
+from packtrain.units import show_count, show_dollars, show_seconds
 
 _STYLE = """
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; }
@@ -53,6 +53,10 @@ def _cards(summary: Summary) -> str:
     for noun, count in (("step" if summary.unit else "commit", summary.step), ("generation", summary.generations)):
         cards.append((noun if count == 1 else f"{noun}s", show_count(count)))
     cards.append(("time", show_seconds(summary.seconds)))
+    if summary.cost is not None:
+        cards.append(("cost so far" if summary.cost.per_hour else "cost", show_dollars(summary.cost.so_far)))
+        if summary.cost.expected is not None:
+            cards.append(("cost expected", show_dollars(summary.cost.expected)))
     if summary.units_per_second is not None:
         cards.append((f"{summary.unit}/s", show_count(summary.units_per_second)))
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in cards)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packtrain.recipes import RECIPES, recipe_class
+from packtrain.report.cost import Cost, cost_of
 from packtrain.report.goodput import Goodput, goodput
 from packtrain.run.liveness import State
-from packtrain.run.records import Point, Result
+from packtrain.run.records import Lease, Point, Result
 from packtrain.run.run import Run, surviving
 
 _RECENT_STEPS = 50
@@ -33,6 +34,7 @@ class Overview:
     seconds: float
     scores: dict[str, float]
     signatures: dict[str, str]
+    cost: Cost | None
 
     @property
     def outcome(self) -> str:
@@ -75,7 +77,9 @@ def overview(run: Run, state: State) -> Overview:
     evaluated = job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
     # A result with scores replaces the search for the last evaluation, which may be thousands of steps back.
     points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
-    return Overview(**_overview_fields(run, state, points, result))
+    # The leases of a large run are many objects to read: without a price they would tell nothing about its cost.
+    leases = run.leases() if job.fleet.dollars_per_hour is not None else ()
+    return Overview(**_overview_fields(run, state, points, result, leases))
 
 
 def summarize(run: Run, state: State) -> Summary:
@@ -84,8 +88,8 @@ def summarize(run: Run, state: State) -> Summary:
 
 def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | None) -> Summary:
     """Summarize a run whose points and result were read already; `raw` includes the steps that were lost."""
-    generations, points = run.generations(), surviving(raw)
-    known = _overview_fields(run, state, points, result)
+    generations, points, leases = run.generations(), surviving(raw), run.leases()
+    known = _overview_fields(run, state, points, result, leases)
     steps = [point for point in points if point.kind == "train"]
     return Summary(
         **known,
@@ -97,13 +101,15 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
                 node.node, node.workers, not node.left and state == "running",
                 node.telemetry.cpu_fraction, node.telemetry.memory_fraction,
             )
-            for node in run.leases()
+            for node in leases
         ),
         goodput=goodput(generations, raw, run.time_spent().read()),
     )  # fmt: skip
 
 
-def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Result | None) -> dict[str, Any]:
+def _overview_fields(
+    run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
+) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
     job, steps = run.job, [point for point in points if point.kind == "train"]
     recent = steps[-_RECENT_STEPS:]
@@ -133,6 +139,7 @@ def _overview_fields(run: Run, state: State, points: Sequence[Point], result: Re
         "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
         "scores": scores | (result.scores if result else {}),
         "signatures": result.signatures if result else {},
+        "cost": cost_of(job, leases, state == "running", recent),
     }
 
 

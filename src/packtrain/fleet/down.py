@@ -1,0 +1,180 @@
+"""End the machines of a run, wherever it has been, or those that any run has at the providers that can be asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from packtrain.errors import FieldMistake, Mistake, PacktrainError, nearest
+from packtrain.fleet.cloud import Provider, Resource, remove
+from packtrain.fleet.fleet import Say, silent
+from packtrain.job.job import FleetSettings
+from packtrain.job.kinds import FLEETS, FleetKind, kind_class
+from packtrain.run.liveness import LEASE_LOST_SECONDS, finish_unattended
+from packtrain.run.records import DamagedRecord, damaged
+from packtrain.run.run import Run
+from packtrain.run.trust import trusts_fleet
+from packtrain.store import StoreError
+from packtrain.system import this_client
+
+_LEAVE_SECONDS = 4 * LEASE_LOST_SECONDS  # for nodes that this client cannot end, but that see the stop request
+_POLL_SECONDS = 1.0
+_NAMED = 20  # machines in one event
+_PROVIDERS = 16  # threads: each waits for its provider
+
+AcceptFleets = Callable[[Sequence[FleetKind]], None]
+"""Raises Mistake unless these fleets, which the store names, may be contacted."""
+
+
+def launched_fleets(run: Run) -> list[FleetKind]:
+    """Return the fleets that clients have started the run on, or were about to, each once and the newest first."""
+    sections = [launch.fleet for launch in reversed(run.launches())]
+    kinds = [_fleet(run, section).kind for section in sections] or [run.job.fleet.kind]
+    return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+
+
+def _fleet(run: Run, section: object) -> FleetSettings:
+    try:
+        return FleetSettings.model_validate(section)
+    except ValidationError as error:
+        raise damaged(f"a launch of run {run.name} in {run.store.url}", error) from error
+
+
+def take_down(run: Run, accept: AcceptFleets, say: Say = silent) -> list[str]:
+    """End the machines of a run on every fleet that it was started on; return their names. None is left after this."""
+    try:
+        kinds = launched_fleets(run)
+    except DamagedRecord as error:
+        raise DamagedRecord(f"{error}; `packtrain down --all` finds machines without it") from error
+    unknown = [kind for kind in kinds if not kind.build().trains_here and not trusts_fleet(run, kind)]
+    if unknown:
+        accept(unknown)
+    try:
+        # Nodes that are still starting, or that this client cannot reach, see this and leave.
+        if run.result() is None:
+            run.request_stop("stopped by user (packtrain down)")
+    except StoreError as error:  # a store that cannot be written must not keep machines running
+        say(f"could not ask {run.name} to stop: {error}")
+    ended: list[str] = []
+    faults: list[PacktrainError] = []
+    for kind in kinds:
+        try:
+            ended += kind.build().down(run, say)
+        except PacktrainError as error:  # the other fleets cost money, too
+            faults.append(error)
+    more = f" and {len(ended) - _NAMED} more" if len(ended) > _NAMED else ""
+    with suppress(StoreError):
+        if ended:
+            run.record_event("machine", f"{this_client()} ended: {', '.join(ended[:_NAMED])}{more}")
+    if faults:
+        raise faults[0] if len(faults) == 1 else PacktrainError("; ".join(map(str, faults)))
+    _wait_for_result(run)
+    return ended
+
+
+def _wait_for_result(run: Run) -> None:
+    """Wait until the run has stopped: a machine that was just ended looks alive for some seconds."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while run.result() is None and not finish_unattended(run):
+        if time.monotonic() > deadline:
+            alive = ", ".join(sorted({lease.hostname for lease in run.leases() if not lease.left}))
+            raise PacktrainError(
+                f"{run.name} is still running on {alive}, which cannot be reached from here;"
+                f" run `packtrain down {run.name}` there"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+# All runs.
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The resources of runs, by provider. `answered` are the places that were asked; `unanswered` are kinds and places
+    without an answer, each with the reason. `failed`: one of them may have machines.
+    """
+
+    found: Sequence[tuple[Provider, Sequence[Resource]]]
+    answered: Sequence[str]
+    unanswered: Sequence[tuple[str, str]]
+    failed: bool
+
+    @property
+    def resources(self) -> list[Resource]:
+        return [resource for _, resources in self.found for resource in resources]
+
+    def expired(self) -> Inventory:
+        """Return what has outlived the budget of its run."""
+        now = datetime.now(UTC)
+        some = [(provider, [one for one in all_ if one.has_expired(now)]) for provider, all_ in self.found]
+        return replace(self, found=[(provider, resources) for provider, resources in some if resources])
+
+
+def take_inventory(fleets: Sequence[str]) -> Inventory:
+    """Ask the fleets, such as `aws:us-east-1,eu-west-1` or `ibm`, or else every kind that can be asked from here."""
+    asked: list[tuple[str, Provider]] = []
+    unanswered: list[tuple[str, str]] = []
+    for fleet in fleets or FLEETS:
+        word, _, places = fleet.partition(":")
+        if word not in FLEETS:
+            raise Mistake(f"--fleet {fleet}: no such fleet; {nearest(word, FLEETS)}")
+        try:
+            providers = kind_class(FLEETS, word).providers(tuple(filter(None, places.split(","))))
+        except Mistake as mistake:
+            if fleets:
+                fault = mistake.fault if isinstance(mistake, FieldMistake) else mistake
+                raise Mistake(f"--fleet {fleet}: {fault}") from None
+            unanswered.append((word, str(mistake)))
+            continue
+        if fleets and not providers:
+            raise Mistake(f"--fleet {fleet}: {word} rents no machines; use `packtrain down RUN`")
+        asked += [(word, provider) for provider in providers]
+    return _ask(asked, unanswered, named=bool(fleets))
+
+
+def _ask(asked: Sequence[tuple[str, Provider]], unanswered: list[tuple[str, str]], named: bool) -> Inventory:
+    def ask(provider: Provider) -> list[Resource] | PacktrainError:
+        try:
+            return provider.resources(None)
+        except PacktrainError as error:  # one region that is not enabled must not hide the others
+            return error
+
+    with ThreadPoolExecutor(_PROVIDERS) as threads:
+        answers = list(threads.map(ask, [provider for _, provider in asked]))
+    found, answered, failed = [], [], False
+    for (word, provider), answer in zip(asked, answers, strict=True):
+        place = f"{word} {provider.place}"
+        if isinstance(answer, PacktrainError):
+            # Who has no credentials has no machines there, unless the place was named.
+            failed = failed or named or not isinstance(answer, Mistake)
+            unanswered.append((place, str(answer)))
+            continue
+        answered.append(place)
+        if answer:
+            found.append((provider, answer))
+    return Inventory(found, answered, unanswered, failed)
+
+
+def remove_found(inventory: Inventory, say: Say = silent) -> list[Resource]:
+    """Delete what was found, and what the same runs have created since; return what that was."""
+
+    def remove_at(one: tuple[Provider, Sequence[Resource]]) -> list[Resource] | PacktrainError:
+        provider, resources = one
+        labels = {resource.label for resource in resources}
+        try:
+            return remove(lambda: [left for left in provider.resources(None) if left.label in labels], provider, say)
+        except PacktrainError as error:
+            return error
+
+    with ThreadPoolExecutor(_PROVIDERS) as threads:
+        answers = list(threads.map(remove_at, inventory.found))
+    faults = [answer for answer in answers if isinstance(answer, PacktrainError)]
+    if faults:
+        raise PacktrainError("; ".join(map(str, faults)))
+    return [resource for answer in answers if not isinstance(answer, PacktrainError) for resource in answer]
