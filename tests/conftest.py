@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from packtrain.store import Store, open_store
-from parts import ceph
+from parts import azure, ceph, gcs, hosts, kubernetes
+from parts.kubernetes import KubernetesCluster
 from parts.loopback import served
 from parts.presence import need
 from parts.proxy import Proxy, proxy_before
 from parts.s3 import S3Server, fresh_location, leave_aws
+from parts.sandbox import Sandbox, make_sandbox
 
 # Tests share the cores already: with a thread for each core in every one of their processes, learning takes four times
 # as long. None of the modules above has loaded torch, which reads it once.
@@ -44,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    """The run that the others are compared with."""
+    sandbox = make_sandbox(tmp_path_factory.mktemp("oracle"))
+    done = sandbox.packtrain("run", "job.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return sandbox
 
 
 @pytest.fixture
@@ -99,6 +110,15 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
         yield server
 
 
+@pytest.fixture(scope="session")
+def kubernetes_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
+    """A Kubernetes cluster of two nodes."""
+    for missing in (hosts.missing(), kubernetes.missing()):
+        need(missing is None, str(missing))
+    with kubernetes.kubernetes(tmp_path_factory.mktemp("kubernetes")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
 def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_aws(monkeypatch)
@@ -139,6 +159,32 @@ def s3_store(s3_location: str) -> Store:
 def ceph_store(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
     ceph_server.enter(monkeypatch)
     return open_store(fresh_location())
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[azure.AzureServer]:
+    """Microsoft's emulator of Azure Blob Storage; checks keys and conditions."""
+    need(azure.PROGRAM.exists(), "azurite is not installed: run tests/parts/install")
+    with azure.azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google_server(moto_server: S3Server) -> Iterator[gcs.GoogleServer]:
+    with gcs.google_before(moto_server.endpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def azure_store(azure_server: azure.AzureServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+    azure_server.enter(monkeypatch)
+    return open_store(azure.fresh_location())
+
+
+@pytest.fixture
+def google_store(google_server: gcs.GoogleServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+    google_server.enter(monkeypatch)
+    return open_store(gcs.fresh_location())
 
 
 @pytest.fixture(params=["directory_store", "s3_store"])

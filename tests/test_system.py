@@ -12,7 +12,7 @@ import pytest
 from packtrain.errors import Mistake
 from packtrain.store import StoreError
 from packtrain.store.errors import explained
-from packtrain.system import FileLock, cache_directory
+from packtrain.system import FileLock, cache_directory, usable_cores
 
 HOLDER = """
 import sys
@@ -161,3 +161,21 @@ def test_a_full_disk_of_the_cache_names_the_variable_that_moves_it(cache: Path, 
     ):
         with pytest.raises(StoreError, match=told), explained(place):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_a_container_has_the_cores_of_its_limit(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == (limit or len(os.sched_getaffinity(0)))

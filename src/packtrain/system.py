@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from getpass import getuser
 from pathlib import Path
 
 from packtrain.errors import Mistake
@@ -71,10 +72,30 @@ class FileLock:
         self.close()
 
 
+def this_client() -> str:
+    """Return `user@host`, for people who wonder who started something."""
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container may run as a user that has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:200]
+
+
 def say(text: str) -> None:
     """Print a line to the log of this process. A log that cannot be written, as on a full disk, does not end it."""
     with suppress(OSError):
         print(text, flush=True)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may use: a container, such as a pod, may have a few of many."""
+    cores = len(os.sched_getaffinity(0))
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1 of cgroups
+        with suppress(OSError, ValueError):  # the other version; or no limit, which is the word max, or -1
+            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
+            if quota > 0:
+                cores = min(cores, max(1, round(quota / period)))
+    return cores
 
 
 def end_with_parent(number: signal.Signals) -> None:
@@ -104,19 +125,20 @@ def is_in_cache(path: Path) -> bool:
 
 def cache_directory() -> Path:
     """Return the directory for everything that this machine can fetch again."""
-    return _private(_cache_path(), "PACKTRAIN_CACHE")
+    return private_directory(_cache_path(), "PACKTRAIN_CACHE")
 
 
 def state_directory() -> Path:
     """Return the directory for what this person's machine remembers and cannot fetch again."""
     parent = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return _private(parent / "packtrain", "XDG_STATE_HOME")
+    return private_directory(parent / "packtrain", "XDG_STATE_HOME")
 
 
-def _private(path: Path, variable: str) -> Path:
+def private_directory(path: Path, variable: str) -> Path:
     """Make a directory that nobody else can read; refuse one that others can write to.
 
-    It holds code, logs and locks, and the code that the person has accepted.
+    It holds code, logs and locks, and the code that the person has accepted. `variable` is where a person can name
+    another one.
     """
     advice = f"set {variable} to a directory of your own"
     try:

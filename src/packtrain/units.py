@@ -170,6 +170,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def show_dollars(dollars: float) -> str:
+    """Show a sum of money to the cent: `$1,234.50`."""
+    return f"${dollars:,.2f}"
+
+
 def show_count(count: float) -> str:
     """Show a whole number with thousands separated: `74,978`."""
     return f"{count:,.0f}"

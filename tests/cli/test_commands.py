@@ -39,6 +39,20 @@ def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: st
         assert word in done.stderr
 
 
+def test_show_and_ls_give_dollars_where_a_price_is_known(directory_store: Store) -> None:
+    where = ["--store", directory_store.url]
+    priced = new_run(directory_store, recipe_job("rented", fleet={"local": {}, "price": 2.0}, budget={"dollars": 8}))
+    priced.renew(a_lease("a", machine_seconds=3600.0, dollars_per_hour=2.0, left=True))
+    priced.finish(Result("stopped", "stopped by user", 1, 3600.0))
+    assert "cost  $2.00, 25% of the budget of $8.00" in CliRunner().invoke(app, ["show", priced.name, *where]).output
+    free = new_run(directory_store, recipe_job("free"))
+    listing = CliRunner().invoke(app, ["ls", *where])
+    assert "cost" in listing.output.splitlines()[0]
+    rows = json.loads(CliRunner().invoke(app, ["ls", "--json", *where]).stdout)
+    costs = {row["run"]: row["cost"] for row in rows}
+    assert costs == {priced.name: {"so_far": 2.0, "per_hour": 0.0, "expected": None, "budget": 8.0}, free.name: None}
+
+
 @pytest.mark.parametrize("job", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_every_example_job_loads(job: Path) -> None:
     assert load(job).job.name

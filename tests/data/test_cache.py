@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from data.handmade import NAME, Remote, put_file
+from data.handmade import NAME, Remote, put_file, put_pack
 from packtrain.data.cache import FileCache, Prefetch
-from packtrain.errors import NotFound, PacktrainError
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
 
@@ -414,6 +416,7 @@ def test_a_full_disk_names_the_variable_that_moves_the_cache(
 ) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(small_disk))
     file = put_file(remote, "a", bytes(2 * 10**6))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))  # others fill it meanwhile
     with pytest.raises(PacktrainError, match="the disk is full; free some space or set PACKTRAIN_CACHE to a directory"):
         path_of(FileCache(small_disk / "packs", limit_bytes=10**7), remote, file)
     assert cached(small_disk / "packs") == set()
@@ -480,3 +483,48 @@ def test_the_limit_leaves_half_of_a_small_disk(remote: Remote, folder: Path, mon
         time.sleep(0.01)
     assert cached(folder) == {file.sha256 for file in files[1:]}
     assert open_store(remote.url).exists(pack_key(NAME, "a"))
+
+
+# The size of the cache, and packs that are staged.
+
+
+def test_the_environment_sets_the_size_of_the_cache(
+    remote: Remote, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put_file(remote, "a", b"apple")
+    monkeypatch.setenv("PACKTRAIN_CACHE_SIZE", "4 B")
+    with pytest.raises(PacktrainError, match=r"a has 5 B, and the cache may take 4 B; set fleet\.cache in the job"):
+        path_of(FileCache(folder), remote, file)
+    monkeypatch.setenv("PACKTRAIN_CACHE_SIZE", "2 GB")
+    assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
+    monkeypatch.setenv("PACKTRAIN_CACHE_SIZE", "much")
+    with pytest.raises(Mistake, match=r"^PACKTRAIN_CACHE_SIZE: .*2 GB"):
+        FileCache(folder)
+
+
+def test_no_size_is_larger_than_the_disk(remote: Remote, small_disk: Path) -> None:
+    file = put_file(remote, "a", b"x" * 2_000_000)
+    with pytest.raises(PacktrainError, match=r"a has 2\.0 MB, and the cache may take"):
+        path_of(FileCache(small_disk / "packs", 10**12), remote, file)
+
+
+def test_a_staged_pack_is_copied_from_a_directory_as_a_whole_and_read_from_the_copy(
+    directory_store: Store, folder: Path
+) -> None:
+    manifest = put_pack(directory_store, [[1], [2], [3]], 1)
+    pack = Pack(directory_store, manifest.name, folder, staged=True)
+    staged: list[int] = []
+    pack.stage(staged.append, turn=1)
+    assert sum(staged) == sum(file.bytes for file in manifest.files())
+    for file in manifest.files():
+        assert (folder / file.sha256).stat().st_size == file.bytes
+        directory_store.delete(pack_key(manifest.name, file.name))
+    assert len(pack.split("train").shard(2).ragged["tokens"][0]) == 1
+
+
+def test_a_pack_that_does_not_fit_is_not_staged(remote: Remote, folder: Path) -> None:
+    manifest = put_pack(remote, [[1], [2], [3]], 1)
+    largest = max(file.bytes for file in manifest.files())
+    with pytest.raises(Mistake, match=r"staging needs .*, and the cache may take .*; set fleet\.cache in the job"):
+        Pack(remote, manifest.name, folder, 2 * largest, staged=True).stage(lambda _: None)
+    assert remote.fetched == []

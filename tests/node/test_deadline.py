@@ -42,9 +42,10 @@ def test_hours_are_wall_time_of_the_run() -> None:
 
 def test_dollars_are_paid_for_every_machine_also_those_that_are_gone() -> None:
     leases = [
-        a_lease("a", machine_seconds=1800.0),
-        a_lease("b", machine_seconds=1800.0),
-        a_lease("c", machine_seconds=3600.0, left=True),
+        a_lease("a", machine_seconds=1800.0, dollars_per_hour=2.0),
+        a_lease("b", machine_seconds=1800.0, dollars_per_hour=2.0),
+        a_lease("c", machine_seconds=3600.0, dollars_per_hour=2.0, left=True),
+        a_lease("d", machine_seconds=3600.0, left=True),  # on a fleet that cost nothing
     ]
     # 8 dollars are 4 machine hours; 2 are used; two machines use up the rest in one hour.
     assert seconds_left(BudgetSettings(dollars=8), fleet(), leases, 1800.0, 2) == 3600.0
@@ -130,7 +131,6 @@ def test_a_machine_that_is_done_is_shut_down_whatever_fails(
     fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
-    run.finish(Result("stopped", "enough", 1, 1.0))
 
     class Ending:
         has_done_its_part = True
@@ -138,6 +138,7 @@ def test_a_machine_that_is_done_is_shut_down_whatever_fails(
         def __init__(self, *_: object, **__: object) -> None: ...
 
         def work(self) -> None:
+            run.finish(Result("stopped", "enough", 1, 1.0))
             if fails == "node":
                 raise RuntimeError
 

@@ -326,7 +326,7 @@ def with_another(run: Run, name: str, node: Node) -> None:
     """The node sees another machine renew its lease."""
     for _ in range(2):
         before = run.lease(name)
-        run.renew(a_lease(name, 1 + (before.renewal if before else 0), joined=2))
+        run.renew(a_lease(name, 1 + (before.renewal if before else 0), joined=2, job=run.job_digest))
         node.assembly.look_at_all()
 
 

@@ -63,6 +63,24 @@ def test_a_source_is_asked_until_it_gives_notice_and_errors_are_ignored(capsys: 
     assert "cannot check for preemption notices: no route" in capsys.readouterr().out
 
 
+def test_a_notice_that_is_not_certain_does_not_hide_the_one_that_is(capsys: pytest.CaptureFixture[str]) -> None:
+    risk, notice = PreemptionNotice("may be taken", certain=False), PreemptionNotice("will be taken", 120.0)
+    answers = iter([OSError("no route"), OSError("no route"), risk, risk, notice])
+
+    def ask() -> PreemptionNotice | None:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    watch = PreemptionWatch([ask], poll_seconds=0.01)
+    watch.listen()
+    while watch.notice is None:
+        threading.Event().wait(0.01)
+    assert (watch.risk, watch.notice) == (risk, notice)
+    assert capsys.readouterr().out.count("no route") == 1, "the same error is said once"
+
+
 def test_only_the_first_notice_counts() -> None:
     watch = PreemptionWatch()
     watch.post(PreemptionNotice("one"))

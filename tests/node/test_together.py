@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.job.job import BudgetSettings
 from packtrain.node.assembly import GROW_FACTOR
+from packtrain.node.deadline import left_at_start
 from packtrain.run.checkpoint import Superseded, commit, committed
 from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Generation, Member, Point, Result
+from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, cluster_of, look_until_settled
@@ -105,7 +108,7 @@ def test_a_machine_that_comes_late_replaces_the_second_node_of_another(make: Mak
 def test_a_node_at_a_public_address_takes_no_part(make: Make) -> None:
     cluster = make("1..2", 1)
     for renewal in range(12):
-        cluster.run.renew(a_lease("forged", renewal, address="93.184.216.34"))
+        cluster.run.renew(a_lease("forged", renewal, address="93.184.216.34", job=cluster.run.job_digest))
         cluster.wait(1)
     assert cluster.members() == [0]
     cluster.nodes[0].events.flush()
@@ -495,3 +498,65 @@ def test_a_result_ends_every_node(make: Make) -> None:
     cluster.run.finish(Result("finished", "done", 1, 1.0))
     cluster.wait(12)
     assert len(cluster.gone) == 3
+
+
+# A run that was resumed with another job while machines of the former one were cut off.
+
+
+def resumed_with(cluster: Cluster, **fields: object) -> Run:
+    """Give the run another job, as `packtrain resume --set` does."""
+    changed = cluster.run.changed(cluster.run.job.model_copy(update=fields))
+    changed.put_job()
+    return changed
+
+
+def test_machines_that_were_cut_off_leave_a_run_that_was_resumed_elsewhere(make: Make) -> None:
+    cluster = make("2..3", 2)
+    cluster.wait(10)
+    old = cluster.there()
+    cluster.gone |= {node.name for node in old}  # cut off: their workers still run
+    cluster.run = resumed_with(cluster, budget=BudgetSettings(hours=5))
+    cluster.add()
+    cluster.add()
+    cluster.wait(LOST)
+    assert cluster.members() == [2, 3]
+    cluster.gone.clear()
+    cluster.wait(6)
+    assert [node.is_over for node in cluster.nodes] == [True, True, False, False]
+    assert [node.group for node in old] == [None, None]
+    assert cluster.members() == [2, 3]
+    assert cluster.run.result() is None
+
+
+def test_a_moved_run_does_not_wait_for_machines_of_its_former_fleet(make: Make) -> None:
+    """They were silent when the client looked, and are back before the new ones have joined."""
+    cluster = make(1, 1)
+    cluster.wait(6)
+    cluster.run = resumed_with(cluster, budget=BudgetSettings(hours=5))
+    cluster.add()
+    cluster.wait(8)
+    assert cluster.members() == [1]
+    assert cluster.causes() == ["start", "resumed"]
+    assert cluster.nodes[0].is_over
+
+
+def test_no_generation_is_proposed_by_a_machine_whose_job_is_no_longer_the_run_s(make: Make) -> None:
+    cluster = make(1, 1)
+    cluster.wait(6)
+    resumed_with(cluster, budget=BudgetSettings(hours=5))
+    cluster.end_workers(1)
+    cluster.wait(4)
+    assert cluster.nodes[0].is_over
+    assert cluster.causes() == ["start"]
+
+
+@pytest.mark.parametrize(("hours", "left"), [(3.0, 2 * 3600), (None, None), (0.5, 0.0)])
+def test_a_new_budget_counts_what_the_run_has_used_before(make: Make, hours: float | None, left: float | None) -> None:
+    cluster = make(1, 1, budget={"hours": 1.5})
+    cluster.wait(3600)
+    cluster.leave(cluster.nodes[0])
+    cluster.gone.add(cluster.nodes[0].name)
+    cluster.run = resumed_with(cluster, budget=BudgetSettings(hours=hours))
+    # Without a node: one with nothing left ends its process, which is that of the tests.
+    seconds = left_at_start(cluster.run, cluster.run.latest_generation())
+    assert seconds == (None if left is None else pytest.approx(left, abs=10))

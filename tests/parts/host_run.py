@@ -108,13 +108,13 @@ def make_host_run(network: Network, store: str, settings: list[str], environment
 
 
 @contextmanager
-def bucket_on(network: Network) -> Iterator[S3Server]:
+def bucket_on(network: Network, port: int = _BUCKET_PORT) -> Iterator[S3Server]:
     """Serve a bucket on the hosts' bridge: a host that is cut off from the network is cut off from it too."""
-    command = [sys.executable, "-m", "moto.server", "-H", network.gateway, "-p", str(_BUCKET_PORT)]
+    command = [sys.executable, "-m", "moto.server", "-H", network.gateway, "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: _answers(network.gateway), "the bucket's server", 60)
-        made = S3Server(f"http://{network.gateway}:{_BUCKET_PORT}", "AKMOTO", "secret-of-moto")
+        wait_until(lambda: _answers(network.gateway, port), "the bucket's server", 60)
+        made = S3Server(f"http://{network.gateway}:{port}", "AKMOTO", "secret-of-moto")
         made.create_bucket()
         yield made
     finally:
@@ -122,8 +122,8 @@ def bucket_on(network: Network) -> Iterator[S3Server]:
         server.wait()
 
 
-def _answers(address: str) -> bool:
-    with suppress(OSError), socket.create_connection((address, _BUCKET_PORT), timeout=1):
+def _answers(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=1):
         return True
     return False
 

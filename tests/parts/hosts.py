@@ -131,6 +131,15 @@ class Host:
         """Its /root, as seen from outside."""
         return self.place / "home"
 
+    @property
+    def is_on(self) -> bool:
+        return self._process is not None
+
+    @property
+    def root(self) -> Path:
+        """Its whole disk, as seen from outside while it is on."""
+        return Path(f"/proc/{self._pid()}/root")
+
     def start(self) -> None:
         """Switch it on, and return when its sshd answers."""
         arguments = [str(self.place), self.name, str(self._network.disk_bytes), *map(str, self._network.mounted)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 START_SECONDS = 60.0
@@ -32,9 +33,9 @@ def wait_for_port(port: int, servers: Sequence[subprocess.Popen[bytes]]) -> None
 
 
 @contextmanager
-def served(command: Callable[[int], Sequence[str]]) -> Iterator[str]:
-    """Run a server for the block and give its URL; `command` takes the port."""
-    server, port = _started(command)
+def served(command: Callable[[int], Sequence[str]], extra: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Run a server for the block and give its URL; `command` takes the port, `extra` are variables of its own."""
+    server, port = _started(command, {**os.environ, **(extra or {})})
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -42,11 +43,13 @@ def served(command: Callable[[int], Sequence[str]]) -> Iterator[str]:
         server.wait()
 
 
-def _started(command: Callable[[int], Sequence[str]]) -> tuple[subprocess.Popen[bytes], int]:
+def _started(
+    command: Callable[[int], Sequence[str]], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start a server on a free port; try again if another process takes that port first."""
     for tries_left in (2, 1, 0):
         port = free_port()
-        server = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(command(port), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for_port(port, [server])
             break

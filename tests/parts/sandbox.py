@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -97,11 +98,13 @@ class Sandbox:
         """Slow every step down by so many seconds from now on."""
         set_pace(self.directory / PACE, seconds)
 
-    def packtrain(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    def packtrain(
+        self, *arguments: str, text: str | None = None, timeout: float = 150
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; `text` is what a person types."""
         command = [sys.executable, "-m", "packtrain", *arguments]
-        return subprocess.run(
-            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=timeout
-        )
+        where: dict[str, Any] = {"cwd": self.directory, "env": self.environment}
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout, **where)
 
     def detach(self, *options: str) -> None:
         done = self.packtrain("run", "job.yaml", "--detach", *options)
@@ -150,7 +153,7 @@ class Sandbox:
         return max((one.step for one in committed(self.run())), default=0)
 
     def wait_for_commit(self, step: int = 20) -> None:
-        wait_until(lambda: self.committed_step() >= step, f"a checkpoint of step {step}")
+        wait_until(lambda: self.committed_step() >= step, f"a checkpoint of step {step}", 240)
 
     def wait_for_result(self, seconds: float = 150) -> str:
         wait_until(lambda: self.run().result() is not None, "the end of the run", seconds)

@@ -19,6 +19,14 @@ def test_workers_see_a_stop_request_of_their_node(tmp_path: Path) -> None:
     assert worker.stop_requested()
 
 
+def test_one_worker_takes_a_request_to_commit(tmp_path: Path) -> None:
+    agent, worker, other = (Control(tmp_path / "control") for _ in range(3))
+    assert not worker.take_commit_request()
+    agent.request_commit()
+    assert worker.take_commit_request()
+    assert not other.take_commit_request()
+
+
 def test_a_node_sees_that_its_workers_made_a_step(tmp_path: Path) -> None:
     agent, worker = Control(tmp_path / "control"), Control(tmp_path / "control")
     assert not agent.has_stepped()

@@ -105,6 +105,20 @@ def test_the_result_is_the_last_thing_written_at_the_goal(directory_store: Store
     assert {key.split("/")[2] for _, key in store.changes()} >= {"events", "metrics", "tensorboard", "checkpoints"}
 
 
+def test_a_request_to_commit_makes_a_checkpoint_and_changes_nothing_else(
+    directory_store: Store, control: Control, tmp_path: Path
+) -> None:
+    job = tiny_job(checkpoint={"every": "100 steps", "keep_last": 5})
+    straight, asked = tiny_run(directory_store, job), tiny_run(directory_store, job)
+    train(straight, new_control(tmp_path, "straight"))
+    train(asked, control, Interrupted(asked.job, 4, control.request_commit))
+    assert [one.step for one in committed(straight)] == [STEPS]
+    first, last = (one.step for one in committed(asked))
+    assert (4 <= first <= 6, last) == (True, STEPS)
+    assert history(asked) == history(straight)
+    assert weights(asked) == weights(straight)
+
+
 @pytest.mark.parametrize("at", [1, 2, 5, IN_EPOCH, STEPS - 1, STEPS])
 def test_a_run_stopped_at_any_step_resumes_bit_for_bit(
     directory_store: Store, control: Control, tmp_path: Path, at: int

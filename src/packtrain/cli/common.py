@@ -32,7 +32,7 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="STORE",
-        help="A directory, or s3://bucket/prefix. Default: $PACKTRAIN_STORE, else ./store.",
+        help="A directory, or s3://, gs:// or az://bucket/prefix. Default: $PACKTRAIN_STORE, else ./store.",
     ),
 ]
 RunArgument = Annotated[
@@ -154,10 +154,12 @@ def safe_output() -> Iterator[None]:
         yield
 
 
-def console() -> Screen:
+def console(stream: TextIO | None = None) -> Screen:
+    """Return the screen of commands: standard output, unless another stream is given."""
     from packtrain.cli.screen import Screen
 
-    return Screen(sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout)
+    stream = stream or sys.stdout
+    return Screen(stream.stream if isinstance(stream, SafeStream) else stream)
 
 
 def print_json(value: Any) -> None:

@@ -15,9 +15,10 @@ from packtrain.backoff import Backoff
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
-from packtrain.fleet import Machine, StartedNode, fleet_of, states_of
+from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
+from packtrain.report.cost import seconds_to_goal
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
@@ -86,6 +87,8 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)
     print_summary(screen, run, summarize(run, state))
+    if run.result() is not None:
+        release(run, screen.say)
     if state != "finished":
         screen.say_lines(hints(run, "resume"))
     return EXIT_CODES[state]
@@ -107,7 +110,8 @@ def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, r
         states = states_of(machines or ())
         text = f"waiting for {wanted.least - alive} of {wanted.least} machines"
         return Shortage(f"{text}: {states}" if states else text)
-    return Shortage(f"no machine is left; run `packtrain resume {run}` to continue", none_left=True)
+    ended = f" ({states_of(machines)})" if machines else ""
+    return Shortage(f"no machine is left{ended}; run `packtrain resume {run}` to continue", none_left=True)
 
 
 class MachineWatch:
@@ -295,15 +299,11 @@ class Follower:
 
 def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = None) -> str:
     """Return step, loss, learning rate, speed, time left and budget left of a recipe's run."""
-    first, last, goal = steps[0], steps[-1], job.train.duration
+    last, goal = steps[-1], job.train.duration
     values = last.values
     done = {"steps": float(last.step), "epochs": values["epoch"], "seconds": values["elapsed_seconds"]}[goal.unit]
-    if goal.unit == "seconds":
-        left = show_seconds(max(0.0, goal.value - done))
-    else:
-        made = (last.step - first.step) if goal.unit == "steps" else values["epoch"] - first.values["epoch"]
-        seconds = values["elapsed_seconds"] - first.values["elapsed_seconds"]
-        left = show_seconds((goal.value - done) * seconds / made) if made > 0 else "?"
+    seconds = seconds_to_goal(job, steps)
+    left = "?" if seconds is None else show_seconds(seconds)
     recent = steps[-_LOSS_STEPS:]
     loss = sum(point.values["loss"] for point in recent) / len(recent)
     speed = units_per_second(steps, job.train.batch.unit) or 0.0
@@ -333,6 +333,8 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
         rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s"))
+    if summary.cost is not None:
+        rows.append(("cost", summary.cost.line))
     if summary.goodput.fraction is not None:
         rows.append(("time", _time_line(summary.goodput)))
     for name, value in summary.scores.items():

@@ -110,15 +110,27 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")
     ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="job|jobset|trainjob",
+            help="Create the run, but print its Kubernetes manifests instead of starting it.",
+        ),
+    ] = None,
 ) -> None:
     """Pack if needed, start a run, and follow it. Ctrl-C detaches; the run keeps running."""
     from packtrain.cli.packs import ProgressBars
-    from packtrain.start import create, load
+    from packtrain.start import create, load, manifests
 
     _check_modes(foreground, detach)
     loaded = load(job, overrides or ())
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
+    if form is not None:
+        # Nothing else on standard output: `kubectl apply -f -` reads it.
+        print(manifests(loaded, form, None if dry_run else ProgressBars(console(sys.stderr))), end="")
+        return
     if dry_run:
         _print_dry_run(loaded)
         return
@@ -128,12 +140,23 @@ def run(
 def resume(
     name: RunArgument = None,
     store: StoreOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage; repeatable.",
+        ),
+    ] = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Resume a run that stopped or failed, from its last checkpoint."""
+    """Resume a run from its last checkpoint. With --set: on another fleet, or for longer."""
     from packtrain.cli.follow import follow
+    from packtrain.errors import Mistake
+    from packtrain.fleet import release
+    from packtrain.job.changes import changed_job
     from packtrain.run.liveness import state_of
     from packtrain.start import reopen
 
@@ -141,9 +164,12 @@ def resume(
     found = find_run(store, name)
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
     state = state_of(found)
-    if state == "finished":
+    if state == "finished" and not overrides:
         console().say(f"{found.name} is already complete")
+        release(found, console().say)  # nobody may have seen its end
         return
+    if state == "running" and overrides:
+        raise Mistake(f"{found.name} is running; stop it first (`packtrain stop {found.name}`), then resume it")
     if state == "running":
         # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
         if detach:
@@ -151,9 +177,9 @@ def resume(
             return
         console().say(f"{found.name} is already running; following it")
         sys.exit(follow(found, [], foreground=False))
-    _check_modes(foreground, detach, found.job.fleet.kind)
-    reopen(found, trusting(trust_code), _print_line)
-    _start_and_follow(found, foreground, detach)
+    job = changed_job(found.job_data, overrides)[0] if overrides else found.job
+    _check_modes(foreground, detach, job.fleet.kind)
+    _start_and_follow(reopen(found, trusting(trust_code), _print_line, overrides or ()), foreground, detach)
 
 
 def _print_dry_run(loaded: LoadedJob) -> None:

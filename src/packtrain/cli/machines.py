@@ -1,4 +1,4 @@
-"""Commands for machines: doctor, attach, and node, which fleets start on them."""
+"""Commands for machines: doctor, attach, down, volume, and node, which fleets start on them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from packtrain.cli.common import (
     default_store,
     find_run,
     find_store,
+    hints,
     print_json,
     trusting,
 )
@@ -27,6 +28,7 @@ from packtrain.units import MAX_WORKERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from packtrain.fleet.cloud import Resource
     from packtrain.fleet.doctor import Check
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
@@ -34,13 +36,19 @@ if TYPE_CHECKING:
     from packtrain.run.run import Run
 
 _MOUNT_SECONDS = 60.0
+_SHOWN_CHARACTERS = 500  # of a line from the store
+_SHOWN_PLACES = 5  # AWS has dozens of regions
 _KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
 
 
 def register(app: typer.Typer) -> None:
     app.command()(doctor)
     app.command()(attach)
+    app.command()(down)
     app.command()(node)
+    volume = typer.Typer(no_args_is_help=True, help="Keep the data of a run on volumes that outlive it.")
+    volume.command("snapshot")(snapshot)
+    app.add_typer(volume, name="volume")
 
 
 def doctor(
@@ -115,6 +123,152 @@ def attach(
     os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
 
 
+def snapshot(
+    name: RunArgument = None,
+    machine: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: any with a volume.")] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the data disk of a machine of a run, with the pack on it, for the volumes of later runs."""
+    from packtrain.fleet import fleet_of
+
+    run = find_run(store, name)
+    pack = None if run.job.program is not None else run.pack_name()
+    made, is_new = fleet_of(run.job.fleet.kind).snapshot(run, machine, pack)
+    if as_json:
+        print_json({"run": run.name, "snapshot": made, "new": is_new})
+        return
+    console().say(f"{'Making' if is_new else 'There is already'} ", (made, "bold"), "" if is_new else f" of {pack}")
+    console().say(f"  use it: --set fleet.aws.volume.snapshot={made}")
+
+
+def down(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    every_run: Annotated[
+        bool, typer.Option("--all", help="Delete what any run has at the providers, found by its tags.")
+    ] = False,
+    fleets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fleet",
+            metavar="FLEET[:PLACE,PLACE]",
+            help="With --all: ask only this one, such as aws:us-east-1,eu-west-1; repeatable.",
+        ),
+    ] = None,
+    expired: Annotated[bool, typer.Option("--expired", help="With --all: only runs whose budget has ended.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: list, and delete nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """End the machines of a run now, and wait until they are gone. `packtrain resume` continues it."""
+    from packtrain.errors import Mistake, NotFound
+    from packtrain.store import StoreError
+
+    if every_run:
+        if name is not None or store is not None:
+            raise Mistake("--all is for the runs of every store; omit RUN and --store")
+        _down_all(fleets or (), expired, dry_run, yes, as_json)
+    elif fleets or expired or dry_run:
+        raise Mistake("--fleet, --expired and --dry-run need --all")
+    else:
+        try:
+            run = find_run(store, name)
+        except (NotFound, StoreError) as error:
+            raise NotFound(f"{error}; `packtrain down --all` finds machines without the store") from None
+        _down_run(run, yes, as_json)
+
+
+def _down_run(run: Run, yes: bool, as_json: bool) -> None:
+    from packtrain.fleet.down import take_down
+    from packtrain.fleet.fleet import silent
+    from packtrain.job.kinds import FLEETS, word_of
+
+    def accept(kinds: Sequence[FleetKind]) -> None:
+        lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
+        reason = f"{run.name} was not started from here, and its machines are reached as the store says"
+        _confirm([f"{reason}:", *lines], "Contact them, and end what this run has there?", reason, yes)
+
+    screen = console()
+    ended = take_down(run, accept, silent if as_json else screen.say)
+    result = run.result()
+    state = "interrupted" if result is None else result.status
+    if as_json:
+        print_json({"run": run.name, "state": state, "ended": ended})
+        return
+    screen.say(f"{run.name} has no machines left. It is {state}.")
+    if state != "finished":
+        screen.say_lines(hints(run, "resume"))
+
+
+def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
+    from packtrain.fleet.down import remove_found, take_inventory
+    from packtrain.fleet.fleet import silent
+    from packtrain.units import counted
+
+    screen, inventory = console(), take_inventory(fleets)
+    if not inventory.answered:
+        raise Mistake("no provider could be asked: " + "; ".join(": ".join(one) for one in inventory.unanswered))
+    inventory = inventory.expired() if expired else inventory
+    found = inventory.resources
+    if not as_json:
+        if found:
+            _print_resources(found)
+        screen.say_lines(f"no answer: {where}: {why}" for where, why in inventory.unanswered)
+    if found and not dry_run:
+        runs = counted(len({resource.label for resource in found}), "run")
+        what = f"{counted(len(found), 'resource')} of {runs}"
+        _confirm([], f"Delete {what}?", f"{what} would be deleted", yes)
+        found = remove_found(inventory, silent if as_json else screen.say)
+    if as_json:
+        left_out = [{"fleet": where, "reason": why} for where, why in inventory.unanswered]
+        listed = {"found" if dry_run else "deleted": [asdict(one) for one in found]}
+        print_json({**listed, "answered": inventory.answered, "unanswered": left_out})
+    elif not found:
+        many = len(inventory.answered) > _SHOWN_PLACES
+        places = counted(len(inventory.answered), "place") if many else ", ".join(inventory.answered)
+        screen.say(f"No run has anything in {places}.")
+    elif not dry_run:
+        screen.say(f"Deleted {counted(len(found), 'resource')}; nothing is left.")
+    sys.exit(EXIT_FAILED if inventory.failed else EXIT_DONE)
+
+
+def _print_resources(resources: Sequence[Resource]) -> None:
+    """Print the resources of each run under a line that says whose it is: a table of all would be too wide."""
+    from rich.table import Table
+
+    from packtrain.errors import harmless
+
+    screen = console()
+    for label in dict.fromkeys(resource.label for resource in resources):
+        own = [resource for resource in resources if resource.label == label]
+        told = next((resource for resource in own if resource.run), own[0])  # IAM lists roles without their tags
+        # Tags are anybody's, so names may be odd.
+        words = [harmless(word) for word in (told.store, told.owner) if word]
+        words += [f"expires {harmless(told.expires)}"] if told.expires else []
+        screen.say((harmless(told.run or label), "bold"), "".join(f"  {word}" for word in words))
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        for resource in own:
+            table.add_row(*map(harmless, ("", resource.place, resource.kind, resource.name)))
+        screen.print(table)
+
+
+def _confirm(lines: Sequence[str], question: str, reason: str, yes: bool) -> None:
+    """Return if the person agrees; the reason explains a refusal where nobody can be asked."""
+    from packtrain.errors import Mistake, printable
+
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Mistake(f"{reason}; run this in a terminal to be asked, or pass --yes")
+    for line in lines:
+        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Mistake("nothing was ended")
+
+
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
@@ -136,10 +290,13 @@ def node(
     code: Annotated[
         str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
     ] = None,
+    identity: Annotated[
+        str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
+    ] = None,
     trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
-    from packtrain.errors import AlreadyJoined, Mistake, NotFound
+    from packtrain.errors import EXIT_DONE, AlreadyJoined, Mistake, NotFound
     from packtrain.fleet.local import OwnLog
     from packtrain.node.directory import NodeSlot
     from packtrain.node.preemption import record_crash, switch_off
@@ -153,6 +310,10 @@ def node(
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
         _wait_for_store(run)
+        if run.result() is not None:  # whoever starts nodes until one succeeds need not start another
+            log.remove()
+            sys.exit(EXIT_DONE)
+        _check_identity(identity)
         _check_code(run, code, trust_code)
         power_off = power_off or run.job.fleet.kind.power_off
         slot = NodeSlot(run)
@@ -187,6 +348,15 @@ def node(
             slot.close()
         switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
+
+
+def _check_identity(expected: str | None) -> None:
+    """Refuse to be another Packtrain than the client's: its workers might compute something else."""
+    from packtrain.errors import Mistake
+    from packtrain.identity import identity
+
+    if expected is not None and identity() != expected:
+        raise Mistake(f"this machine has packtrain {identity()}, the client has {expected}; build the image again")
 
 
 def _wait_for_store(run: Run) -> None:
@@ -239,9 +409,13 @@ def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:
 
 
 def _some_addresses(run: Run) -> list[str]:
-    """Return addresses of a few machines of the run: the route to them shows which interface to use."""
+    """Return addresses of a few machines of the run: the route to them shows which interface to use.
+
+    Machines from before the run moved are none of them: theirs may mean another machine here, as 127.0.0.1 does.
+    """
     latest = run.latest_generation()
-    if latest is not None:
+    if latest is not None and latest.job == run.job_digest:
         return [member.address for member in latest.members[:_KNOWN_ADDRESSES]]
     names = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.store.list(run.key("nodes/"))]
-    return [lease.address for lease in map(run.lease, names[:_KNOWN_ADDRESSES]) if lease is not None]
+    leases = map(run.lease, names[:_KNOWN_ADDRESSES])
+    return [lease.address for lease in leases if lease is not None and lease.job == run.job_digest]

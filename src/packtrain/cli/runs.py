@@ -77,9 +77,11 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     queued = any(not isinstance(answer, PacktrainError) and answer[1] for _, answer in rows)
-    columns = ("run", "state", *(["queue"] if queued else []), "step", "loss", "score", "time", "job")
+    priced = any(not isinstance(answer, PacktrainError) and answer[0].cost for _, answer in rows)
+    optional = (["queue"] if queued else [], ["cost"] if priced else [])
+    columns = ("run", "state", *optional[0], "step", "loss", "score", "time", *optional[1], "job")
     for column in columns:
-        table.add_column(column, justify="right" if column in ("step", "loss", "time") else "left")
+        table.add_column(column, justify="right" if column in ("step", "loss", "time", "cost") else "left")
     for run, answer in rows:
         if isinstance(answer, PacktrainError):
             blank = [""] * (len(columns) - 3)
@@ -94,9 +96,20 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
             "" if one.loss is None else f"{one.loss:.3f}",
             harmless(one.headline),
             show_seconds(one.seconds) if one.seconds else "",
+            *([_cost(one)] if priced else []),
             harmless(one.description),  # on one line, also if an argument of a program has several
         )
     console().print(table)
+
+
+def _cost(one: Overview) -> str:
+    """Return the dollars so far and expected: `$3.42 of $12.40`."""
+    from packtrain.units import show_dollars
+
+    if one.cost is None:
+        return ""
+    expected = "" if one.cost.expected is None else f" of {show_dollars(one.cost.expected)}"
+    return show_dollars(one.cost.so_far) + expected
 
 
 def _listed(run: Run, state: State | PacktrainError) -> Listed:
@@ -174,21 +187,22 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
     """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
     from rich.text import Text
 
-    from packtrain.fleet import request_stop
+    from packtrain.fleet import release, request_stop
     from packtrain.run.liveness import finish_unattended
 
     run = find_run(store, name)
-    result = run.result()
+    result, screen = run.result(), console()
     if result is not None:
-        console().say(f"{run.name} has already {result.status}")
+        screen.say(f"{run.name} has already {result.status}")
+        release(run, screen.say)  # nobody may have seen its end
         return
-    screen = console()
     with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
         request_stop(run, "stopped by user", screen.say)
         while (result := run.result()) is None:
             if not finish_unattended(run):
                 time.sleep(_STOP_POLL_SECONDS)
     screen.say(f"{run.name} {result.status} at step {result.step:,}")
+    release(run, screen.say)
     if result.status != "finished":
         screen.say_lines(hints(run, "resume"))
 

@@ -11,7 +11,7 @@ complete and checked, so a process can be killed at any moment; the next downloa
 
 A file whose size, time and inode are known to belong to the hash is not read again to check it: a pack of 100 GB is
 hashed once on a machine, shard by shard on first use, and not at every start. In a directory store, files are used in
-place, checked but not copied: the kernel caches them.
+place, checked but not copied: the kernel caches them. Only a pack that is staged is copied from there, too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.pack.manifest import PackFile
 from packtrain.store import DamagedObject, Store
 from packtrain.store.errors import explained
 from packtrain.system import FileLock, say, sha256_of
-from packtrain.units import show_bytes
+from packtrain.units import parse_bytes, show_bytes
 
 _TRIES = 3
 _POLL_SECONDS = 0.1  # between two looks whether another download is complete
 _LIMIT_BYTES = 50 * 10**9
+SIZE_VARIABLE = "PACKTRAIN_CACHE_SIZE"
+_ADVICE = f"set fleet.cache in the job, or PACKTRAIN_CACHE and {SIZE_VARIABLE}, to a larger disk or size"
 _PART_OF_DISK = 2  # the cache takes at most half of what is free or already in the cache
 _REMEMBERED = 8  # files known to have the hash: the same pack may be in several stores
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
@@ -44,18 +46,22 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileCache:
-    """Files in `directory`, at most `limit_bytes` of them (default: 50 GB, or half of the disk if that is less).
+    """Files in `directory`, at most `limit_bytes` of them (default: what PACKTRAIN_CACHE_SIZE says, or else 50 GB, or
+    half of the disk if that is less).
 
     It exceeds the limit only while live processes need more: files of the packs they have open are never removed.
     The least recently used file is removed first. Downloads count from their start on.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
-        self._directory, self._limit_bytes = directory, limit_bytes
+        self._directory = directory
+        self._limit_bytes = _limit_of_environment() if limit_bytes is None else limit_bytes
         self._fetching, self._uses = directory / "fetching", directory / "uses"
 
-    def path_of(self, store: Store, key: str, wanted: PackFile, *, is_suspect: bool = False) -> Path:
-        """Return a local file with the wanted hash, downloading it if needed.
+    def path_of(
+        self, store: Store, key: str, wanted: PackFile, *, is_suspect: bool = False, staged: bool = False
+    ) -> Path:
+        """Return a local file with the wanted hash, downloading it if needed; `staged` copies it from a directory, too.
 
         A suspect file, one that could not be read as what it should be, is hashed again.
         """
@@ -68,7 +74,7 @@ class FileCache:
                 os.utime(lock.fileno())  # the time of last use, which decides what is removed first
                 if is_suspect:
                     os.ftruncate(lock.fileno(), 0)
-                if store.is_directory:
+                if store.is_directory and not staged:
                     return _checked_in_place(store, key, wanted, lock)
                 entry = self._directory / wanted.sha256
                 if not _has_hash(entry, wanted, lock):
@@ -89,6 +95,19 @@ class FileCache:
                 hold = FileLock(path)
                 path.write_text("\n".join(hashes))
                 return hold
+
+    def check_room(self, files: Iterable[PackFile]) -> None:
+        """Refuse files that this machine cannot have in its cache all at the same time."""
+        with explained(self._directory):
+            self._make_folders()
+            needed = sum({file.sha256: file.bytes for file in files}.values())
+            entries = [path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)]
+            limit = self._limit(sum(entries))
+        if needed > limit:
+            raise Mistake(
+                f"{self._directory}: staging needs {show_bytes(needed)}, and the cache may take {show_bytes(limit)}; "
+                f"{_ADVICE}"
+            )
 
     def _make_folders(self) -> None:
         for folder in (self._fetching, self._uses):
@@ -140,7 +159,7 @@ class FileCache:
         if wanted.bytes > limit:
             raise PacktrainError(
                 f"{self._directory}: {wanted.name} has {show_bytes(wanted.bytes)}, and the cache may take"
-                f" {show_bytes(limit)}; set PACKTRAIN_CACHE to a directory on a larger disk"
+                f" {show_bytes(limit)}; {_ADVICE}"
             )
         downloads = [int(match[1]) for path in self._fetching.iterdir() if (match := _DOWNLOAD.search(path.name))]
         surplus = cached + sum(downloads) + wanted.bytes - limit
@@ -153,9 +172,9 @@ class FileCache:
         return surplus <= 0 or not downloads or wanted.sha256 in kept
 
     def _limit(self, cached_bytes: int) -> int:
-        if self._limit_bytes is not None:
-            return self._limit_bytes
         free_bytes = shutil.disk_usage(self._directory).free
+        if self._limit_bytes is not None:  # more than the disk has would fill it up
+            return min(self._limit_bytes, free_bytes + cached_bytes)
         return min(_LIMIT_BYTES, (free_bytes + cached_bytes) // _PART_OF_DISK)
 
     def _held(self) -> set[str]:
@@ -199,6 +218,16 @@ class FileCache:
         for path in self._directory.glob("*.lock"):
             if time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS and not path.with_suffix("").exists():
                 self._remove(path.stem)
+
+
+def _limit_of_environment() -> int | None:
+    given = os.environ.get(SIZE_VARIABLE)
+    if not given:
+        return None
+    try:
+        return parse_bytes(given)
+    except ValueError as error:
+        raise Mistake(f"{SIZE_VARIABLE}: {error}") from None
 
 
 def _is_entry(path: Path) -> bool:

@@ -8,7 +8,6 @@ device, where a view with the channels in front (permute, no copy) is the input 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import SplitReader
 from packtrain.errors import PacktrainError
 from packtrain.pack.tiles import Box, Pixels, decode_crop
+from packtrain.system import usable_cores
 
 # Per thread, twice: enough for two megapixels. Memory for larger images is allocated each time.
 _SCRATCH_BYTES = 6 << 20
@@ -142,7 +142,7 @@ class ImageBatches:
 
     def __init__(self, split: SplitReader, threads: int | None = None) -> None:
         self._split = split
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or usable_cores()
         self._pool = single_threaded_pool(self._threads)
 
     def random(

@@ -6,6 +6,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -25,14 +26,18 @@ from packtrain.store import Store
 from packtrain.system import FileLock
 
 _MIN_OPEN = 16
+_STAGING = 8  # downloads at the same time
 GIVEN = "files/"  # the folder of files that model options name, such as pretrained weights, by hash
 
 
 class Pack:
     """A pack whose files are in the cache in `directory`; each is checked against its hash on first use."""
 
-    def __init__(self, store: Store, name: str, directory: Path, cache_bytes: int | None = None) -> None:
-        self._store, self.name = store, name
+    def __init__(
+        self, store: Store, name: str, directory: Path, cache_bytes: int | None = None, *, staged: bool = False
+    ) -> None:
+        """`staged`: files of a store in a directory are copied into the cache, too."""
+        self._store, self.name, self._staged = store, name, staged
         self._cache = FileCache(directory, cache_bytes)
         self.manifest: Manifest = read_manifest(store, name)
         check_copies(self.manifest)
@@ -78,9 +83,32 @@ class Pack:
         self._path_of(file, is_suspect=True)
 
     def _path_of(self, file: PackFile, is_suspect: bool = False) -> Path:
-        if self._hold is None and not self._store.is_directory:  # a directory's files are not copied into the cache
+        self._keep()
+        key = pack_key(self.name, file.name)
+        return self._cache.path_of(self._store, key, file, is_suspect=is_suspect, staged=self._staged)
+
+    def _keep(self) -> None:
+        # Without staging, a directory's files are not copied into the cache.
+        if self._hold is None and (self._staged or not self._store.is_directory):
             self._hold = self._cache.hold(self._hashes())
-        return self._cache.path_of(self._store, pack_key(self.name, file.name), file, is_suspect=is_suspect)
+
+    def stage(self, advance: Callable[[int], None], turn: int = 0) -> None:
+        """Have every file of the pack on this machine; `advance` gets the bytes of each, and may raise to end it.
+
+        Workers of one machine that stage at the same time share the downloads: each starts at another file, by its
+        `turn`.
+        """
+        files = list(self.manifest.files())
+        self._keep()
+        self._cache.check_room(files)
+        start = turn * _STAGING % len(files)
+        pool = ThreadPoolExecutor(_STAGING)
+        try:
+            ordered = files[start:] + files[:start]
+            for file, _ in zip(ordered, pool.map(self._path_of, ordered), strict=True):
+                advance(file.bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _hashes(self) -> Iterator[str]:
         return (file.sha256 for file in self.manifest.files())

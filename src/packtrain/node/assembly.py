@@ -52,6 +52,7 @@ class GenerationStart:
     used_seconds: float = 0.0
     seconds_left: float | None = None
     culprit: str | None = None
+    job: str = ""
 
 
 def excluded(culprits: Sequence[str | None]) -> set[str]:
@@ -138,7 +139,7 @@ class Assembly:
         tell: TellEvent = lambda _kind, _text: None,
     ) -> None:
         self._run, self._lease, self._clock, self._tell = run, lease, clock, tell
-        self._name = lease.lease.node
+        self._name, self._job = lease.lease.node, lease.lease.job
         self._machines = run.job.fleet.kind.machines
         self.watch = LeaseWatch()
         self._turn = (0, 0)  # the generation to propose, and how many nodes that claimed the turn were lost
@@ -170,7 +171,7 @@ class Assembly:
         others = [
             lease
             for node, lease in self.watch.leases.items()
-            if node != self._name and self.watch.alive(node, now) and self._is_safe(lease)
+            if node != self._name and lease.job == self._job and self.watch.alive(node, now) and self._is_safe(lease)
         ]
         return [self._lease.lease, *others]
 
@@ -238,9 +239,13 @@ class Assembly:
 
     # Between generations: is it this node's turn, and what does it propose?
 
+    def is_of_this_job(self, generation: Generation) -> bool:
+        """False for a generation from before the run was resumed with another job; its nodes leave, or are gone."""
+        return generation.job == self._job
+
     def is_proposer(self, latest: Generation | None) -> bool:
         """True if this node proposes the generation after the latest."""
-        if latest is not None:
+        if latest is not None and self.is_of_this_job(latest):
             first = latest.members[0].node
             if first == self._name:
                 return True
@@ -310,7 +315,7 @@ class Assembly:
             return NodeReport(0, "start", "start")
         others = [member.node for member in latest.members if member.node != self._name]
         # This node was not a member, and all members are gone: a person has resumed the run.
-        if own is None and all(self.is_lost(node) for node in others):
+        if own is None and (not self.is_of_this_job(latest) or all(self.is_lost(node) for node in others)):
             return NodeReport(latest.number, "resumed", "resumed")
         reports = [own] if own is not None else []
         for node in others:
@@ -374,7 +379,7 @@ class Assembly:
         # Durations are compared, never clocks: the node that has counted the longest has missed the least.
         used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
         left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
-        return GenerationStart(ended.cause, reason_for(ended), step, ended.step, used, left)
+        return GenerationStart(ended.cause, reason_for(ended), step, ended.step, used, left, job=self._job)
 
 
 def seconds_since_first_step(run: Run, generation: int) -> float | None:

@@ -27,9 +27,12 @@ def seconds_left(
         limits.append(budget.hours * 3600 - used_seconds)
     price = fleet.dollars_per_hour
     if budget.dollars is not None and price is not None:
-        paid = sum(lease.machine_seconds for lease in leases)
-        limits.append((budget.dollars / price * 3600 - paid) / max(1, machines))
+        limits.append((budget.dollars - dollars_paid(leases)) / price * 3600 / max(1, machines))
     return max(0.0, min(limits)) if limits else None
+
+
+def dollars_paid(leases: Iterable[Lease]) -> float:
+    return sum(lease.machine_seconds / 3600 * lease.dollars_per_hour for lease in leases)
 
 
 def left_at_start(run: Run, latest: Generation | None) -> float | None:
@@ -37,6 +40,11 @@ def left_at_start(run: Run, latest: Generation | None) -> float | None:
 
     The lease of the generation's first node says how much time that is.
     """
+    if latest is not None and latest.job != run.job_digest:
+        # The run was resumed with another job: its budget may be another one, and what was used before counts.
+        leases = run.leases()
+        used = max((lease.used_seconds for lease in leases), default=0.0)
+        return seconds_left(run.job.budget, run.job.fleet, leases, used, run.job.fleet.kind.machines.most)
     if latest is None or latest.seconds_left is None:
         # All machines may have started at the same time: each keeps to its share.
         return seconds_left(run.job.budget, run.job.fleet, (), 0.0, run.job.fleet.kind.machines.most)

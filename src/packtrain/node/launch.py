@@ -6,9 +6,7 @@ Nothing here imports torch: this runs in the node.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import random
 import signal
 import socket
@@ -26,7 +24,7 @@ from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
-from packtrain.system import end_with_parent
+from packtrain.system import end_with_parent, usable_cores
 from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,
@@ -91,7 +89,7 @@ def worker_environment(
     member = generation.members[rank]
     kept = _without_other_launchers(inherited)
     # torch would otherwise use all cores in every worker.
-    threads = max(1, (os.cpu_count() or 1) // member.workers)
+    threads = max(1, usable_cores() // member.workers)
     interface = interface_of(member.address)
     if interface is None:  # torch would choose one, and might listen on a public address
         raise OSError(errno.EADDRNOTAVAIL, f"{member.address} is no longer an address of this machine")
@@ -107,7 +105,7 @@ def worker_environment(
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
         STORE_ID_VARIABLE: run.store.identity or "",
-        JOB_VARIABLE: hashlib.sha256(run.job_data).hexdigest(),
+        JOB_VARIABLE: run.job_digest,
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),

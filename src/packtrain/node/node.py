@@ -37,7 +37,18 @@ from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.code import unpack
-from packtrain.run.records import Cause, DamagedRecord, Event, EventKind, Generation, Lease, NodeReport, Result, Status
+from packtrain.run.records import (
+    MAX_RECORD_BYTES,
+    Cause,
+    DamagedRecord,
+    Event,
+    EventKind,
+    Generation,
+    Lease,
+    NodeReport,
+    Result,
+    Status,
+)
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.system import Task, machine_id, say
@@ -84,7 +95,10 @@ class Node:
         joined = 1 + (latest.number if latest is not None else 0)
         if machine is None:
             machine = "" if self._job.fleet.kind.shares_machines else machine_id()
-        lease = Lease(self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0, machine)
+        lease = Lease(
+            self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0, machine,
+            job=run.job_digest, dollars_per_hour=self._job.fleet.dollars_per_hour or 0.0,
+        )  # fmt: skip
         sampler = sampler or TelemetrySampler(self.directory.path)
         # A store client of its own: the node's may wait a minute for an answer, and the lease expires after 12 s.
         lease_run = hurried(run) if background else run
@@ -101,6 +115,7 @@ class Node:
         self._report: NodeReport | None = None  # how the last generation ended here
         self._ended_at = 0.0
         self._last_tried = self._looks = 0
+        self._heeded_risk = False
         self._hurry = False  # look again without a pause
         self._gone = threading.Event()
         self.deadline.set(left_at_start(run, latest))
@@ -201,6 +216,8 @@ class Node:
                 self.after_exit(group, code)
             else:
                 self._look_after(group)
+        elif latest is not None and not self.assembly.is_of_this_job(latest) and self._has_moved():
+            self.is_over = True
         elif (leaving := self._leaving()) is not None:
             self._finish_stopped(latest, leaving)
         elif latest is not None and latest.rank_of(self.name) is not None and latest.number > self._last_tried:
@@ -225,6 +242,9 @@ class Node:
         """Without workers: propose the next generation, or wait for the node whose turn it is."""
         if not self.assembly.is_proposer(latest):
             return
+        if self._has_moved():
+            self.is_over = True
+            return
         # A report of an older generation says nothing about how the latest one ended.
         own = self._report if latest is not None and self._last_tried == latest.number else None
         given_up = self.assembly.propose(latest, own, self._ended_at)
@@ -232,6 +252,13 @@ class Node:
             self._conclude("failed", given_up)
         self._latest = self.run.latest_generation(latest)
         self._hurry = self._latest is not latest
+
+    def _has_moved(self) -> bool:
+        """True if a person has resumed the run with another job, perhaps elsewhere, while this node was cut off."""
+        if self.run.store.find(self.run.key("job.json"), MAX_RECORD_BYTES) in (None, self.run.job_data):
+            return False
+        self._tell("machine", f"{self.name} is not part of the run anymore: it was resumed with another job")
+        return True
 
     # Start workers.
 
@@ -311,6 +338,11 @@ class Node:
         group.oom_watch.look(self._clock())
         if group.is_under_way(self._clock()):  # not before: importing torch would slow the workers' own start
             self.launchers.prepare()
+        if self.preemption.risk is not None and not self._heeded_risk and group.is_under_way(self._clock()):
+            self._heeded_risk = True
+            self._tell("warning", f"{self.preemption.risk.reason}; committing a checkpoint, and continuing")
+            self.program.hurry()
+            group.control.request_commit()
         if self._job.program is not None and group.is_first:
             group.commit_if_due(self.program, self._tell)
         # Only the first node asks the store for a stop request; the others see its lease.
@@ -421,7 +453,7 @@ class Node:
 
     def _speaks_for(self, latest: Generation | None) -> bool:
         """True if this node may write the result: the first one, which has the last checkpoint; any, if it is lost."""
-        if latest is None or latest.members[0].node == self.name:
+        if latest is None or latest.members[0].node == self.name or not self.assembly.is_of_this_job(latest):
             return True
         self.assembly.look_at(latest.members[0].node)
         return self.assembly.is_lost(latest.members[0].node)

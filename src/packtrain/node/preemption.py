@@ -7,9 +7,11 @@ flag; everything else happens at the node's next look.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -28,6 +30,7 @@ from packtrain.system import say
 POLL_SECONDS = 3.0
 SECONDS_VARIABLE = "PACKTRAIN_NOTICE_SECONDS"  # how long the sender of a signal waits before it kills
 POWER_OFF = ("systemctl", "poweroff")
+OFF_VARIABLE = "PACKTRAIN_POWER_OFF"  # a Python module with its arguments that ends this machine in place of that
 _POWER_OFF_SECONDS = 60.0
 _SIGNALS = {
     signal.SIGTERM: "SIGTERM",
@@ -38,10 +41,14 @@ _SIGNALS = {
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """Why this machine will be taken away, and in how many seconds, if known."""
+    """Why this machine will be taken away, and in how many seconds, if known.
+
+    If it is not `certain`, the machine only may be taken away soon: it commits a checkpoint and continues.
+    """
 
     reason: str
     seconds: float | None = None
+    certain: bool = True
 
 
 NoticeSource = Callable[[], PreemptionNotice | None]
@@ -66,7 +73,7 @@ def seconds_from(environment: Mapping[str, str]) -> float | None:
 
 
 class PreemptionWatch:
-    """Waits for a preemption notice from any source, and keeps the first."""
+    """Waits for a preemption notice from any source, and keeps the first that is certain, and the first that is not."""
 
     def __init__(
         self,
@@ -76,6 +83,7 @@ class PreemptionWatch:
     ) -> None:
         self._sources, self._clock, self._poll_seconds = sources, clock, poll_seconds
         self._notice: PreemptionNotice | None = None
+        self._risk: PreemptionNotice | None = None
         self._at = 0.0
         self._signal_seconds: float | None = None
         self._over = threading.Event()
@@ -96,6 +104,11 @@ class PreemptionWatch:
     def notice(self) -> PreemptionNotice | None:
         return self._notice
 
+    @property
+    def risk(self) -> PreemptionNotice | None:
+        """A notice that is not certain."""
+        return self._risk
+
     def seconds_left(self) -> float | None:
         """Return the seconds until this machine is gone, if the notice said so."""
         if self._notice is None or self._notice.seconds is None:
@@ -103,22 +116,28 @@ class PreemptionWatch:
         return max(0.0, self._at + self._notice.seconds - self._clock())
 
     def post(self, notice: PreemptionNotice) -> None:
-        if self._notice is None:  # the first one set the clock: a later notice must not extend the time
+        if not notice.certain:
+            self._risk = self._risk or notice
+        elif self._notice is None:  # the first one set the clock: a later notice must not extend the time
             self._at, self._notice = self._clock(), notice
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.post(PreemptionNotice(f"preemption notice: {_SIGNALS[signal.Signals(number)]}", self._signal_seconds))
 
     def _poll(self) -> None:
+        said = ""
         while not self._over.wait(self._poll_seconds):
             for source in self._sources:
                 try:
                     notice = source()
                 except Exception as error:
-                    say(f"warning: cannot check for preemption notices: {error}")
+                    if str(error) != said:  # every few seconds, for as long as it lasts
+                        said = str(error)
+                        say(f"warning: cannot check for preemption notices: {error}")
                     continue
                 if notice is not None:
                     self.post(notice)
+                if self._notice is not None:
                     return  # only the first notice counts
 
 
@@ -156,13 +175,15 @@ def exit_immediately(reason: str, power_off: bool) -> None:
         os._exit(EXIT_UNFINISHED)
 
 
-def switch_off(wanted: bool, command: Sequence[str] = POWER_OFF) -> bool:
+def switch_off(wanted: bool, command: Sequence[str] = ()) -> bool:
     """Shut this machine down if the fleet says so: by the command, or by sudo if that needs no password.
 
     Raises nothing; returns True if a command succeeded.
     """
     if not wanted:
         return False
+    module = shlex.split(os.environ.get(OFF_VARIABLE, ""))
+    command = command or ((sys.executable, "-m", *module) if module else POWER_OFF)
     say("machine: shutting down")
     for tried in (command, ("sudo", "-n", *command)):
         words = " ".join(tried)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.identity import install_command
+from packtrain.system import usable_cores
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class Processes(Workers):
     """Runs tasks on the cores of this machine."""
 
     def __init__(self, count: int | None = None) -> None:
-        self._count = count or os.cpu_count() or 1
+        self._count = count or usable_cores()
 
     def do(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         # Spawned, not forked: the threads of the store's client do not survive a fork.

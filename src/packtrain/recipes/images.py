@@ -25,6 +25,7 @@ from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import Recipe
+from packtrain.system import usable_cores
 from packtrain.units import show_bytes
 
 _ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
@@ -102,7 +103,7 @@ class ImageCopies(Generic[Batches]):
 def _num_threads() -> int:
     """Return how many cores this worker may use: the launcher divides those of a machine among its workers."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(given)) if given.isdecimal() else len(os.sched_getaffinity(0))
+    return max(1, int(given)) if given.isdecimal() else usable_cores()
 
 
 class ImageRecipe(Recipe, Generic[Batches]):

@@ -43,7 +43,7 @@ class Control:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._stop, self._first_step = directory / "stop", directory / "first-step"
+        self._stop, self._first_step, self._commit = (directory / name for name in ("stop", "first-step", "commit"))
         self._reported_step = False
 
     def request_stop(self) -> None:
@@ -51,6 +51,18 @@ class Control:
 
     def stop_requested(self) -> bool:
         return self._stop.exists()  # microseconds on a local disk, so once per step costs nothing
+
+    def request_commit(self) -> None:
+        """Ask for a checkpoint soon; training continues."""
+        self._commit.touch()
+
+    def take_commit_request(self) -> bool:
+        """True on one of the workers of this machine for each request."""
+        try:
+            self._commit.unlink()
+        except OSError:
+            return False
+        return True
 
     def report_step(self) -> None:
         """Tell the node that a step was made; only the first call writes."""

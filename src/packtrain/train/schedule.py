@@ -67,6 +67,8 @@ class ConstantSettings(ScheduleKind):
 class _OverTheRun(ScheduleKind):
     """A schedule that depends on where the run ends."""
 
+    follows_duration = True
+
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.duration.unit == "seconds":
             yield ("duration",), "must be in steps or epochs; the schedule depends on the length of the run"

@@ -245,7 +245,7 @@ class Trainer:
             result.loss,
             self._stop_requested(),
             loader.ready < ENOUGH_BATCHES,
-            self._checkpointer.is_due(self._progress.seconds),
+            self._control.take_commit_request() or self._checkpointer.is_due(self._progress.seconds),
             self._progress.seconds,
             communication,
         )

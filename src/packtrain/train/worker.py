@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
+import socket
 import sys
 import time
 import traceback
@@ -13,12 +13,14 @@ from typing import NoReturn
 
 import torch
 
+from packtrain.data.cache import SIZE_VARIABLE
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.recipes import recipe_class
-from packtrain.run.run import Run
+from packtrain.run.records import Event
+from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError, open_store
-from packtrain.system import cache_directory
+from packtrain.system import cache_directory, private_directory
 from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
@@ -35,9 +37,11 @@ from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
+from packtrain.units import parse_bytes, show_bytes, show_seconds
 
 _MEMORY_ADVICE = "use a smaller train.micro_batch, or more workers"
 _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+_STAGE_SECONDS = 30.0  # between two lines about how far staging is
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -65,12 +69,14 @@ def main(stop_signal: StopSignal, started: float) -> NoReturn:
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
     store = open_store(os.environ[STORE_VARIABLE], identity=os.environ.get(STORE_ID_VARIABLE) or None)
     run = Run(store, os.environ[RUN_VARIABLE])
-    if hashlib.sha256(run.job_data).hexdigest() != os.environ[JOB_VARIABLE]:
+    if run.job_digest != os.environ[JOB_VARIABLE]:
         raise Mistake(f"job.json of {run.name} has changed since its node started; its recipe may be another one")
     job = run.job
     assert job.recipe is not None
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
-    pack = Pack(run.store, run.pack_name(), cache_directory() / "packs")
+    pack = _pack_of(run)
+    if job.data.stage:
+        _stage(run, pack, control, stop_signal)
     recipe = recipe_class(job.recipe)(job, pack)
     with stop_signal.fatal():  # joining blocks in C until all ranks are there, and no Python handler runs meanwhile
         world = World.join()
@@ -79,6 +85,42 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
     # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.
     clock.add("start", time.monotonic() - started)
     return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
+
+
+def _pack_of(run: Run) -> Pack:
+    """Return the run's pack, in the cache that this machine's environment or the job asks for."""
+    cache, staged = run.job.fleet.cache, run.job.data.stage
+    directory = cache_directory()
+    if cache.directory is not None and not os.environ.get("PACKTRAIN_CACHE"):
+        # A folder of its own: the directory may be a mount that others use, too.
+        directory = private_directory(Path(cache.directory) / "packtrain", "fleet.cache.directory")
+    size = None if cache.size is None or os.environ.get(SIZE_VARIABLE) else parse_bytes(cache.size)
+    return Pack(run.store, run.pack_name(), directory / "packs", size, staged=staged)
+
+
+def _stage(run: Run, pack: Pack, control: Control, stop_signal: StopSignal) -> None:
+    """Have the whole pack on this machine before the ranks meet; its first worker tells how far it is."""
+    local_rank, generation = int(os.environ["LOCAL_RANK"]), int(os.environ[GENERATION_VARIABLE])
+    total = sum(file.bytes for file in pack.manifest.files())
+    events = run.event_writer(f"{worker_writer(generation, int(os.environ['RANK']))}-stage")
+    done, told, began = 0, 0.0, time.monotonic()
+
+    def tell(text: str) -> None:
+        if local_rank == 0:
+            events.append(Event(time.time(), "data", f"{text} on {socket.gethostname()}", generation))
+            events.flush()
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        if stop_signal.received or control.stop_requested():
+            raise PacktrainError("stopped while the pack was being staged")
+        done += count
+        if time.monotonic() - told >= _STAGE_SECONDS and done < total:
+            told = time.monotonic()
+            tell(f"staged {show_bytes(done)} of {show_bytes(total)}")
+
+    pack.stage(advance, local_rank)
+    tell(f"staged {show_bytes(total)} in {show_seconds(time.monotonic() - began)}")
 
 
 def use_deterministic_kernels(device: torch.device) -> None:

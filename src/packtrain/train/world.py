@@ -161,7 +161,7 @@ _LOSS, _STOP, _SHORT_OF_DATA, _SAVE, _SECONDS, _COMMUNICATION = range(6)
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The result of a step sync, equal on all ranks. `seconds` is the first rank's clock, `save` its vote."""
+    """The result of a step sync, equal on all ranks. `seconds` is the first rank's clock."""
 
     loss: float
     stop: bool
@@ -189,9 +189,9 @@ class StepSync:
         communication: float,
     ) -> None:
         row = [0.0] * (_COMMUNICATION + world.num_ranks)
-        row[_STOP], row[_SHORT_OF_DATA] = float(stop), float(short_of_data)
+        row[_STOP], row[_SHORT_OF_DATA], row[_SAVE] = float(stop), float(short_of_data), float(save)
         if world.is_first:
-            row[_SAVE], row[_SECONDS] = float(save), seconds
+            row[_SECONDS] = seconds
         row[_COMMUNICATION + world.rank] = communication
         # float64: clocks and losses survive the sum exactly. The loss is copied on the device, without reading it.
         self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
