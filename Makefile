@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(BIN)/pip install --quiet
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
-.PHONY: demo test lint parts clean
+.PHONY: demo test lint parts kubernetes clean
 
 demo: $(VENV)/train
 	$(BIN)/packtrain run examples/translate.yaml
@@ -27,6 +27,11 @@ lint: $(VENV)/dev
 
 parts:
 	bash tests/parts/install
+	@[ "$$CI" != true ] || bash tests/parts/kubernetes-build
+
+# The cluster of the tests takes a quarter of an hour to compile, once; without it they use a simulated API server alone.
+kubernetes:
+	bash tests/parts/kubernetes-build
 
 $(VENV)/train: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
