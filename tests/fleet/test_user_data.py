@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
+from uuid import uuid4
 
 import pytest
 
@@ -295,12 +296,13 @@ def test_secrets_come_from_parameters_and_from_secrets_manager(
 
     use(moto_server, monkeypatch)
     client = {"endpoint_url": moto_server.endpoint, "region_name": "us-east-1"}
-    boto3.client("ssm", **client).put_parameter(Name="/team/wandb", Value="héllo", Type="SecureString")
-    boto3.client("secretsmanager", **client).create_secret(Name="team/token", SecretString="token")
-    assert secret("ssm:/team/wandb") == "héllo"
-    assert secret("secretsmanager:team/token") == "token"
+    team = uuid4().hex  # the tests of other files have parameters in the same server
+    boto3.client("ssm", **client).put_parameter(Name=f"/{team}/wandb", Value="héllo", Type="SecureString")
+    boto3.client("secretsmanager", **client).create_secret(Name=f"{team}/token", SecretString="token")
+    assert secret(f"ssm:/{team}/wandb") == "héllo"
+    assert secret(f"secretsmanager:{team}/token") == "token"
     with pytest.raises(Refused, match="ParameterNotFound"):
-        secret("ssm:/team/other")
+        secret(f"ssm:/{team}/other")
     assert machine.exists()
 
 
