@@ -8,7 +8,7 @@ from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes.caption import CaptionerShape
-from packtrain.recipes.caption.model import Captioner, attention_maps, decode_captions, sort_captions
+from packtrain.recipes.caption.model import Captioner, EncodedImages, TorchCaptioner, sort_captions
 from recipes.captioned import random_images, with_larger_weights
 
 VOCABULARY = 21
@@ -170,6 +170,10 @@ WORDS = (3, 4, 5, 6)  # UNKNOWN may be written like any other
 LONGEST = 3
 
 
+def decode_captions(model: Captioner, encoded: EncodedImages, beam: int, longest: int = 50) -> list[list[int]]:
+    return [best.tokens for best, *_ in TorchCaptioner(model).search(encoded, beam, longest=longest)]
+
+
 def small_model(seed: int, cell: str = "gru") -> Captioner:
     torch.manual_seed(seed)
     return with_larger_weights(Captioner(CaptionerShape("tiny", 12, 8, cell), FEW_TOKENS).eval())
@@ -232,9 +236,9 @@ def test_every_token_has_an_attention_map() -> None:
     model = small_model(1)
     encoded = model.encode(random_images(1))
     tokens = [4, 5, 6]
-    maps = attention_maps(model, encoded, tokens)
-    assert maps.shape == (3, 16)
-    assert maps.sum(1).tolist() == pytest.approx([1.0] * 3)
+    maps = TorchCaptioner(model).attention(encoded, 0, tokens)
+    assert maps.shape == (3, 4, 4)
+    assert maps.sum((1, 2)).tolist() == pytest.approx([1.0] * 3)
     forced = model.teacher_force(encoded, sort_captions(torch.tensor([[BOS, *tokens]])))
-    assert torch.allclose(forced.attention[0], maps.sum(0), atol=1e-5)
-    assert attention_maps(model, encoded, []).shape == (0, 16)
+    assert torch.allclose(forced.attention[0], torch.from_numpy(maps.sum(0)).flatten(), atol=1e-5)
+    assert TorchCaptioner(model).attention(encoded, 0, []).shape == (0, 4, 4)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from packtrain.recipes.recipe import (
     Decoding,
     EvaluationRequest,
     Measurement,
+    Network,
     Prediction,
     Scores,
     read_options,
@@ -58,6 +60,12 @@ class ClassifierOptions:
 def classifier_options(model: ModelSettings) -> ClassifierOptions:
     sizes = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
     return read_options(model, sizes, choices={"stem": ("large", "small")})
+
+
+class ClassifierNetwork(Network):
+    @abstractmethod
+    def logits(self, pixels: Pixels) -> NDArray[np.float32]:
+        """Return the logits of images, bytes [N, height, width, RGB]: [N, classes]."""
 
 
 class Classify(ImageRecipe[ImageBatches]):
@@ -149,14 +157,8 @@ class Classify(ImageRecipe[ImageBatches]):
         starts = range(0, len(ids), EVALUATION_BATCH)
         return [RectangularBatch(ids[start : start + EVALUATION_BATCH], size, size) for start in starts]
 
-    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
-        import torch
-        from torch.nn.functional import cross_entropy
-
-        from packtrain.recipes.resnet import normalize
-
-        split, settings = request.split, self.job.train.in_epoch(request.epoch)
-        device = next(model.parameters()).device
+    def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
+        split, settings, network = request.split, self.job.train.in_epoch(request.epoch), _network(model)
         counted = self._plan(split, request.ids, settings)
         # A report shows only the first few of these. Their loss may be another worker's to count.
         shown = request.decode_ids[:SHOWN_SAMPLES]
@@ -166,15 +168,13 @@ class Classify(ImageRecipe[ImageBatches]):
         batches = self.copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             request.on_batch()
-            pixels = torch.from_numpy(batches.centered(batch.ids, batch.height, batch.width)).to(device)
-            with torch.inference_mode():
-                logits = model(normalize(pixels)).float()
-            best = logits.topk(min(_TOP, logits.shape[1])).indices
+            logits = network.logits(batches.centered(batch.ids, batch.height, batch.width))
+            best = np.argsort(-logits, axis=1, kind="stable")[:, :_TOP]
             guesses.update(zip(batch.ids.tolist(), best[:, 0].tolist(), strict=True))
             if number < len(counted):
-                labels = torch.from_numpy(self._labels(split, settings.size, batch.ids)).to(device)
+                labels = self._labels(split, settings.size, batch.ids)
                 right = best == labels[:, None]
-                sums["loss"] += float(cross_entropy(logits, labels, reduction="sum"))
+                sums["loss"] -= float(np.take_along_axis(log_softmax(logits), labels[:, None], 1).sum())
                 sums["top1"] += float(right[:, 0].sum())
                 sums["top5"] += float(right.sum())
         names = [self._names[guesses[sample]] for sample in shown.tolist()]
@@ -203,19 +203,12 @@ class Classify(ImageRecipe[ImageBatches]):
         words = read_words(self.pack.given_file(path), "model.words") if path else {}
         return tuple(words.get(name, name) for name in self.pack.manifest.classes)
 
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:  # noqa: ARG002
-        import torch
-
-        from packtrain.recipes.resnet import normalize
-
-        device = next(model.parameters()).device
-        found = []
+    def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:  # noqa: ARG002
+        network, found = _network(model), []
         for path in inputs:
-            pixels = torch.from_numpy(self._center(path)[None]).to(device)
-            with torch.inference_mode():
-                best = model(normalize(pixels)).float().softmax(1)[0].topk(min(_TOP, len(self._names)))
-            names = [self._names[label] for label in best.indices.tolist()]
-            found.append(top_prediction(names, best.values.tolist()))
+            [likely] = np.exp(log_softmax(network.logits(self._center(path)[None])))
+            best = np.argsort(-likely, kind="stable")[:_TOP].tolist()
+            found.append(top_prediction([self._names[label] for label in best], likely[best].tolist()))
         return found
 
     def _center(self, path: str) -> Pixels:
@@ -227,6 +220,21 @@ class Classify(ImageRecipe[ImageBatches]):
             [batch] = rectangular_plan(np.array([image.width]), np.array([image.height]), settings.size, 1)
             height, width = batch.height, batch.width
         return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
+
+
+def _network(model: nn.Module | Network) -> ClassifierNetwork:
+    if isinstance(model, ClassifierNetwork):
+        return model
+    from packtrain.recipes.resnet import TorchClassifier
+
+    return TorchClassifier(cast("nn.Module", model))
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    normalized: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return normalized
 
 
 def top_prediction(names: Sequence[str], probabilities: Sequence[float]) -> Prediction:

@@ -22,20 +22,21 @@ from packtrain.recipes.recipe import (
     Batch,
     Decoding,
     EvaluationRequest,
+    Hypothesis,
     Measurement,
+    Network,
     Prediction,
     Recipe,
     Scores,
     read_options,
+    text_prediction,
 )
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# Bounds on the memory of a search and of a batch whose loss is measured.
-_DECODE_TOKENS = 4096
-_MEASURE_TOKENS = 8192
+_MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
 _MAX_INPUT_TOKENS = 1000
 
 
@@ -69,6 +70,26 @@ class TokenPairs:
     target: Ragged | Column
 
 
+class TextNetwork(Network):
+    """A Transformer that reads one text and writes another."""
+
+    search_tokens: int
+    """Source tokens of all hypotheses that one search may have: bounds its memory."""
+
+    @abstractmethod
+    def search(
+        self, source_BS: NDArray[np.int64], limits_B: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
+    ) -> list[list[Hypothesis]]:
+        """Return the outputs for each source, the best first: at most `limits_B` tokens each.
+
+        `numbers` identify the sources, so that a sampled output does not depend on the other sources of the batch.
+        """
+
+    @abstractmethod
+    def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the negative log-probability of each target after BOS, given its source. Both are padded."""
+
+
 class PairRecipe(Recipe):
     """A Transformer that reads one text and writes another."""
 
@@ -87,8 +108,8 @@ class PairRecipe(Recipe):
         """Return the shape of the job's model; raise FieldMistake if its options do not fit."""
 
     @abstractmethod
-    def max_lengths(self, source_BS: Tensor) -> Tensor:
-        """Return how many tokens may be written for each source."""
+    def max_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens may be written for sources of these lengths."""
 
     @abstractmethod
     def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:
@@ -154,22 +175,16 @@ class PairRecipe(Recipe):
         labels = target[:, 1:].flatten()[predicted]
         return cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="sum")
 
-    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
-        import torch
-
-        device = next(model.parameters()).device
-        pairs = self.pairs[request.split]
+    def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
+        network, pairs = _network(model), self.pairs[request.split]
         loss, tokens = 0.0, 0
-        with torch.inference_mode():
-            for part in group_by_length(request.ids, pairs.target.lengths, _MEASURE_TOKENS):
-                request.on_batch()
-                arrays = self._batch(request.split, part)
-                batch = {name: torch.from_numpy(rows).to(device) for name, rows in arrays.items()}
-                loss += float(self._loss(model, batch, label_smoothing=0.0))
-                tokens += int((pairs.target.lengths[part] - 1).sum())
+        for part in group_by_length(request.ids, pairs.target.lengths, _MEASURE_TOKENS):
+            request.on_batch()
+            loss += float(network.losses(pad(pairs.source, part, PAD), pad(pairs.target, part, PAD)).sum())
+            tokens += int((pairs.target.lengths[part] - 1).sum())
         decoding = replace(self.decoding, beam=request.beam)
-        outputs = self._decode(model, pairs.source, request.decode_ids, decoding, request.on_batch)
-        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
+        outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, request.on_batch)
+        return Measurement({"loss": loss, "tokens": float(tokens)}, [texts[0] for texts, _ in outputs])
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         tokens = sum(part.sums["tokens"] for part in parts)
@@ -192,43 +207,42 @@ class PairRecipe(Recipe):
 
     # Outputs.
 
-    def _decode(
+    def _outputs(
         self,
-        model: nn.Module,
+        network: TextNetwork,
         source: Ragged | Column,
         ids: Ids,
         decoding: Decoding,
         on_batch: Callable[[], None] = lambda: None,
-    ) -> list[str]:
-        import torch
-
-        from packtrain.recipes.decode import decode
-        from packtrain.recipes.transformer import Transformer
-
-        texts: dict[int, str] = {}
-        for part in group_by_length(ids, source.lengths, _DECODE_TOKENS // decoding.beam):
+    ) -> list[tuple[list[str], list[float]]]:
+        """Return the texts for each source, the best first, and their scores."""
+        found: dict[int, tuple[list[str], list[float]]] = {}
+        for part in group_by_length(ids, source.lengths, network.search_tokens // decoding.beam):
             on_batch()
-            assert isinstance(model, Transformer)  # here: a recipe with another model need not decode
-            rows = torch.from_numpy(pad(source, part, PAD)).to(next(model.parameters()).device)
-            tokens = decode(model, rows, self.max_lengths(rows), decoding, part.tolist())
-            texts.update(zip(part.tolist(), self.pack.vocabulary.decode(tokens), strict=True))
-        return [texts[sample] for sample in ids.tolist()]
+            limits = self.max_lengths(source.lengths[part])
+            hypotheses = network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+            texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))
+            for sample, own in zip(part.tolist(), hypotheses, strict=True):
+                found[sample] = [next(texts) for _ in own], [one.score for one in own]
+        return [found[sample] for sample in ids.tolist()]
 
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        outputs = self.generate(model, self.encode(inputs), decoding)
-        return [Prediction(output, note=self.note(text)) for text, output in zip(inputs, outputs, strict=True)]
+    def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+        found = self.generate(model, self.encode(inputs), decoding)
+        return [replace(one, note=self.note(text)) for text, one in zip(inputs, found, strict=True)]
 
     def note(self, text: str) -> str:
         """Return a warning about an input, or an empty string."""
         strange = self.pack.vocabulary.is_strange(text)
         return "its characters are rare or absent in the training data" if strange else ""
 
-    def generate(self, model: nn.Module, rows: Sequence[Sequence[int]], decoding: Decoding) -> list[str]:
-        """Return an output for every row; that of a row with only EOS is empty."""
+    def generate(
+        self, model: nn.Module | Network, rows: Sequence[Sequence[int]], decoding: Decoding
+    ) -> list[Prediction]:
+        """Return a prediction for every row; that of a row with only EOS is empty."""
         source = Ragged.from_rows(rows, np.dtype("<u4"))
         filled = np.flatnonzero(source.lengths > 1)
-        outputs = dict(zip(filled.tolist(), self._decode(model, source, filled, decoding), strict=True))
-        return [outputs.get(number, "") for number in range(len(rows))]
+        outputs = dict(zip(filled.tolist(), self._outputs(_network(model), source, filled, decoding), strict=True))
+        return [text_prediction(*outputs.get(number, ([""], [0.0]))) for number in range(len(rows))]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts as sources; a blank text is EOS alone."""
@@ -241,6 +255,17 @@ class PairRecipe(Recipe):
             if len(row) > _MAX_INPUT_TOKENS:
                 raise _too_long(texts, number, f"{len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}")
         return rows
+
+
+def _network(model: nn.Module | Network) -> TextNetwork:
+    """Return the model behind the interface that all of its forms share."""
+    if isinstance(model, TextNetwork):
+        return model
+    from packtrain.recipes.decode import TorchText
+    from packtrain.recipes.transformer import Transformer
+
+    assert isinstance(model, Transformer)  # a recipe with another model has predictions of its own
+    return TorchText(model)
 
 
 def _too_long(texts: Sequence[str], number: int, size: str) -> Mistake:

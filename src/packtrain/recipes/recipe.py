@@ -70,7 +70,7 @@ class Decoding:
     """How outputs are generated: by beam search, or by nucleus sampling if `nucleus` (the probability mass) is set.
 
     `repetition` above 1 makes tokens that were already written less likely; no n-gram of `no_repeat` tokens is
-    written twice.
+    written twice. A beam search returns its `n_best` outputs, at most as many as the beam.
     """
 
     beam: int = 4
@@ -79,6 +79,22 @@ class Decoding:
     repetition: float = 1.0
     no_repeat: int = 0
     seed: int = 1
+    n_best: int = 1
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """An output of a search: its tokens without EOS, and its log-probability, normalized as the search compares it."""
+
+    tokens: list[int]
+    score: float
+
+
+class Network(ABC):  # noqa: B024 - each recipe has an interface of its own below it
+    """A trained model as a recipe uses it to evaluate and to predict: arrays in, arrays out.
+
+    The form of the model is behind it: torch's module of a run, or a file of another runtime (export/).
+    """
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,15 @@ class Prediction:
     details: dict[str, Any] = field(default_factory=dict)
     attention_map: bytes | None = None
     note: str = ""
+
+
+def text_prediction(texts: Sequence[str], scores: Sequence[float]) -> Prediction:
+    """Return the best text; scripts get the score, and the other texts if there are any."""
+    details: dict[str, Any] = {"score": round(scores[0], 4)}
+    if len(texts) > 1:
+        pairs = zip(texts, scores, strict=True)
+        details["n_best"] = [{"output": text, "score": round(score, 4)} for text, score in pairs]
+    return Prediction(texts[0], details)
 
 
 class Recipe(ABC):
@@ -205,8 +230,11 @@ class Recipe(ABC):
         return [ids[list(block(len(ids), rank, num_ranks))] for rank in range(num_ranks)]
 
     @abstractmethod
-    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
-        """Compute one worker's part of an evaluation: the loss on some samples, free outputs for others."""
+    def measure(self, model: Any, request: EvaluationRequest) -> Measurement:
+        """Compute one worker's part of an evaluation: the loss on some samples, free outputs for others.
+
+        `model` is torch's module, here and below. Recipes that go home without torch also accept their `Network`.
+        """
 
     @abstractmethod
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
@@ -215,10 +243,10 @@ class Recipe(ABC):
     # Predictions.
 
     @abstractmethod
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+    def predict(self, model: Any, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
         """Return a prediction for every input."""
 
-    def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
+    def converse(self, model: Any, turns: Sequence[str], decoding: Decoding) -> Prediction:
         """Return the reply to a conversation whose last turn is the user's."""
         raise NotImplementedError(f"{type(self).__name__} does not support chat")
 

@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from torch.nn.functional import batch_norm
 
 from packtrain.errors import Mistake
 from packtrain.pack.shard import check_header
+from packtrain.pack.tiles import Pixels
+from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.images import ResNetShape
 
 _MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on a scale of 0 to 1: what pretrained weights expect
@@ -146,6 +150,17 @@ class ResNet(nn.Module):
             elif isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0, 0.01)
                 nn.init.zeros_(module.bias)
+
+
+class TorchClassifier(ClassifierNetwork):
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def logits(self, pixels: Pixels) -> NDArray[np.float32]:
+        given = torch.from_numpy(pixels).to(next(self._model.parameters()).device)
+        found: Tensor = self._model(normalize(given))
+        return found.float().cpu().numpy()
 
 
 def load_pretrained(path: Path, own: Mapping[str, Tensor], field: str) -> dict[str, Tensor]:

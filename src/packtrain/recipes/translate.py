@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from packtrain.job import Job
-from packtrain.pack.vocabulary import PAD
 from packtrain.pack.words import count_letters
 from packtrain.recipes.pairs import PairRecipe, TransformerShape, read_shape
 from packtrain.recipes.recipe import Scores
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 _EXTRA_TOKENS = 50  # that a translation may have beyond the length of its source
 
@@ -51,8 +53,8 @@ class Translate(PairRecipe):
 
         return Transformer(self.shape_of(self.job), len(self.pack.vocabulary))
 
-    def max_lengths(self, source_BS: Tensor) -> Tensor:
-        return (source_BS != PAD).sum(1) + _EXTRA_TOKENS
+    def max_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return lengths + _EXTRA_TOKENS
 
     def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:
         if not outputs:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +27,20 @@ from packtrain.recipes.recipe import (
     Batch,
     Decoding,
     EvaluationRequest,
+    Hypothesis,
     Measurement,
+    Network,
     Prediction,
     Scores,
     read_options,
+    text_prediction,
 )
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from packtrain.recipes.caption.model import Captioner, EncodedImages
+    from packtrain.recipes.caption.model import Captioner
 
 _EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
 
@@ -116,6 +120,29 @@ class CaptionReferences:
     texts: list[list[str]]
     cider: Cider
     by_source: dict[str, tuple[range, Cider]]
+
+
+Encoded = TypeVar("Encoded")
+
+
+class CaptionNetwork(Network, Generic[Encoded]):
+    """A captioner; `Encoded` is what it makes of images, and nobody else looks into."""
+
+    @abstractmethod
+    def encode(self, pixels: Pixels) -> Encoded:
+        """Encode bytes [B, height, width, RGB]."""
+
+    @abstractmethod
+    def search(self, encoded: Encoded, beam: int, n_best: int = 1) -> list[list[Hypothesis]]:
+        """Return the best captions of each image."""
+
+    @abstractmethod
+    def losses(self, encoded: Encoded, images: Ids, captions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the negative log-probability of each caption, padded, of the image with that number."""
+
+    @abstractmethod
+    def attention(self, encoded: Encoded, image: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the attention over the positions of an image for each token: [tokens, side, side]."""
 
 
 class Caption(ImageRecipe[CaptionBatches]):
@@ -228,37 +255,29 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     # Evaluation.
 
-    def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
-        import torch
-        from torch.nn.functional import cross_entropy
-
-        from packtrain.recipes.caption.model import decode_captions, sort_captions
-
-        captioner = _captioner(model)
+    def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
+        network = _network(model)
         loss, tokens = 0.0, 0
         outputs: list[str] = []
-        with torch.inference_mode():
-            for part, encoded in self._encode(captioner, request, request.ids):
-                rows = [self._captions(request.split, sample) for sample in part.tolist()]
-                image = np.repeat(np.arange(len(part)), [len(own) for own in rows])
-                captions = sort_captions(torch.from_numpy(_padded([row for own in rows for row in own])))
-                of_captions = encoded.select(torch.from_numpy(image).to(captioner.bias.device))
-                forced = captioner.teacher_force(of_captions, captions)
-                loss += float(cross_entropy(forced.logits.float(), forced.labels, reduction="sum"))
-                tokens += len(forced.labels)
-            for _, encoded in self._encode(captioner, request, request.decode_ids):
-                outputs += self.pack.vocabulary.decode(decode_captions(captioner, encoded, request.beam))
+        for part, encoded in self._encode(network, request, request.ids):
+            rows = [self._captions(request.split, sample) for sample in part.tolist()]
+            captions = _padded([row for own in rows for row in own])
+            images = np.repeat(np.arange(len(part)), [len(own) for own in rows])
+            loss += float(network.losses(encoded, images, captions).sum())
+            tokens += int((captions[:, 1:] != PAD).sum())
+        for _, encoded in self._encode(network, request, request.decode_ids):
+            found = network.search(encoded, request.beam)
+            outputs += self.pack.vocabulary.decode([best.tokens for best, *_ in found])
         return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
 
-    def _encode(self, model: Captioner, request: EvaluationRequest, ids: Ids) -> Iterator[tuple[Ids, EncodedImages]]:
-        import torch
-
+    def _encode(
+        self, network: CaptionNetwork[Encoded], request: EvaluationRequest, ids: Ids
+    ) -> Iterator[tuple[Ids, Encoded]]:
         size = self.job.train.in_epoch(request.epoch).size
         for start in range(0, len(ids), _EVALUATION_BATCH):
             request.on_batch()
             part = ids[start : start + _EVALUATION_BATCH]
-            pixels = torch.from_numpy(self.copies.batches(request.split, size).whole(part, size))
-            yield part, model.encode(pixels.to(model.bias.device))
+            yield part, network.encode(self.copies.batches(request.split, size).whole(part, size))
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """Each source of a mix has scores of its own besides: those of a mix say little about its parts."""
@@ -307,31 +326,26 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     # Predictions.
 
-    def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
+    def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
         """Return a caption for each image, with the attention map of each word."""
         images = [read_image(path) for path in inputs]  # all of them, so that a bad one is refused before any work
         predictions = []
         for image in images:
             pixels = decode_box(image, Box(0, 0, image.width, image.height))  # one at a time: pixels are large
-            predictions.append(self._describe(_captioner(model), pixels, decoding.beam))
+            predictions.append(self._describe(_network(model), pixels, decoding))
         return predictions
 
-    def _describe(self, model: Captioner, pixels: Pixels, beam: int) -> Prediction:
-        import torch
-
+    def _describe(self, network: CaptionNetwork[Any], pixels: Pixels, decoding: Decoding) -> Prediction:
         from packtrain.recipes.caption.attention import attention_by_word, draw_attention
-        from packtrain.recipes.caption.model import attention_maps, decode_captions
 
-        size = self.final_settings.size
-        with torch.inference_mode():
-            encoded = model.encode(torch.from_numpy(resize(pixels, size, size))[None].to(model.bias.device))
-            tokens = decode_captions(model, encoded, beam)[0]
-            maps = attention_maps(model, encoded, tokens).float().cpu().numpy()
-        text = self.pack.vocabulary.decode([tokens])[0]
-        side = -(-size // model.encoder.shape.total_stride)
-        words = attention_by_word(self.pack.vocabulary, tokens, maps.reshape(len(tokens), side, side))
+        size, vocabulary = self.final_settings.size, self.pack.vocabulary
+        encoded = network.encode(resize(pixels, size, size)[None])
+        [found] = network.search(encoded, decoding.beam, decoding.n_best)
+        made = text_prediction(vocabulary.decode([one.tokens for one in found]), [one.score for one in found])
+        maps = network.attention(encoded, 0, found[0].tokens)
+        words = attention_by_word(vocabulary, found[0].tokens, maps)
         details = {"words": [{"word": one.word, "attention": one.map.round(4).tolist()} for one in words]}
-        return Prediction(text, details, draw_attention(pixels, text, words))
+        return Prediction(made.text, made.details | details, draw_attention(pixels, made.text, words))
 
 
 def _padded(rows: Sequence[Array]) -> NDArray[np.int64]:
@@ -343,3 +357,11 @@ def _captioner(model: nn.Module) -> Captioner:
 
     assert isinstance(model, Captioner)
     return model
+
+
+def _network(model: nn.Module | Network) -> CaptionNetwork[Any]:
+    if isinstance(model, CaptionNetwork):
+        return model
+    from packtrain.recipes.caption.model import TorchCaptioner
+
+    return TorchCaptioner(_captioner(cast("nn.Module", model)))

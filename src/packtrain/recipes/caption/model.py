@@ -6,17 +6,25 @@ attention, V vocabulary, N predicted tokens. Input and softmax share one embeddi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from packtrain.data.order import Ids
+from packtrain.pack.tiles import Pixels
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes.caption import ENCODERS, CaptionerShape
-from packtrain.recipes.decode import cut_at_end, keep_best, split_flags
+from packtrain.recipes.caption import ENCODERS, CaptionerShape, CaptionNetwork
+from packtrain.recipes.decode import likely_on_device, sums_by_row
+from packtrain.recipes.recipe import Decoding, Hypothesis
 from packtrain.recipes.resnet import ResNet, normalize
+from packtrain.recipes.search import Candidates, Floats, Steps, narrowing_search
 from packtrain.recipes.transformer import padded_to_8
 
 MAX_CAPTION_TOKENS = 50
@@ -179,64 +187,61 @@ def _zero(module: nn.Module) -> Tensor:
     return total
 
 
-@torch.inference_mode()
-def decode_captions(
-    model: Captioner, encoded: EncodedImages, beam: int, longest: int = MAX_CAPTION_TOKENS
-) -> list[list[int]]:
-    """Return the tokens of the best caption for each image by beam search, without EOS.
+class TorchCaptioner(CaptionNetwork[EncodedImages]):
+    def __init__(self, model: Captioner) -> None:
+        self._model, self._device = model, model.bias.device
 
-    An image has `beam` hypotheses; a finished one is set aside and narrows the beam by one, until all have finished.
-    The best has the highest log-probability per token, EOS included. K is the beam; the rows of an image are adjacent:
-    row b * K + k is hypothesis k of image b.
-    """
-    device = encoded.features.device
-    images = torch.arange(len(encoded.features), device=device)
-    firsts, encoded = images * beam, encoded.select(images.repeat_interleave(beam))
-    state = model.start(encoded)
-    scores_BK = torch.full((len(images), beam), -torch.inf, device=device)
-    scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
-    left_B = torch.full((len(images),), beam, device=device)
-    history = torch.full((len(images) * beam, 1), BOS, device=device)
-    best_scores = torch.full((len(images),), -torch.inf, device=device)
-    best_BT = torch.full((len(images), longest), EOS, device=device)
+    @torch.inference_mode()
+    def encode(self, pixels: Pixels) -> EncodedImages:
+        return self._model.encode(torch.from_numpy(pixels).to(self._device))
 
-    for position in range(longest if len(images) else 0):
-        logits, state, _ = model.step(history[:, -1], state, encoded)
-        totals = scores_BK[:, :, None] + logits.float().log_softmax(-1).view(len(images), beam, -1)
-        scores_BK, candidates = totals.flatten(1).topk(beam, dim=1)
-        scores_BK = scores_BK.masked_fill(torch.arange(beam, device=device) >= left_B[:, None], -torch.inf)
-        origins, tokens = candidates // logits.shape[-1], candidates % logits.shape[-1]
-        ended = (tokens == EOS) & ~scores_BK.isneginf()
+    @torch.inference_mode()
+    def search(
+        self, encoded: EncodedImages, beam: int, n_best: int = 1, longest: int = MAX_CAPTION_TOKENS
+    ) -> list[list[Hypothesis]]:
+        count = len(encoded.features)
+        steps = TorchCaptionSteps(self._model, encoded.select(torch.arange(count).repeat_interleave(beam)))
+        return narrowing_search(steps, count, beam, longest, n_best)
 
-        ended_scores, ended_at = (scores_BK.masked_fill(~ended, -torch.inf) / (position + 1)).max(dim=1)
-        winners = firsts + origins.gather(1, ended_at[:, None])[:, 0]
-        keep_best(best_BT, images, ended_scores > best_scores, history[winners, 1:])
-        best_scores = torch.where(ended_scores > best_scores, ended_scores, best_scores)
+    @torch.inference_mode()
+    def losses(self, encoded: EncodedImages, images: Ids, captions: NDArray[np.int64]) -> NDArray[np.float64]:
+        ordered = sort_captions(torch.from_numpy(captions))
+        forced = self._model.teacher_force(encoded.select(torch.from_numpy(images).to(self._device)), ordered)
+        each = F.cross_entropy(forced.logits.float(), forced.labels, reduction="none")
+        rows = np.concatenate([ordered.order[:count].numpy() for count in ordered.unfinished])
+        return sums_by_row(rows, each, len(captions))
 
-        left_B = left_B - ended.sum(1)
-        scores_BK, kept = scores_BK.masked_fill(ended, -torch.inf).sort(dim=1, descending=True, stable=True)
-        origins, tokens = origins.gather(1, kept), tokens.gather(1, kept)
-        parents = (firsts[:, None] + origins).flatten()
-        history = torch.cat([history[parents], tokens.flatten()[:, None]], dim=1)
-        state = state[parents]
-        staying, leaving = split_flags(~scores_BK[:, 0].isneginf())
-        if not staying:
-            break
-        if leaving:  # finished images leave the batch, so that one long caption does not keep all of them computing
-            keep = torch.tensor(staying, device=device)
-            rows = (keep[:, None] * beam + torch.arange(beam, device=device)).flatten()
-            images, left_B, scores_BK, best_scores = (one[keep] for one in (images, left_B, scores_BK, best_scores))
-            firsts, history, state, encoded = firsts[: len(keep)], history[rows], state[rows], encoded.select(rows)
-    keep_best(best_BT, images, best_scores.isneginf(), history[firsts, 1:])  # nothing ended within the limit
-    return cut_at_end(best_BT)
+    @torch.inference_mode()
+    def attention(self, encoded: EncodedImages, image: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        encoded = encoded.select(slice(image, image + 1))
+        state, maps = self._model.start(encoded), []
+        for token in [BOS, *tokens][: len(tokens)]:
+            _, state, attention_BP = self._model.step(torch.tensor([token], device=self._device), state, encoded)
+            maps.append(attention_BP[0])
+        positions = encoded.keys.shape[1]
+        side = math.isqrt(positions)
+        found = torch.stack(maps) if maps else encoded.keys.new_zeros(0, positions)
+        return found.float().cpu().numpy().reshape(len(tokens), side, side)
 
 
-@torch.inference_mode()
-def attention_maps(model: Captioner, encoded: EncodedImages, tokens: list[int]) -> Tensor:
-    """Return the attention over positions of one image for each token: [tokens, P]."""
-    state = model.start(encoded)
-    maps = []
-    for token in [BOS, *tokens][: len(tokens)]:
-        _, state, attention_BP = model.step(torch.tensor([token], device=state.device), state, encoded)
-        maps.append(attention_BP[0])
-    return torch.stack(maps) if maps else encoded.keys.new_zeros(0, encoded.keys.shape[1])
+class TorchCaptionSteps(Steps):
+    def __init__(self, model: Captioner, encoded: EncodedImages) -> None:
+        super().__init__(Decoding())
+        self._model, self._encoded, self._state = model, encoded, model.start(encoded)
+
+    def logits(self, written_RT: Ids) -> Floats:
+        return self._logits(written_RT).cpu().numpy()
+
+    def candidates(self, written_RT: Ids, count: int) -> Candidates:
+        return likely_on_device(self._logits(written_RT), count)
+
+    def select(self, rows: Ids, same_sources: bool = False) -> None:
+        kept = torch.from_numpy(rows).to(self._state.device)
+        self._state = self._state[kept]
+        if not same_sources:
+            self._encoded = self._encoded.select(kept)
+
+    def _logits(self, written_RT: Ids) -> Tensor:
+        last = torch.from_numpy(written_RT[:, -1].copy()).to(self._state.device)
+        logits_RV, self._state, _ = self._model.step(last, self._state, self._encoded)
+        return logits_RV.float()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
@@ -22,10 +22,10 @@ from packtrain.job import Job
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.words import split_words
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
-from packtrain.recipes.recipe import Decoding, Prediction, Scores
+from packtrain.recipes.recipe import Decoding, Network, Prediction, Scores
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Chat(PairRecipe):
         limits = f"limits: {shape.prompt} tokens for a prompt, {shape.reply} for a reply"
         return [f"{name}: {cut} ({limits})" for name, (_, cut) in self._truncated.items() if cut.prompts or cut.replies]
 
-    def max_lengths(self, source_BS: Tensor) -> Tensor:
-        return source_BS.new_full((len(source_BS),), self.shape_of(self.job).reply)
+    def max_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full_like(lengths, self.shape_of(self.job).reply)
 
     def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:  # noqa: ARG002
         values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # beyond that, exp overflows
@@ -110,11 +110,12 @@ class Chat(PairRecipe):
         cut = f"its first {unread:,} tokens were cut off" if unread > 0 else ""
         return "; ".join(filter(None, [cut, super().note(text)]))
 
-    def converse(self, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
+    def converse(self, model: nn.Module | Network, turns: Sequence[str], decoding: Decoding) -> Prediction:
         spoken = [turn for turn in turns if turn.strip()][-self.shape_of(self.job).turns :]
         rows = [super(Chat, self).encode([turn])[0] for turn in spoken]
         row = self._last(list(chain.from_iterable(rows)))
-        return Prediction(self.generate(model, [row], decoding)[0] if row else "", note=self.note(turns[-1]))
+        [made] = self.generate(model, [row], decoding) if row else [Prediction("")]
+        return replace(made, note=self.note(turns[-1]))
 
 
 def distinct(texts: Sequence[str], size: int) -> float:

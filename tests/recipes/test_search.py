@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Decoding
-from packtrain.recipes import decode as decode_module
-from packtrain.recipes.decode import decode, length_penalty, penalize_repetition, sample_nucleus
+from packtrain.recipes import search as search_module
+from packtrain.recipes.decode import TorchText
+from packtrain.recipes.recipe import Hypothesis
+from packtrain.recipes.search import length_penalty, penalize_repetition, sample_nucleus
 from packtrain.recipes.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -28,10 +31,23 @@ SOURCES = torch.tensor(
 )
 
 
+def hypotheses(
+    model: Transformer,
+    sources: Tensor,
+    beam: int,
+    longer: int = 50,
+    numbers: Sequence[int] | None = None,
+    **options: Any,
+) -> list[list[Hypothesis]]:
+    limits = (sources != PAD).sum(1) + longer
+    decoding = Decoding(beam, **options)
+    numbers = numbers or range(len(sources))
+    return TorchText(model).search(sources.numpy(), limits.numpy(), decoding, numbers)
+
+
 def search(model: Transformer, sources: Tensor, beam: int, longer: int = 50, **options: Any) -> list[list[int]]:
     """Decode outputs of at most `longer` tokens more than their source."""
-    limits = (sources != PAD).sum(1) + longer
-    return decode(model, sources, limits, Decoding(beam, **options), range(len(sources)))
+    return [best.tokens for best, *_ in hypotheses(model, sources, beam, longer, **options)]
 
 
 def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
@@ -112,7 +128,7 @@ def test_greedy_search_equals_a_loop_without_a_cache(make_model: MakeModel) -> N
 
 
 def test_an_unlimited_beam_equals_an_exhaustive_search(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "LENGTH_PENALTY", 2.0)  # so that lengths matter although they are short
+    monkeypatch.setattr(search_module, "LENGTH_PENALTY", 2.0)  # so that lengths matter although they are short
     source = torch.tensor([[5, EOS]])  # so that there are at most three tokens, the mark of the end among them
     words = [token for token in range(8) if token not in (PAD, BOS, EOS)]
     everything = [list(tokens) for length in range(3) for tokens in product(words, repeat=length)]
@@ -129,7 +145,7 @@ def test_an_unlimited_beam_equals_an_exhaustive_search(make_model: MakeModel, mo
 def test_beam_search_equals_one_without_a_cache(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, beam: int, penalty: float
 ) -> None:
-    monkeypatch.setattr(decode_module, "LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
+    monkeypatch.setattr(search_module, "LENGTH_PENALTY", penalty)  # with a stronger one, late hypotheses win more often
     lengths = set()
     for seed in range(8):
         model = reluctant(make_model(seed), by=0.5 * seed)
@@ -157,6 +173,24 @@ def test_an_output_does_not_depend_on_the_rest_of_the_batch(make_model: MakeMode
         alone = [search(model, source[None, source != PAD], beam)[0] for source in SOURCES]
         assert search(model, SOURCES, beam) == alone
         assert search(model, SOURCES.flip(0), beam) == alone[::-1]
+
+
+def test_the_n_best_are_different_sorted_and_scored_as_the_model_scores_them(make_model: MakeModel) -> None:
+    most = 0
+    for seed in range(4):
+        model = reluctant(make_model(seed), by=1.0 - seed)
+        found = hypotheses(model, SOURCES, 4, longer=6, n_best=3)
+        assert [one[0].tokens for one in found] == search(model, SOURCES, 4, longer=6)
+        for source, own in zip(SOURCES, found, strict=True):
+            scores = [one.score for one in own]
+            assert scores == sorted(scores, reverse=True)
+            assert len({tuple(one.tokens) for one in own}) == len(own) <= 3
+            ended = [one for one in own if len(one.tokens) < int((source != PAD).sum()) + 6]
+            assert [one.score for one in ended] == pytest.approx(
+                [penalized(model, source, one.tokens) for one in ended], abs=1e-4
+            )
+        most = max(most, *(len(own) for own in found))
+    assert most == 3
 
 
 def test_beam_search_never_writes_pad_or_bos(make_model: MakeModel) -> None:
@@ -190,19 +224,19 @@ def test_the_length_penalty_is_that_of_gnmt() -> None:
 
 
 def test_nucleus_sampling_uses_the_most_likely_tokens_that_make_up_the_mass() -> None:
-    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    logits = np.log(np.array([[0.1, 0.5, 0.15, 0.25]], np.float32))
     for share, drawn in [(0.0, {1}), (0.4, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]:
-        chances = torch.linspace(0, 1 - 2**-24, 200)
-        assert set(sample_nucleus(logits.repeat(200, 1), share, 1.0, chances).tolist()) == drawn
+        chances = np.linspace(0, 1 - 2**-24, 200, dtype=np.float32)
+        assert set(sample_nucleus(logits.repeat(200, 0), share, 1.0, chances).tolist()) == drawn
 
 
 def test_samples_follow_the_probabilities_and_the_temperature_flattens_them() -> None:
-    likely = torch.tensor([0.1, 0.6, 0.3])
-    chances = (torch.arange(1000) + 0.5) / 1000
+    logits = np.log(np.array([[0.1, 0.6, 0.3]], np.float32))
+    chances = ((np.arange(1000) + 0.5) / 1000).astype(np.float32)
     for temperature in (1.0, 4.0):
-        expected = (likely.log() / temperature).softmax(0)
-        drawn = sample_nucleus(likely.log().repeat(1000, 1), 1.0, temperature, chances)
-        assert torch.allclose(drawn.bincount(minlength=3) / 1000, expected, atol=0.002)
+        expected = np.exp(logits[0] / temperature) / np.exp(logits[0] / temperature).sum()
+        drawn = sample_nucleus(logits.repeat(1000, 0), 1.0, temperature, chances)
+        assert np.allclose(np.bincount(drawn, minlength=3) / 1000, expected, atol=0.002)
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_alone(make_model: MakeModel) -> None:
@@ -210,37 +244,31 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone(make_model: MakeModel
     drawn = search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
     assert drawn == search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
     assert drawn != search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=6)
-    decoding = Decoding(1, nucleus=0.9, temperature=2.0, seed=5)
-    limits = (SOURCES != PAD).sum(1) + 50
     for number in (2, 4):
-        assert decode(model, SOURCES[number : number + 1], limits[number : number + 1], decoding, [number]) == [
-            drawn[number]
-        ]
+        options = {"nucleus": 0.9, "temperature": 2.0, "seed": 5, "numbers": [number]}
+        assert search(model, SOURCES[number : number + 1], 1, **options) == [drawn[number]]
 
 
 # Repetition.
 
 
 def test_the_repetition_penalty_lowers_tokens_that_were_written() -> None:
-    logits = torch.tensor([[2.0, -1.0, 0.5, 3.0]])
-    lowered = penalize_repetition(logits, torch.tensor([[0, 1]]), Decoding(repetition=2.0))
+    logits = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
+    lowered = penalize_repetition(logits, np.array([[0, 1]]), Decoding(repetition=2.0))
     assert lowered.tolist() == [[1.0, -2.0, 0.5, 3.0]]
-    assert logits.tolist() == [[2.0, -1.0, 0.5, 3.0]]
 
 
 def test_only_the_token_that_would_complete_an_ngram_again_is_forbidden() -> None:
-    written = torch.tensor([[9, 4, 5, 6, 4, 5], [9, 4, 5, 6, 5, 4]])
-    logits = torch.zeros(2, 10)
-    forbidden = penalize_repetition(logits, written, Decoding(no_repeat=3)).isneginf().nonzero().tolist()
-    assert forbidden == [[0, 6]]
-    assert penalize_repetition(logits, written[:1], Decoding(no_repeat=2)).isneginf().nonzero().tolist() == [[0, 6]]
-    assert penalize_repetition(logits, written[:1], Decoding(no_repeat=1)).isneginf().nonzero()[:, 1].tolist() == [
-        4,
-        5,
-        6,
-        9,
-    ]
-    assert not penalize_repetition(logits, written[:, :2], Decoding(no_repeat=3)).isneginf().any()
+    written = np.array([[9, 4, 5, 6, 4, 5], [9, 4, 5, 6, 5, 4]])
+
+    def forbidden(written: Any, size: int) -> list[list[int]]:
+        logits = np.zeros((len(written), 10), np.float32)
+        return np.argwhere(np.isneginf(penalize_repetition(logits, written, Decoding(no_repeat=size)))).tolist()
+
+    assert forbidden(written, 3) == [[0, 6]]
+    assert forbidden(written[:1], 2) == [[0, 6]]
+    assert forbidden(written[:1], 1) == [[0, 4], [0, 5], [0, 6], [0, 9]]
+    assert forbidden(written[:, :2], 3) == []
 
 
 @pytest.mark.parametrize("options", [{"beam": 1}, {"beam": 3}, {"beam": 1, "nucleus": 0.5}])
