@@ -1,4 +1,4 @@
-"""Transformers in the format of CTranslate2, the fastest on CPUs, in fp32 or int8: those that its layers can express."""
+"""Transformers for CTranslate2, the fastest on CPUs, in fp32 or int8: those that its layers can express."""
 
 from __future__ import annotations
 
