@@ -96,7 +96,7 @@ done
 [ -z "$altered" ] || exit 0
 rm -rf "$stage/.sender" ".$name.old"
 find "$stage" -depth -type d -exec rmdir {} \; 2>/dev/null
-sync
+sync -f "$stage" 2>/dev/null || sync  # a board may lose its power at any moment
 rmdir "$name" 2>/dev/null
 if [ ! -e "$name" ]; then mv "$stage" "$name" || exit 1
 elif python3 -c '
@@ -115,7 +115,7 @@ echo done
 _FORGET = _COMMON + 'rm -rf "$stage"; echo packtrain-answer\n'
 
 # On the command line, since the file follows on standard input: one line that csh and fish pass on as well.
-_SEND = 'LC_ALL=C; export LC_ALL; mkdir -p "${1%/*}" && echo $$ >"$0/.sender" && exec cat {}"$1"'
+_SEND = 'LC_ALL=C; export LC_ALL; mkdir -p "${1%/*}" && echo $$ >"$0/.sender" && exec cat '
 
 _FULL = re.compile("No space left on device|[Qq]uota exceeded")
 # Patterns of the system's messages, and what to do about them.
@@ -179,7 +179,7 @@ class BoardDestination(Destination):
         return found.staged
 
     def send(self, file: StoredFile, path: Path, start: int, moved: Callable[[int], None]) -> None:
-        command = ["sh", "-c", _SEND.format(">>" if start else ">"), self._stage, f"{self._stage}/{file.name}"]
+        command = ["sh", "-c", f'{_SEND}{">>" if start else ">"}"$1"', self._stage, f"{self._stage}/{file.name}"]
         words = [*self._remote.arguments(), self._remote.words(command)]
         # ssh itself reads the file, from where it is told to; the two share the position in it.
         with path.open("rb", buffering=0) as source:
