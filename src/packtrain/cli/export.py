@@ -57,7 +57,7 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the model of a run for machines without torch, check that it scores the same, and deliver it."""
-    from packtrain.export.deliver import check_place, deliver
+    from packtrain.export.deliver import deliver, destination_of
     from packtrain.export.export import ExportOptions, export_run
     from packtrain.export.predict import choice_of
 
@@ -65,7 +65,7 @@ def export(
         choice_of(checkpoint), average, form, "int8" if int8 else "fp32", tolerance, samples, license_name
     )
     if to is not None:
-        check_place(to)  # before the work
+        destination_of(to)  # refuses a wrong place before the work
     run, screen = find_run(store, name), console()
     say = (lambda _: None) if as_json else screen.say
     with tempfile.TemporaryDirectory(prefix="packtrain-export-") as scratch:
