@@ -1,0 +1,261 @@
+"""Exported models as ONNX graphs, which ONNX Runtime computes on almost any machine.
+
+In fp32 the graphs hold the trained weights; batch norms are folded into the convolutions before them. In int8, images
+go through convolutions with calibrated activations (static quantization), and texts through products whose activations
+are measured as they come (dynamic quantization).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.errors import Mistake, harmless
+from packtrain.export.model import Form, Precision
+from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.identity import install_command
+from packtrain.pack.tiles import Pixels
+from packtrain.recipes import Recipe
+from packtrain.recipes.caption import Caption
+from packtrain.recipes.classify import Classify
+from packtrain.recipes.images import ImageRecipe
+from packtrain.recipes.pairs import PairRecipe
+from packtrain.recipes.recipe import Network
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from packtrain.export.graphs import Graph
+
+FOLDER = "onnx"
+"""The graphs are in this folder of a model."""
+OWN_FILE = "model.onnx"
+WEIGHTS_FILE = "model.safetensors"
+
+_CALIBRATION_IMAGES, _CALIBRATION_BATCH = 256, 16
+_MAX_FILE_BYTES = 1 << 30  # of a graph with its weights: beyond 2 GB they must be in a file of their own
+
+
+class OnnxForm(Form):
+    def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
+        require_exporter()
+        from packtrain.export.graphs import graphs_of, with_byte_embedding
+
+        if precision == "int8" and isinstance(recipe, PairRecipe):
+            model = with_byte_embedding(model)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        for name, graph in graphs_of(model).items():
+            path = folder / FOLDER / f"{name}.onnx"
+            if precision == "fp32":
+                write_graph(graph, path)
+                continue
+            with tempfile.TemporaryDirectory(prefix="packtrain-onnx-") as directory:
+                whole = Path(directory) / path.name
+                write_graph(graph, whole)
+                if isinstance(recipe, ImageRecipe) and "pixels" in graph.inputs:
+                    _quantize_images(whole, path, calibration_images(recipe))
+                else:
+                    _quantize_products(whole, path)
+
+    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
+        def session(name: str) -> Session:
+            return Session(folder / FOLDER / f"{name}.onnx", threads)
+
+        if isinstance(recipe, PairRecipe):
+            return OnnxText(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
+        if isinstance(recipe, Caption):
+            return OnnxCaptioner(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
+        if isinstance(recipe, Classify):
+            return OnnxClassifier(session("classifier"))
+        raise Mistake(f"{recipe.job.recipe}: use {OWN_FILE} with ONNX Runtime itself")
+
+
+def require_exporter() -> None:
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401 - torch's exporter uses it
+    except ImportError:
+        raise Mistake(f"export to ONNX needs more packages; run `{install_command('export')}`") from None
+
+
+def write_weights(model: nn.Module, folder: Path) -> Path:
+    """Write the weights under the model's own names, which are torchvision's for a ResNet."""
+    from safetensors.torch import save_file
+
+    # Clones: parameters that share memory, such as tied embeddings, cannot be in one file.
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / WEIGHTS_FILE, {"format": "pt"})
+    return folder / WEIGHTS_FILE
+
+
+# Graphs.
+
+
+def write_graph(graph: Graph, path: Path) -> None:
+    """Export a graph with sizes of inputs as free as it says."""
+    import torch
+
+    from packtrain.export.graphs import PlainArguments
+
+    module, examples = PlainArguments(graph.module).eval(), tuple(one.example for one in graph.inputs.values())
+    with torch.no_grad():
+        module(*examples)  # constants that a model caches must not be made while torch traces it
+    with silence():
+        program = torch.onnx.export(
+            module,
+            examples,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=(tuple(dict(one.free) for one in graph.inputs.values()),),
+            input_names=list(graph.inputs),
+            output_names=list(graph.outputs),
+        )
+        assert program is not None
+        program.save(path, external_data=_size(graph.module) > _MAX_FILE_BYTES)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep what torch and ONNX Runtime print, warn and log while they export away from the terminal."""
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(3)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# Quantization. Weights have 7 bits: with 8, processors without VNNI would clip sums, and give other answers.
+
+
+def _quantize_products(source: Path, target: Path) -> None:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with silence():
+        quantize_dynamic(source, target, ["MatMul", "Gemm"], per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+
+
+def _quantize_images(source: Path, target: Path, images: Sequence[Pixels]) -> None:
+    """Quantize all convolutions but the first, whose inputs are few and whose errors would go through all others."""
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Images(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._left = iter(images)
+
+        def get_next(self) -> dict[str, Pixels] | None:
+            return next(({"pixels": batch} for batch in self._left), None)
+
+    graph = onnx.load(source, load_external_data=False).graph
+    constants = {one.name for one in graph.initializer}
+    first = next(node.name for node in graph.node if node.op_type == "Conv")
+    biases = [node.name for node in graph.node if node.op_type == "Add" and constants & set(node.input)]
+    with silence():
+        quantize_static(
+            source,
+            target,
+            Images(),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv", "Relu", "MaxPool", "Add"],
+            nodes_to_exclude=[first, *biases],
+            per_channel=True,
+            reduce_range=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+
+
+def calibration_images(recipe: ImageRecipe[Any]) -> list[Pixels]:
+    """Return images of the training split as an evaluation would show them, in batches."""
+    size, count = recipe.final_settings.size, recipe.count("train")
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).astype(np.int64))
+    batches = recipe.copies.batches("train", size)
+    parts = [chosen[start : start + _CALIBRATION_BATCH] for start in range(0, len(chosen), _CALIBRATION_BATCH)]
+    if isinstance(recipe, Caption):
+        return [batches.whole(part, size) for part in parts]
+    return [batches.centered(part, size, size) for part in parts]
+
+
+# Models of own recipes.
+
+
+@dataclass(frozen=True)
+class Described:
+    """An input or output of a graph; a size is a number, or a word if it is free."""
+
+    name: str
+    kind: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class OwnGraph:
+    inputs: tuple[Described, ...]
+    outputs: tuple[Described, ...]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments with which a recipe called its model, and what the model returned."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Any
+
+
+def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
+    """Write the model of an own recipe, as its loss calls it; refuse one that computes something else in ONNX."""
+    require_exporter()
+    import torch
+
+    model = model.cpu().eval()
+    few, more = _calls(recipe, model)
+    path = folder / OWN_FILE
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with silence():
+            program = torch.onnx.export(
+                model,
+                few.arguments,
+                kwargs=few.keywords,
+                dynamo=True,
+                verbose=False,
+                dynamic_shapes=_free_sizes(few, more, model),
+            )
+            assert program is not None
+            program.save(path, external_data=_size(model) > _MAX_FILE_BYTES)
+    except Exception as error:  # torch raises whatever the model's own code does
+        raise Mistake(f"{recipe.job.recipe}: torch cannot export this model to ONNX: {_reason(error)}") from error
+    session = Session(path)
+    for call in (few, more):
+        difference = _difference(session, call)
+        if not difference <= 1e-3:
+            path.unlink()
+            raise Mistake(f"{recipe.job.recipe}: the model in ONNX is not the same; its outputs differ by {difference:.2g}")
+    return OwnGraph(*(tuple(map(_described, part)) for part in (session.inputs, session.outputs)))
