@@ -109,7 +109,9 @@ def write_graph(graph: Graph, path: Path) -> None:
 
     from packtrain.export.graphs import PlainArguments
 
-    module, examples = PlainArguments(graph.module).eval(), tuple(one.example for one in graph.inputs.values())
+    module = PlainArguments(graph.module).eval()
+    # Clones: torch takes two inputs with the same tensor for one.
+    examples = tuple(one.example.clone() for one in graph.inputs.values())
     with torch.no_grad():
         module(*examples)  # constants that a model caches must not be made while torch traces it
     with silence():
