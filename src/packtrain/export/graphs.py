@@ -104,8 +104,9 @@ class ByteEmbedding(nn.Module):
 
 
 def with_byte_embedding(model: nn.Module) -> nn.Module:
-    """Return a copy of a text model with a smaller embedding."""
-    assert isinstance(model, Transformer)
+    """Return a copy of a model that writes texts with a smaller embedding; any other model as it is."""
+    if not isinstance(model, (Transformer, Captioner)):
+        return model
     small = copy.deepcopy(model)
     small.add_module("embedding", ByteEmbedding(model.embedding))
     return small
@@ -195,11 +196,12 @@ def _decode(
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """Divide the last dimension among heads, which come before the positions: [..., L, D] to [..., H, L, E]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(-2, -3)
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-2, -3)
 
 
 def _softmax(scores: Tensor, mask: Tensor, width: int) -> Tensor:
-    return (scores * width**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    weights: Tensor = (scores * width**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    return weights
 
 
 def _layers(model: Transformer, names: str) -> list[str]:
@@ -208,8 +210,9 @@ def _layers(model: Transformer, names: str) -> list[str]:
 
 
 def _text_encoder(model: Transformer) -> Graph:
-    # A dialogue has positions for so many tokens; other sources may have any length.
-    length = Dim("length", max=model.shape.prompt) if isinstance(model, DialogueTransformer) else Dim("length")
+    # A dialogue has so many positions; other sources may have any length.
+    longest = len(model.prompt_positions.weight) if isinstance(model, DialogueTransformer) else None
+    length = Dim("length", max=longest)
     source = Input(torch.full((2, 3), model.vocabulary - 1), {0: Dim("sources"), 1: length})
     return Graph(TextEncoder(model), {"source": source}, ["mask", *_layers(model, "memory_keys memory_values")])
 

@@ -8,9 +8,9 @@ are measured as they come (dynamic quantization).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from packtrain.data.order import Ids
 from packtrain.errors import Mistake, harmless
 from packtrain.export.model import Form, Precision
-from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.export.onnx_networks import GraphValue, OnnxCaptioner, OnnxClassifier, OnnxText, Session
 from packtrain.identity import install_command
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes import Recipe
@@ -44,6 +44,7 @@ OWN_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
 
 _CALIBRATION_IMAGES, _CALIBRATION_BATCH = 256, 16
+_OWN_TOLERANCE = 1e-3
 _MAX_FILE_BYTES = 1 << 30  # of a graph with its weights: beyond 2 GB they must be in a file of their own
 
 
@@ -52,7 +53,7 @@ class OnnxForm(Form):
         require_exporter()
         from packtrain.export.graphs import graphs_of, with_byte_embedding
 
-        if precision == "int8" and isinstance(recipe, PairRecipe):
+        if precision == "int8":
             model = with_byte_embedding(model)
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for name, graph in graphs_of(model).items():
@@ -83,8 +84,8 @@ class OnnxForm(Form):
 
 def require_exporter() -> None:
     try:
-        import onnx
-        import onnxruntime
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401 - torch's exporter uses it
     except ImportError:
         raise Mistake(f"export to ONNX needs more packages; run `{install_command('export')}`") from None
@@ -156,10 +157,15 @@ def silence() -> Iterator[None]:
 
 
 def _quantize_products(source: Path, target: Path) -> None:
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = onnx.load(source)
+    del model.graph.value_info[:]  # it transposes some weights, and would find their old shapes here
     with silence():
-        quantize_dynamic(source, target, ["MatMul", "Gemm"], per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+        quantize_dynamic(
+            model, target, ["MatMul", "Gemm"], per_channel=True, reduce_range=True, weight_type=QuantType.QInt8
+        )
 
 
 def _quantize_images(source: Path, target: Path, images: Sequence[Pixels]) -> None:
@@ -208,40 +214,35 @@ def calibration_images(recipe: ImageRecipe[Any]) -> list[Pixels]:
 
 
 @dataclass(frozen=True)
-class Described:
-    """An input or output of a graph; a size is a number, or a word if it is free."""
-
-    name: str
-    kind: str
-    shape: tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
 class OwnGraph:
-    inputs: tuple[Described, ...]
-    outputs: tuple[Described, ...]
+    """The inputs and outputs of the model of an own recipe."""
+
+    inputs: tuple[GraphValue, ...]
+    outputs: tuple[GraphValue, ...]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments with which a recipe called its model, and what the model returned."""
+    """The arguments with which a recipe called its model, and the tensors that the model returned."""
 
+    samples: int
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    output: Any
+    returned: list[Tensor]
 
 
 def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
-    """Write the model of an own recipe, as its loss calls it; refuse one that computes something else in ONNX."""
+    """Write the model of an own recipe, as its loss calls it; refuse it if ONNX Runtime computes something else."""
     require_exporter()
     import torch
 
-    model = model.cpu().eval()
-    few, more = _calls(recipe, model)
-    path = folder / OWN_FILE
+    name, model, path = recipe.job.recipe, model.cpu().eval(), folder / OWN_FILE
+    # Two batches: sizes that differ between them are free in the graph.
+    by_length = np.argsort(recipe.sort_keys, kind="stable")
+    few, more = (_call(recipe, model, ids) for ids in (by_length[:2], by_length[-3:]))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with silence():
+        with silence(), torch.no_grad():
             program = torch.onnx.export(
                 model,
                 few.arguments,
@@ -252,12 +253,73 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
             )
             assert program is not None
             program.save(path, external_data=_size(model) > _MAX_FILE_BYTES)
-    except Exception as error:  # torch raises whatever the model's own code does
-        raise Mistake(f"{recipe.job.recipe}: torch cannot export this model to ONNX: {_reason(error)}") from error
+    except Exception as error:  # torch passes on whatever the model's own code raises
+        raise Mistake(f"{name}: torch cannot export this model to ONNX: {_reason(error)}") from error
     session = Session(path)
     for call in (few, more):
         difference = _difference(session, call)
-        if not difference <= 1e-3:
+        if not difference <= _OWN_TOLERANCE:  # or it is not a number
             path.unlink()
-            raise Mistake(f"{recipe.job.recipe}: the model in ONNX is not the same; its outputs differ by {difference:.2g}")
-    return OwnGraph(*(tuple(map(_described, part)) for part in (session.inputs, session.outputs)))
+            raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
+    return OwnGraph(session.inputs, session.outputs)
+
+
+def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
+    """Return how the loss of a batch calls the model."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    calls: list[_Call] = []
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        calls.append(_Call(len(ids), arguments, keywords, tree_leaves(output)))
+
+    handle = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            recipe.loss(model, {key: torch.from_numpy(rows) for key, rows in recipe.batch(ids, 0).items()})
+    finally:
+        handle.remove()
+    if not calls:
+        raise Mistake(f"{recipe.job.recipe}: its loss does not call the model itself, so there is nothing to export")
+    return calls[0]
+
+
+def _free_sizes(few: _Call, more: _Call, model: nn.Module) -> dict[str, Any]:
+    """Return which dimensions of each argument are free, as torch.export wants them."""
+    import torch
+    from torch.export import Dim
+    from torch.utils._pytree import tree_map
+
+    batch = Dim("batch")
+
+    def free(one: Any, other: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return None
+        sizes = zip(one.shape, other.shape, strict=True)
+        different = [place for place, (small, large) in enumerate(sizes) if small != large]
+        is_batch = one.shape[:1] == (few.samples,) and other.shape[:1] == (more.samples,)
+        return {place: batch if place == 0 and is_batch else Dim.DYNAMIC for place in different}
+
+    names = inspect.signature(model.forward)
+    one, other = (names.bind(*call.arguments, **call.keywords).arguments for call in (few, more))
+    return {name: tree_map(free, value, other[name]) for name, value in one.items()}
+
+
+def _difference(session: Session, call: _Call) -> float:
+    """Return the largest difference between what torch returned and what ONNX Runtime does."""
+    from torch.utils._pytree import tree_leaves
+
+    given = [one for one in tree_leaves((call.arguments, call.keywords)) if hasattr(one, "numpy")]
+    inputs = {value.name: one.numpy() for value, one in zip(session.inputs, given, strict=True)}
+    found = session([value.name for value in session.outputs], inputs)
+    pairs = zip(found, call.returned, strict=True)
+    return max(float(np.abs(one - other.numpy()).max(initial=0.0)) for one, other in pairs)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the innermost error, which names the operator or the line of code."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in harmless(str(error), keep="\n").splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

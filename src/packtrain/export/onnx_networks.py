@@ -10,7 +10,7 @@ V vocabulary, N predicted positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,19 @@ from packtrain.recipes.recipe import Decoding, Hypothesis
 from packtrain.recipes.search import Candidates, Floats, Steps, narrowing_search, search
 from packtrain.system import usable_cores
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
 
 _SCORED_TOKENS = 1024  # positions whose logits are computed together: a vocabulary of 32,768 takes 130 MB for them
 _PLACES = 16  # of new caches; they double when they are full
+
+
+@dataclass(frozen=True)
+class GraphValue:
+    """An input or output of a graph; a size is a number, or a word if it is free."""
+
+    name: str
+    type: str
+    shape: tuple[int | str, ...]
 
 
 class Session:
@@ -56,12 +65,16 @@ class Session:
         except Exception as error:  # ONNX Runtime has a dozen classes of them, without a common base
             reason = printable(str(error).strip().split("\n")[0], 200)
             raise Mistake(f"{printable(str(path))}: ONNX Runtime cannot load it: {reason}") from error
-        described = [*self._session.get_inputs(), *self._session.get_outputs()]
-        self.shapes: dict[str, list[Any]] = {one.name: one.shape for one in described}
+        self.inputs, self.outputs = map(_described, (self._session.get_inputs(), self._session.get_outputs()))
+        self.shapes: dict[str, tuple[Any, ...]] = {one.name: one.shape for one in (*self.inputs, *self.outputs)}
 
     def __call__(self, outputs: Sequence[str], inputs: Arrays) -> list[NDArray[Any]]:
         found: list[NDArray[Any]] = self._session.run(outputs, inputs)
         return found
+
+
+def _described(values: Sequence[Any]) -> tuple[GraphValue, ...]:
+    return tuple(GraphValue(one.name, one.type[len("tensor(") : -1], tuple(one.shape)) for one in values)
 
 
 def _forbidding(decoder: Session, vocabulary: int) -> Floats:
@@ -109,15 +122,16 @@ class OnnxText(TextNetwork):
         }
         caches = _empty_caches(self._decoder, len(source_BS), 1, places=1)
         [scores_N] = self._decoder(["label_scores"], inputs | caches | self._encode(source_BS))
-        return -np.bincount(places // tokens_BT.shape[1], scores_N, minlength=len(source_BS))
+        rows = places // tokens_BT.shape[1]
+        return np.bincount(rows, -scores_N.astype(np.float64), minlength=len(source_BS)).astype(np.float64)
 
-    def _encode(self, source_BS: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def _encode(self, source_BS: NDArray[np.int64]) -> Arrays:
         layers = range(self._layers)
         names = ["mask", *(f"{name}_{number}" for number in layers for name in ("memory_keys", "memory_values"))]
         return dict(zip(names, self._encoder(names, {"source": source_BS}), strict=True))
 
 
-def _empty_caches(decoder: Session, sources: int, beam: int, places: int) -> dict[str, NDArray[Any]]:
+def _empty_caches(decoder: Session, sources: int, beam: int, places: int) -> Arrays:
     """Return the keys and values of every layer before anything is written: [B, K, heads, P, width of a head]."""
     shapes = {name: shape for name, shape in decoder.shapes.items() if name.startswith(("keys_", "values_"))}
     return {
@@ -129,9 +143,7 @@ def _empty_caches(decoder: Session, sources: int, beam: int, places: int) -> dic
 class OnnxTextSteps(Steps):
     """The rows of a source are adjacent, and share its memory."""
 
-    def __init__(
-        self, decoder: Session, memory: dict[str, NDArray[Any]], beam: int, decoding: Decoding, vocabulary: int
-    ) -> None:
+    def __init__(self, decoder: Session, memory: Arrays, beam: int, decoding: Decoding, vocabulary: int) -> None:
         super().__init__(decoding)
         self._decoder, self._memory, self._beam, self._vocabulary = decoder, memory, beam, vocabulary
         self._caches = _empty_caches(decoder, len(memory["mask"]), beam, _PLACES)
@@ -287,7 +299,7 @@ class OnnxCaptionSteps(Steps):
             self._memory = {name: array[sources] for name, array in self._memory.items()}
 
     def step(self, written_RT: Ids, outputs: list[str]) -> list[NDArray[Any]]:
-        inputs = {
+        inputs: Arrays = {
             "tokens": written_RT[:, -1:].reshape(-1, self._beam),
             "labels": np.zeros(len(written_RT), np.int64),
             "offsets": self._offsets,
