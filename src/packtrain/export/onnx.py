@@ -8,6 +8,7 @@ are measured as they come (dynamic quantization).
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import logging
@@ -53,6 +54,8 @@ class OnnxForm(Form):
         require_exporter()
         from packtrain.export.graphs import graphs_of, with_byte_embedding
 
+        # A copy: the trained model may be on a GPU, where its own evaluations should stay fast.
+        model = copy.deepcopy(model).cpu().eval()
         if precision == "int8":
             model = with_byte_embedding(model)
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -236,7 +239,7 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
     require_exporter()
     import torch
 
-    name, model, path = recipe.job.recipe, model.cpu().eval(), folder / OWN_FILE
+    name, model, path = recipe.job.recipe, copy.deepcopy(model).cpu().eval(), folder / OWN_FILE
     # Two batches: sizes that differ between them are free in the graph.
     by_length = np.argsort(recipe.sort_keys, kind="stable")
     few, more = (_call(recipe, model, ids) for ids in (by_length[:2], by_length[-3:]))
