@@ -15,7 +15,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,7 +218,7 @@ def calibration_images(recipe: ImageRecipe[Any]) -> list[Pixels]:
 
 @dataclass(frozen=True)
 class OwnGraph:
-    """The inputs and outputs of the model of an own recipe."""
+    """The inputs and outputs of the model of an own recipe; a free size is `batch`, or `any`."""
 
     inputs: tuple[GraphValue, ...]
     outputs: tuple[GraphValue, ...]
@@ -232,6 +232,12 @@ class _Call:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     returned: list[Tensor]
+
+    @property
+    def given(self) -> list[Tensor]:
+        from torch.utils._pytree import tree_leaves
+
+        return [one for one in tree_leaves((self.arguments, self.keywords)) if hasattr(one, "numpy")]
 
 
 def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
@@ -264,7 +270,15 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
         if not difference <= _OWN_TOLERANCE:  # or it is not a number
             path.unlink()
             raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
-    return OwnGraph(session.inputs, session.outputs)
+    pairs = (session.inputs, few.given, more.given), (session.outputs, few.returned, more.returned)
+    inputs, outputs = (
+        tuple(
+            replace(value, shape=_sizes(one, other, few, more))
+            for value, one, other in zip(values, ones, others, strict=True)
+        )
+        for values, ones, others in pairs
+    )
+    return OwnGraph(inputs, outputs)
 
 
 def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
@@ -294,27 +308,30 @@ def _free_sizes(few: _Call, more: _Call, model: nn.Module) -> dict[str, Any]:
     from torch.export import Dim
     from torch.utils._pytree import tree_map
 
-    batch = Dim("batch")
-
     def free(one: Any, other: Any) -> Any:
         if not isinstance(one, torch.Tensor):
             return None
-        sizes = zip(one.shape, other.shape, strict=True)
-        different = [place for place, (small, large) in enumerate(sizes) if small != large]
-        is_batch = one.shape[:1] == (few.samples,) and other.shape[:1] == (more.samples,)
-        return {place: batch if place == 0 and is_batch else Dim.DYNAMIC for place in different}
+        return {place: Dim.DYNAMIC for place, size in enumerate(_sizes(one, other, few, more)) if isinstance(size, str)}
 
     names = inspect.signature(model.forward)
     one, other = (names.bind(*call.arguments, **call.keywords).arguments for call in (few, more))
     return {name: tree_map(free, value, other[name]) for name, value in one.items()}
 
 
+def _sizes(one: Tensor, other: Tensor, few: _Call, more: _Call) -> tuple[int | str, ...]:
+    """Return the shape that a tensor has in two calls, with words for the sizes that differ."""
+
+    def size(place: int, sizes: tuple[int, int]) -> int | str:
+        if sizes[0] == sizes[1]:
+            return sizes[0]
+        return "batch" if place == 0 and sizes == (few.samples, more.samples) else "any"
+
+    return tuple(size(place, sizes) for place, sizes in enumerate(zip(one.shape, other.shape, strict=True)))
+
+
 def _difference(session: Session, call: _Call) -> float:
     """Return the largest difference between what torch returned and what ONNX Runtime does."""
-    from torch.utils._pytree import tree_leaves
-
-    given = [one for one in tree_leaves((call.arguments, call.keywords)) if hasattr(one, "numpy")]
-    inputs = {value.name: one.numpy() for value, one in zip(session.inputs, given, strict=True)}
+    inputs = {value.name: one.numpy() for value, one in zip(session.inputs, call.given, strict=True)}
     found = session([value.name for value in session.outputs], inputs)
     pairs = zip(found, call.returned, strict=True)
     return max(float(np.abs(one - other.numpy()).max(initial=0.0)) for one, other in pairs)
