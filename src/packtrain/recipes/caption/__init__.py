@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from packtrain.recipes.caption.model import Captioner
 
+MAX_CAPTION_TOKENS = 50
+"""The longest caption that is decoded, with EOS."""
 _EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
 
 # Tiny is for images of about 48 pixels, whose map then has 6 x 6 positions.
