@@ -43,7 +43,10 @@ class Steps(ABC):
 
     @abstractmethod
     def select(self, rows: Ids, same_sources: bool = False) -> None:
-        """Keep these rows alone, in this order; with `same_sources` each row stays with its source."""
+        """Keep these rows alone, in this order; with `same_sources` each row stays with its source.
+
+        The rows of a source stay together, and there are as many for each source as at the start.
+        """
 
     @property
     def penalizes(self) -> bool:
