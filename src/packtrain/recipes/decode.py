@@ -64,7 +64,9 @@ class TorchSteps(Steps):
         if self.penalizes:
             return super().candidates(written_RT, count)
         found = likely_on_device(self._logits(written_RT), min(count, self._model.vocabulary))
-        return Candidates(*(one.repeat(self._beam, 0) for one in found)) if self._is_first else found
+        if not self._is_first:
+            return found
+        return Candidates(found.tokens.repeat(self._beam, 0), found.scores.repeat(self._beam, 0))
 
     def select(self, rows: Ids, same_sources: bool = False) -> None:
         kept, beam = torch.from_numpy(rows).to(self._mask.device), self._beam

@@ -1,7 +1,8 @@
 """The Transformer of "Attention Is All You Need", with layer norm before the layers.
 
 Dimensions: B sentences, S source and T target positions, L positions of either, D width, V vocabulary, N predicted
-positions; in a search K hypotheses of each sentence, R rows of all of them. Source, target and softmax share one embedding. A subclass may embed, finish or compute logits differently.
+positions; in a search K hypotheses of each sentence, R rows of all of them. Source, target and softmax share one
+embedding. A subclass may embed, finish or compute logits differently.
 """
 
 from __future__ import annotations
