@@ -159,7 +159,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     best_metric = "cider"
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
-    decode_options = frozenset({"beam"})
+    decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
