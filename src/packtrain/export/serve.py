@@ -304,8 +304,11 @@ def application(service: Service, token: str | None) -> ASGIApp:
             return _fault_response(RequestFault(400, str(error)))
         if isinstance(error, ClientDisconnect):
             return Response(status_code=_LEFT)  # nobody reads it, but the log has the status
-        assert isinstance(error, HTTPException)
-        return _fault_response(RequestFault(error.status_code, error.detail, "not_found", headers=error.headers))
+        assert isinstance(error, HTTPException)  # of the router
+        words = {404: "no such path; see /openapi.json", 405: "this path needs another method; see /openapi.json"}
+        return _fault_response(
+            RequestFault(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
+        )
 
     kinds = (RequestFault, Mistake, ClientDisconnect, HTTPException)
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_fault))

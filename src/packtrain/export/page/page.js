@@ -429,6 +429,7 @@ async function start() {
   document.getElementById("facts").textContent = `${facts.recipe} · ${facts.form} ${facts.precision} · step ${facts.step.toLocaleString("en")}`;
   document.getElementById("snippet").textContent = snippet();
   document.getElementById("footer").hidden = false;
+  document.getElementById("links").hidden = sessionStorage.getItem("token") !== null; // links do not send a token
   if (facts.inputs === "images") showImage();
   else if (facts.chat) showChat();
   else showText();
