@@ -44,6 +44,7 @@ def running(
 ) -> Iterator[RunningService]:
     """Serve until the end of the block; `wait` until the model is ready."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     log: list[str] = []
     server = ModelServer(Service(model, settings or ServiceSettings()), listener, token, log.append)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -52,7 +53,7 @@ def running(
         wait_until(lambda: server.started, "the server has started")
         if wait:
             wait_until(lambda: server.service.state != "loading", "the model is loaded")
-        yield RunningService(f"http://127.0.0.1:{listener.getsockname()[1]}", server, log)
+        yield RunningService(url, server, log)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(30)
