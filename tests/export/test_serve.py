@@ -9,10 +9,11 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from openapi_spec_validator import validate
 from PIL import Image
 
-from pack.corpus import GREETINGS, job_of, write_pairs
+from pack.corpus import job_of
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.export.service import ServedModel, ServiceSettings
@@ -206,7 +207,7 @@ def test_a_seed_is_used_as_given_and_without_one_every_request_samples_anew(
         (b"{", "the body is not valid JSON: EOF while parsing an object at line 1 column 1"),
         (b"[1]", "the body must be a JSON object"),
         (b'{"inputs": ["\xff"]}', "the body is not valid UTF-8 at byte 13"),
-        (b'{"inputs": ["\\ud800"]}', "the body is not valid JSON: lone leading surrogate in hex escape at line 1 column 19"),
+        (b'{"inputs": ["\\ud800"]}', "the body is not valid JSON: unexpected end of hex escape at line 1 column 20"),
         (b"{}", "give either inputs or turns"),
         (b'{"inputs": []}', "inputs: must have at least 1 entries"),
         (b'{"inputs": "hello"}', "inputs: must be a list, not a string"),
@@ -220,7 +221,7 @@ def test_a_seed_is_used_as_given_and_without_one_every_request_samples_anew(
         (b'{"turns": ["a"]}', "turns: translate does not support it; use inputs"),
         (json.dumps({"inputs": ["a"] * 257}).encode(), "inputs: must have at most 256 entries"),
         (json.dumps({"inputs": ["a", "long " * 9000]}).encode(), "inputs.1: has more than 16,000 bytes; shorten it"),
-        (json.dumps({"inputs": ["good " * 3000]}).encode(), "the input has 6,001 tokens, more than 1,000; shorten it"),
+        (json.dumps({"inputs": ["good " * 3000]}).encode(), "the input has 3,002 tokens, more than 1,000; shorten it"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused_in_one_line(client: httpx.Client, body: bytes, fault: str) -> None:
@@ -285,8 +286,6 @@ def test_a_full_queue_answers_429_with_a_time_to_come_back(recipes: Callable[[st
         with closed(echo), ThreadPoolExecutor(1) as pool:
             first = pool.submit(ask_many, one.url, ["hello"])
             wait_until(lambda: echo.sizes, "the first is computed")
-            waiting = pool.submit(ask_many, one.url, ["hello", "good night"]) if False else None
-            assert waiting is None
             with ThreadPoolExecutor(1) as others:
                 rest = others.submit(ask_many, one.url, ["hello", "good night"])
                 wait_until(lambda: one.server.service.num_waiting == 2, "the queue is full")
@@ -357,7 +356,7 @@ def test_a_bad_input_in_a_batch_fails_its_own_request_alone(service: RunningServ
         [one], [two, bad, three] = first.result(30), rest.result(30)
     assert [outputs(response) for response in (one, two, three)] == [["hello"], ["good night"], ["good morning"]]
     assert bad.status_code == 400
-    assert error_of(bad).startswith("the input has 6,001 tokens")
+    assert error_of(bad).startswith("the input has 3,002 tokens")
 
 
 def test_a_defect_gives_500_without_the_input_in_answer_or_log(
@@ -416,13 +415,14 @@ def test_the_log_has_a_line_for_every_request_without_its_contents(
     client.get("/secret/path")
     client.get("/v1/models/secret")
     wait_until(lambda: len(service.log) == 4, "four lines")
-    ready, *lines = (re.sub(r"[\d.]+ ms", "T ms", line.partition(" ")[2]) for line in service.log)
+    assert "ready: greetings-1" in service.log
+    entries = [line for line in service.log if not line.startswith("ready")]
+    lines = [re.sub(r"[\d.]+ ms", "T ms", line.partition(" ")[2]) for line in entries]
     assert lines == [
         "127.0.0.1 POST /v1/predict 200 T ms 2 of 2 in the batch",
         "127.0.0.1 GET other 404 T ms",
         "127.0.0.1 GET /v1/models/{model} 404 T ms",
     ]
-    assert ready == "greetings-1"
 
 
 # OpenAI's clients.
@@ -557,9 +557,6 @@ def test_captions_say_where_they_looked(recipes: Callable[[str], Recipe]) -> Non
 
 def bomb() -> bytes:
     """A PNG of a few bytes whose header promises 4 billion pixels."""
-    import struct
-    import zlib
-
     head = b"IHDR" + struct.pack(">IIBBBBB", 65000, 65000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
 

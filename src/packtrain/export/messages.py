@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from typing_extensions import TypedDict  # pydantic accepts that of typing from Python 3.12 on
 
@@ -238,7 +238,6 @@ class ChatCompletion(_Said):
     usage: Usage
 
 
-@with_config(json_schema_serialization_defaults_required=False)
 class ChatDelta(TypedDict, total=False):
     """A change of a message. A field without a change is left out: clients would take null for a change."""
 
@@ -247,6 +246,8 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChatChunkChoice(_Said):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)  # for the delta
+
     index: int
     delta: ChatDelta
     logprobs: None = None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Literal, cast
 
 from PIL import Image
@@ -213,12 +211,11 @@ class Service:
     def _answers(self, network: Network, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
         recipe, values = self.model.recipe, [one.value for one in questions]
         if recipe.inputs == "images":
-            made = _predict_images(recipe, network, cast("list[bytes]", values), manner.decoding)
-            return [Answer(one, 0, ()) for one in made]
+            return [Answer(one, 0, ()) for one in recipe.predict(network, values, manner.decoding)]
         if manner.is_conversation:
             made = recipe.reply(network, cast("list[tuple[str, ...]]", values), manner.decoding)
         else:
-            made = recipe.predict(network, cast("list[str]", values), manner.decoding)
+            made = recipe.predict(network, values, manner.decoding)
         # Tokens are counted here and not where requests are answered: a tokenizer belongs to one thread.
         vocabulary = recipe.pack.vocabulary
         asked = [(one,) if isinstance(one, str) else cast("tuple[str, ...]", one) for one in values]
@@ -249,14 +246,6 @@ class Service:
 
     def _count_batch(self, times: BatchTimes) -> None:
         self.metrics.count_batch(times.inputs, times.seconds)
-
-
-def _predict_images(recipe: Recipe, network: Network, files: Sequence[bytes], decoding: Decoding) -> list[Prediction]:
-    with tempfile.TemporaryDirectory(prefix="packtrain-serve-") as folder:
-        paths = [Path(folder, f"image {number}") for number in range(1, len(files) + 1)]
-        for path, data in zip(paths, files, strict=True):
-            path.write_bytes(data)
-        return recipe.predict(network, [str(path) for path in paths], decoding)
 
 
 def _warm_up(recipe: Recipe) -> Question:
