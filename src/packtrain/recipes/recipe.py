@@ -276,6 +276,10 @@ class Recipe(ABC):
         """Return the reply to a conversation whose last turn is the user's."""
         raise NotImplementedError(f"{type(self).__name__} does not support chat")
 
+    def reply(self, model: Any, conversations: Sequence[Sequence[str]], decoding: Decoding) -> list[Prediction]:
+        """Return the replies to several conversations at once."""
+        return [self.converse(model, turns, decoding) for turns in conversations]
+
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
