@@ -130,6 +130,10 @@ def write_graph(graph: Graph, path: Path) -> None:
             output_names=list(graph.outputs),
         )
         assert program is not None
+        for value, one in zip(program.model.graph.inputs, graph.inputs.values(), strict=True):
+            # Torch fixes a size without a word if the model uses it as a plain integer.
+            assert value.shape is not None
+            assert not any(isinstance(value.shape[place], int) for place in one.free), f"{value.name} has a fixed size"
         program.save(path, external_data=_size(graph.module) > _MAX_FILE_BYTES)
 
 
