@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 (the networks below ignore most of what they are given)
 """A real server on loopback and real clients; the network echoes its input, so that answers are known."""
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from openapi_spec_validator import validate
 from PIL import Image
 
 from pack.corpus import job_of
+from pack.pictures import with_size
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.export.service import ServedModel, ServiceSettings
@@ -57,17 +57,17 @@ class EchoText(TextNetwork):
         self.defect: Exception | None = None
 
     def search(
-        self, source_BS: NDArray[np.int64], limits_B: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
+        self, source: NDArray[np.int64], limits: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
     ) -> list[list[Hypothesis]]:
-        self.batches.append((len(source_BS), decoding))
+        self.batches.append((len(source), decoding))
         assert self.gate.wait(30)
         if self.defect:
             raise self.defect
-        rows = [[token for token in row if token > 3] for row in source_BS.tolist()]
+        rows = [[token for token in row if token > 3] for row in source.tolist()]
         return [[Hypothesis(row, -0.5 - place) for place in range(decoding.n_best)] for row in rows]
 
-    def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.zeros(len(source_BS))
+    def losses(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.zeros(len(source))
 
     @property
     def sizes(self) -> list[int]:
@@ -315,10 +315,12 @@ def test_a_slow_model_gives_504_and_others_are_answered_after_it(
 
 
 def test_a_body_that_does_not_arrive_gives_408(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
-    with serving(recipes("translate"), echo, timeout_seconds=0.3) as one:
-        with raw(one, "Content-Length: 100") as connection:
-            connection.sendall(b'{"inp')
-            assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+    with (
+        serving(recipes("translate"), echo, timeout_seconds=0.3) as one,
+        raw(one, "Content-Length: 100") as connection,
+    ):
+        connection.sendall(b'{"inp')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 @contextmanager
@@ -555,15 +557,10 @@ def test_captions_say_where_they_looked(recipes: Callable[[str], Recipe]) -> Non
         assert len(made["n_best"]) == 2
 
 
-def bomb() -> bytes:
-    """A PNG of a few bytes whose header promises 4 billion pixels."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", 65000, 65000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
-
-
 def test_what_is_no_usable_picture_is_refused(recipes: Callable[[str], Recipe]) -> None:
+    bomb = with_size(picture("red", "JPEG"), 65_000, 65_000)
     with serving(recipes("classify"), BrightClassifier()) as one, one.client() as client:
-        for data, fault in ((b"", "empty"), (b"hello", "not an image"), (bomb(), "too many pixels")):
+        for data, fault in ((b"", "empty"), (b"hello", "not an image"), (bomb, "too many pixels")):
             response = client.post("/v1/predict", content=data, headers={"Content-Type": "image/png"})
             assert response.status_code == 400
             assert fault in error_of(response)
