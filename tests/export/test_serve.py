@@ -31,13 +31,14 @@ from pack.corpus import job_of
 from pack.pictures import with_size
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
+from packtrain.export.export import ExportOptions, export_run
 from packtrain.export.service import ServedModel, ServiceSettings
 from packtrain.recipes import Decoding, Recipe, recipe_class
 from packtrain.recipes.caption import CaptionNetwork
 from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.pairs import TextNetwork
 from packtrain.recipes.recipe import Hypothesis, Network
-from parts.models import packed_run
+from parts.models import commit_model, packed_run
 from parts.service import RunningService, running, wait_until
 from recipes.small import SMALL
 
@@ -763,3 +764,53 @@ def test_the_command_refuses_what_would_be_open_to_all_or_cannot_be_served(tmp_p
         assert code in (2, 102)
         assert fault in written
         assert written.count("\n") == 1
+
+
+WITHOUT_TORCH = 'import sys; sys.modules["torch"] = None; from packtrain.cli import main; main()'
+
+
+def test_an_exported_model_is_served_without_torch_until_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PACKTRAIN_SERVE_TOKEN", TOKEN)
+    run = packed_run(tmp_path, job_of(tmp_path))
+    commit_model(run, tmp_path, 10)
+    exported = export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
+    texts = ["good morning", "how are you today"]
+    expected = exported.recipe.predict(exported.network(1), texts, exported.recipe.decoding)
+    arguments = ["serve", str(tmp_path / "model"), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        assert line.startswith("greetings-1 (ctranslate2 fp32): http://127.0.0.1:")
+        url = line.split()[3]
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as client:
+            wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
+            assert outputs(client.post("/v1/predict", json={"inputs": texts})) == [one.text for one in expected]
+            sampled = client.post("/v1/completions", json={"prompt": "hello", "temperature": 1})
+            assert sampled.status_code == 400
+            assert "does not sample" in error_of(sampled)
+        process.terminate()
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "ready: greetings-1" in log
+        assert "Traceback" not in log
+        assert TOKEN not in log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    run = packed_run(tmp_path, job_of(tmp_path))
+    commit_model(run, tmp_path, 10)
+    export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, written = command(str(tmp_path / "model"), "--port", port)
+    assert (code, written) == (2, f"packtrain: cannot listen on '127.0.0.1', port {port}: Address already in use\n")

@@ -34,7 +34,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 class ServiceSettings:
     """Sizes of a batch and of the queue are numbers of inputs."""
 
-    batch: int = 32
+    batch: int = 64
     queue: int = 1024
     max_bytes: int = 20_000_000
     timeout_seconds: float = 30.0
