@@ -98,7 +98,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was made of a question: `outputs` has the best text first, and more with `n_best`."""
+    """The result of a question: `outputs` has the best text first, and more with `n_best`."""
 
     prediction: Prediction
     tokens_read: int
