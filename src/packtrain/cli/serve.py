@@ -111,5 +111,5 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=kind, backlog=2048)
     except OSError as error:
         # Python adds the address to the error of bind; that of a name that cannot be resolved has a negative number.
-        fault = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        fault = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
         raise Mistake(f"cannot listen on {quoted(host)}, port {port}: {fault}") from None
