@@ -143,6 +143,13 @@ def client(service: RunningService) -> Iterator[httpx.Client]:
         yield one
 
 
+@pytest.fixture(scope="module")
+def shared(recipes: Callable[[str], Recipe]) -> Iterator[httpx.Client]:
+    """A client of one service, for tests that leave no trace in it."""
+    with running(served(recipes("translate"), EchoText())) as one, one.client() as client:
+        yield client
+
+
 @contextmanager
 def serving(recipe: Recipe, network: Network, token: str | None = None, **settings: Any) -> Iterator[RunningService]:
     with running(served(recipe, network), ServiceSettings(**settings), token) as one:
@@ -225,24 +232,24 @@ def test_a_seed_is_used_as_given_and_without_one_every_request_samples_anew(
         (json.dumps({"inputs": ["good " * 3000]}).encode(), "the input has 3,002 tokens, more than 1,000; shorten it"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused_in_one_line(client: httpx.Client, body: bytes, fault: str) -> None:
-    response = client.post("/v1/predict", content=body, headers=JSON)
+def test_a_wrong_request_is_refused_in_one_line(shared: httpx.Client, body: bytes, fault: str) -> None:
+    response = shared.post("/v1/predict", content=body, headers=JSON)
     assert response.status_code == 400
     assert error_of(response).startswith(fault)
 
 
-def test_other_types_of_bodies_are_refused(client: httpx.Client) -> None:
+def test_other_types_of_bodies_are_refused(shared: httpx.Client) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "image/png", ""):
-        response = client.post("/v1/predict", content=b'{"inputs": ["a"]}', headers={"Content-Type": kind})
+        response = shared.post("/v1/predict", content=b'{"inputs": ["a"]}', headers={"Content-Type": kind})
         assert (response.status_code, error_of(response)) == (415, "the content type must be application/json")
-    packed = client.post("/v1/predict", content=b"x", headers={**JSON, "Content-Encoding": "gzip"})
+    packed = shared.post("/v1/predict", content=b"x", headers={**JSON, "Content-Encoding": "gzip"})
     assert (packed.status_code, error_of(packed)) == (415, "compressed bodies are not accepted")
 
 
-def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
-    assert client.get("/nothing").status_code == 404
-    assert client.get("/../../etc/passwd").status_code == 404
-    response = client.get("/v1/predict")
+def test_other_paths_and_methods_are_refused(shared: httpx.Client) -> None:
+    assert shared.get("/nothing").status_code == 404
+    assert shared.get("/../../etc/passwd").status_code == 404
+    response = shared.get("/v1/predict")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
@@ -388,11 +395,11 @@ def test_a_defect_gives_500_without_the_input_in_answer_or_log(
 # Who may enter.
 
 
-def test_without_a_token_only_the_names_of_this_machine_are_accepted(client: httpx.Client) -> None:
+def test_without_a_token_only_the_names_of_this_machine_are_accepted(shared: httpx.Client) -> None:
     for host in ("localhost", "localhost:8000", "127.0.0.1", "127.0.0.53:80", "[::1]:8000", "model.localhost"):
-        assert client.get("/v1/models", headers={"Host": host}).status_code == 200, host
+        assert shared.get("/v1/models", headers={"Host": host}).status_code == 200, host
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "192.168.0.7", "", "[::1", "::1"):
-        response = client.get("/v1/models", headers={"Host": host})
+        response = shared.get("/v1/models", headers={"Host": host})
         assert response.status_code == 403, host
         assert "is not this machine" in error_of(response)
 
@@ -532,9 +539,9 @@ def test_outputs_end_at_the_limit_and_at_a_stop(client: httpx.Client) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(
-    client: httpx.Client, path: str, body: dict[str, Any], status: int, fault: str
+    shared: httpx.Client, path: str, body: dict[str, Any], status: int, fault: str
 ) -> None:
-    response = client.post(f"/v1/{path}", json=body)
+    response = shared.post(f"/v1/{path}", json=body)
     assert (response.status_code, error_of(response)[: len(fault)]) == (status, fault)
 
 
@@ -666,15 +673,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_service(recipes: Callable[[str],
         assert str(one.server.service.failure) == "its weights are damaged"
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(client: httpx.Client) -> None:
-    page = client.get("/")
+def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(shared: httpx.Client) -> None:
+    page = shared.get("/")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         assert path.startswith("/"), path
-        assert client.get(path).status_code == 200, path
-    texts = [client.get(path).text for path in ("/", "/page.js", "/style.css")]
+        assert shared.get(path).status_code == 200, path
+    texts = [shared.get(path).text for path in ("/", "/page.js", "/style.css")]
     assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write", "".join(texts))
     assert " style=" not in page.text, "the policy forbids it"
     assert "<script>" not in page.text
