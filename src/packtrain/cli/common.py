@@ -49,6 +49,10 @@ SetOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-code", help="Run the run's own code even if you have not run it from here before.")
 ]
+CheckpointOption = Annotated[
+    str,
+    typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, StoreOption, TrustOption, find_run, print_json, trusting
+from packtrain.cli.common import CheckpointOption, JsonOption, StoreOption, TrustOption, find_run, print_json, trusting
 from packtrain.errors import Mistake, harmless
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def predict(
         typer.Argument(metavar="INPUT", help="Texts, or paths of images. Default: lines of standard input."),
     ] = None,
     store: StoreOption = None,
-    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint instead of the last.")] = False,
+    checkpoint: CheckpointOption = "last",
     beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size.")] = None,
     nucleus: Annotated[
         float | None,
@@ -57,7 +57,7 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Use the model of a run. It translates text, replies to a prompt, or classifies or captions an image."""
-    from packtrain.export.predict import DecodeOptions, load_predictor
+    from packtrain.export.predict import DecodeOptions, choice_of, load_predictor
 
     options = DecodeOptions(beam, nucleus, temperature, repetition, seed)
     if chat and (inputs or as_json or attention_maps):
@@ -65,7 +65,8 @@ def predict(
     # Probably a variable that is not set. Of several inputs, each recipe decides what a blank one means.
     if inputs and len(inputs) == 1 and not inputs[0].strip():
         raise Mistake("the input is empty; give a text or the path of an image")
-    predictor = load_predictor(find_run(store, name), best, accept=trusting(trust_code))
+    choice = choice_of(checkpoint)
+    predictor = load_predictor(find_run(store, name), choice, accept=trusting(trust_code))
     if chat:
         _chat(predictor, options)
         return

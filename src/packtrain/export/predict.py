@@ -7,15 +7,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, NotFinished, quoted
+from packtrain.errors import Mistake, NotFinished, NotFound, quoted
 from packtrain.identity import install_command
 from packtrain.pack.raw import is_text
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
-from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
-from packtrain.run.checkpoint import best as best_of
+from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse, require_trust
 from packtrain.system import cache_directory
@@ -23,6 +22,8 @@ from packtrain.system import cache_directory
 if TYPE_CHECKING:
     from torch import nn
 
+Choice = Literal["best", "last"] | int
+"""A checkpoint of a run: by its score, the newest, or by its step."""
 
 MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain accept fewer
 
@@ -99,29 +100,39 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, accept: Accept = refuse) -> Predictor:
-    """Load the last checkpoint or the best one, with the averaged weights if it has any.
+def load_predictor(
+    run: Run, choice: Choice = "last", warn: Callable[[str], None] = _warn, accept: Accept = refuse
+) -> Predictor:
+    """Load a checkpoint of a run (see `load_model`) to predict with it."""
+    recipe, model, checkpoint = load_model(run, choice, warn, accept)
+    return Predictor(recipe, model, checkpoint.step)
 
-    If a checkpoint is damaged, warn and use the next. `accept` decides about a user's recipe (run/trust.py).
+
+class TrainedModel(NamedTuple):
+    """The model of a run in torch, with the weights of a checkpoint."""
+
+    recipe: Recipe
+    model: nn.Module
+    checkpoint: Checkpoint
+
+
+def load_model(
+    run: Run,
+    choice: Choice = "last",
+    warn: Callable[[str], None] = _warn,
+    accept: Accept = refuse,
+    purpose: str = "predict",
+) -> TrainedModel:
+    """Load a checkpoint, with the averaged weights if it has any.
+
+    If it is damaged, warn and use the next; there is none if a step was chosen. `accept` decides about a user's recipe
+    (run/trust.py), and `purpose` is the command that needs the model.
     """
-    if run.job.recipe is None:
-        raise Mistake(f"{run.name} runs a program; predict works for recipes only")
-    if run.job.has_own_code:
-        require_trust(run, accept)
-    # Before anything is downloaded: a client without torch gets one line instead of a traceback.
-    try:
-        import packtrain.train.state  # noqa: F401
-    except ImportError as error:
-        raise Mistake(f"predict needs torch; run `{install_command('train')}`") from error
-    remaining = committed(run)
-    if not remaining:
-        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
-    recipe = recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
+    recipe = recipe_for(run, accept, purpose)
+    remaining = list(candidates(run, choice))
     while True:
-        chosen = best_of(remaining) if best else remaining[-1]
-        assert chosen is not None
-        remaining.remove(chosen)  # if it is damaged, the next round chooses among the others
-        with tempfile.TemporaryDirectory(prefix="packtrain-predict-") as directory:
+        chosen = remaining.pop(0)
+        with tempfile.TemporaryDirectory(prefix=f"packtrain-{purpose}-") as directory:
             try:
                 fetch(run, chosen, Path(directory))
             except CorruptCheckpoint as error:
@@ -129,24 +140,71 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, ac
                     raise
                 warn(f"{error}; skipped")
                 continue
-            return Predictor(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen.step)
+            return TrainedModel(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen)
+
+
+def recipe_for(run: Run, accept: Accept = refuse, purpose: str = "predict") -> Recipe:
+    """Return the recipe of a run on its pack; raise Mistake if this machine cannot or may not compute with it."""
+    if run.job.recipe is None:
+        raise Mistake(f"{run.name} runs a program; {purpose} works for recipes only")
+    if run.job.has_own_code:
+        require_trust(run, accept)
+    # Before anything is downloaded: a client without torch gets one line instead of a traceback.
+    try:
+        import packtrain.train.state  # noqa: F401
+    except ImportError as error:
+        raise Mistake(
+            f"{purpose} needs torch for a run; run `{install_command('train')}`, or use an exported model"
+        ) from error
+    return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
+
+
+def choice_of(text: str) -> Choice:
+    """Read the value of `--checkpoint`."""
+    if text == "best":
+        return "best"
+    if text == "last":
+        return "last"
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise Mistake(f"--checkpoint: must be best, last or the number of a step, not {quoted(text)}")
+    return int(text)
+
+
+def candidates(run: Run, choice: Choice) -> Sequence[Checkpoint]:
+    """Return the checkpoints that the choice allows, the preferred one first: at least one."""
+    found = committed(run)
+    if not found:
+        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
+    if choice == "best":
+        return best_first(found)
+    if choice == "last":
+        return found[::-1]
+    steps = sorted({one.step for one in found})
+    if choice not in steps:
+        raise NotFound(f"{run.name} has no checkpoint of step {choice}; it has {', '.join(map(str, steps))}")
+    return [one for one in reversed(found) if one.step == choice]
+
+
+def weights_file(checkpoint: Checkpoint) -> str:
+    """Return the file with the weights that training evaluated: their average if there is one."""
+    from packtrain.train.state import EMA_FILE, MODEL_FILE
+
+    return EMA_FILE if EMA_FILE in {file.name for file in checkpoint.files} else MODEL_FILE
 
 
 def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
     """Build the model and load its weights, on the first GPU if there is one."""
     import torch
 
-    from packtrain.train.state import EMA_FILE, MODEL_FILE, load_weights
+    from packtrain.train.state import load_weights
 
-    _check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
+    check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
     model = recipe.build_model().eval()
-    names = {file.name for file in checkpoint.files}
-    # The average is what training evaluated, so predictions use it, too.
-    load_weights(model, directory / (EMA_FILE if EMA_FILE in names else MODEL_FILE))
+    load_weights(model, directory / weights_file(checkpoint))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
+def check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     """Refuse a checkpoint copied from a run with another recipe, model or vocabulary."""
     from packtrain.train.state import read_description
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -108,15 +109,20 @@ class Network(ABC):  # noqa: B024 - each recipe has an interface of its own belo
 
 @dataclass(frozen=True)
 class Prediction:
-    """The output for one input: as text, as values for scripts, and for some recipes an attention map (PNG).
+    """The output for one input: as text, as values for scripts, and for some recipes an attention map.
 
     `note` warns about the input, for instance that its beginning was cut off.
     """
 
     text: str
     details: dict[str, Any] = field(default_factory=dict)
-    attention_map: bytes | None = None
     note: str = ""
+    draw_map: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def attention_map(self) -> bytes | None:
+        """The attention map (PNG), drawn now; None if the recipe has none."""
+        return self.draw_map() if self.draw_map else None
 
 
 def text_prediction(texts: Sequence[str], scores: Sequence[float]) -> Prediction:
@@ -149,7 +155,7 @@ class Recipe(ABC):
     """Scores that should be low; all others should be high."""
 
     inputs: ClassVar[Literal["texts", "images"]] = "texts"
-    """The inputs of predictions: texts, or paths of images."""
+    """The inputs of predictions: texts, or images, which are paths of files or their bytes."""
     files: ClassVar[Sequence[str]] = ()
     """Options of the model that name files; a run carries them along, and `pack.given_file` opens them."""
     decoding: ClassVar[Decoding] = Decoding()
