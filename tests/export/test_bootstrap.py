@@ -16,13 +16,13 @@ WORDS = ("the", "cat", "sat", "on", "a", "mat", "while", "two", "dogs", "were", 
 
 
 def sentences(count: int) -> list[str]:
-    chosen = random.Random(1)
+    chosen = random.Random(1)  # noqa: S311
     return [" ".join(chosen.choices(WORDS, k=chosen.randint(3, 12))) for _ in range(count)]
 
 
 def worse(texts: Sequence[str], share: float, seed: int) -> list[str]:
     """Return the texts with a share of their words replaced: the output of a model of that quality."""
-    chosen = random.Random(seed)
+    chosen = random.Random(seed)  # noqa: S311
     return [
         " ".join(chosen.choice(WORDS) if chosen.random() < share else word for word in text.split()) for text in texts
     ]
@@ -56,8 +56,8 @@ def test_the_interval_of_a_mean_is_that_of_its_normal_distribution() -> None:
     values = np.random.default_rng(7).normal(3.0, 2.0, size=400)
     scores = resampled({"mean": mean(values)})["mean"]
     error = values.std() / np.sqrt(len(values))
-    found = interval_of(scores)
-    assert [found.low, found.high] == pytest.approx([values.mean() - 1.96 * error, values.mean() + 1.96 * error], abs=0.03)
+    found, expected = interval_of(scores), [values.mean() - 1.96 * error, values.mean() + 1.96 * error]
+    assert [found.low, found.high] == pytest.approx(expected, abs=0.03)
 
 
 def test_the_ends_of_an_interval_are_scores_of_resamples() -> None:
@@ -113,8 +113,8 @@ def test_a_difference_with_zero_in_its_interval_is_noise_whatever_the_test_says(
 @pytest.mark.parametrize("seed", range(4))
 def test_scores_of_sums_are_sacrebleus_scores_of_a_corpus(seed: int) -> None:
     """Corpora so short that n-grams are missing: smoothing and the penalty for brevity matter."""
-    chosen = random.Random(seed)
-    references = sentences(40)[seed :: 9]
+    chosen = random.Random(seed)  # noqa: S311
+    references = sentences(40)[seed::9]
     outputs = [" ".join(text.split()[: chosen.randint(0, 5)]) for text in worse(references, 0.6, seed)]
     found = statistics(outputs, references)
     assert found["BLEU"].value == pytest.approx(BLEU().corpus_score(outputs, [references]).score)

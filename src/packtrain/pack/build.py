@@ -52,14 +52,24 @@ class PlainProgress:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What training data taught: the classes, and the vocabularies as JSON. A pack of later samples takes it over."""
+
+    classes: tuple[str, ...] = ()
+    vocabulary: str | None = None
+    target_vocabulary: str | None = None
+
+
+@dataclass(frozen=True)
 class Packing:
-    """Everything a packer needs. `name` is the name of the pack's folder."""
+    """Everything a packer needs. `name` is the name of the pack's folder; without `learned`, it learns from `data`."""
 
     name: str
     data: DataSettings
     store: Store
     workers: Workers
     progress: PackProgress
+    learned: Learned | None = None
 
 
 @dataclass(frozen=True)
