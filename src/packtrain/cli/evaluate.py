@@ -1,0 +1,142 @@
+"""The command that scores trained models: evaluate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.cli.common import (
+    CheckpointOption,
+    JsonOption,
+    StoreOption,
+    TrustOption,
+    console,
+    find_run,
+    find_store,
+    print_json,
+    trusting,
+)
+from packtrain.errors import Mistake
+
+if TYPE_CHECKING:
+    from packtrain.cli.screen import Screen
+    from packtrain.export.evaluate import Comparison, Evaluation, Subject
+
+_SPLITS = ("test", "valid")
+_SHOWN = 300  # characters of a text of a sample
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(evaluate)
+
+
+def evaluate(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Name of a run or job, or the folder of an exported model.")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="DATA",
+            help="Raw data: paths, a source such as '{bitext: [new.en, new.de]}', or a YAML file of sources;"
+            " repeatable. Default: the run's own data.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="MODEL", help="Compare with this run or folder on the same samples."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", metavar="test|valid", help="Split of the run. Default: test, else valid.")
+    ] = None,
+    store: StoreOption = None,
+    checkpoint: CheckpointOption = "last",
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Evaluate this many samples, evenly spaced. Default: all.")
+    ] = None,
+    beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size. Default: the job's.")] = None,
+    allow_drops: Annotated[
+        bool, typer.Option("--allow-drops", help="Drop unusable samples of --data instead of stopping.")
+    ] = False,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a model on its test data or on new data, with confidence intervals; compare two models."""
+    from packtrain.cli.packs import ProgressBars
+    from packtrain.export.evaluate import Options, compare, report
+    from packtrain.export.evaluate import evaluate as evaluate_all
+    from packtrain.pack.workers import Processes
+
+    if split not in (None, *_SPLITS):
+        raise Mistake(f"--split: must be test or valid, not {split!r}")
+    names = [name] if against is None else [name, against]
+    subjects = [_subject(one, store, checkpoint, trust_code) for one in names]
+    options = Options(tuple(data or ()), split, samples, beam, allow_drops)
+    # Standard output has the result alone.
+    found = evaluate_all(subjects, options, ProgressBars(console(sys.stderr)), Processes())
+    if as_json:
+        print_json(report(found, options.data))
+        return
+    screen = console()
+    for one in found:
+        _print(screen, one, ", ".join(options.data))
+    if len(found) == 2:
+        _print_comparison(screen, compare(*found))
+
+
+def _subject(name: str, store: str | None, checkpoint: str, trust_code: bool) -> Subject:
+    from packtrain.export.evaluate import folder_subject, run_subject
+    from packtrain.export.model import is_model
+    from packtrain.export.predict import choice_of
+
+    choice = choice_of(checkpoint)
+    if is_model(Path(name)) or "/" in name or name in (".", ".."):
+        if choice != "last":
+            raise Mistake(f"--checkpoint: {name} is an exported model, which has only one")
+        return folder_subject(Path(name), lambda: find_store(store))
+    return run_subject(find_run(store, name), choice, trusting(trust_code))
+
+
+def _print(screen: Screen, found: Evaluation, data: str) -> None:
+    from packtrain.export.evaluate import show
+
+    some = f"{found.samples:,} of {found.available:,}" if found.samples < found.available else f"{found.samples:,}"
+    where = data or found.split
+    screen.say(
+        (found.subject.name, "bold"),
+        f" (step {found.step:,}): {some} samples of {where} in {found.seconds:.1f} s",
+    )
+    for note in found.notes:
+        screen.say(("  note  ", "yellow"), note)
+    width = max(len(name) for name in found.scores)
+    for name, score in found.scores.items():
+        span = f"{show(score.interval.low)} to {show(score.interval.high)}" if score.interval else "no interval"
+        screen.say(
+            f"  {name:<{width}}  {show(score.value):>8}  ", (f"{span:<18}", "cyan"), f"  {score.signature}".rstrip()
+        )
+    for sample in found.shown:
+        screen.say()
+        for label, text in (
+            ("input", sample.input),
+            ("reference", sample.reference),
+            ("prediction", sample.prediction),
+        ):
+            short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            screen.say((f"  {label:<10}  ", "dim"), short)
+    screen.say()
+
+
+def _print_comparison(screen: Screen, comparison: Comparison) -> None:
+    from packtrain.export.evaluate import show
+
+    names = comparison.other.subject.name, comparison.own.subject.name
+    screen.say(f"{names[0]} minus {names[1]}, by paired bootstrap resampling")
+    width = max(map(len, comparison.differences), default=0)
+    for name, one in comparison.differences.items():
+        span = f"{show(one.interval.low)} to {show(one.interval.high)}"
+        screen.say(f"  {name:<{width}}  {show(one.value):>8}  ", (f"{span:<18}", "cyan"), f"  p = {one.p_value:.3f}")
+    screen.say((comparison.verdict, "bold"))
