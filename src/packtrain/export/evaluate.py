@@ -30,7 +30,7 @@ from packtrain.pack.manifest import Manifest, find_manifest
 from packtrain.pack.packing import pack_later
 from packtrain.pack.workers import Workers
 from packtrain.recipes import EvaluationRequest, Recipe
-from packtrain.recipes.recipe import LAST_EPOCH, Measurement
+from packtrain.recipes.recipe import LAST_EPOCH
 from packtrain.recipes.statistics import Floats, Statistic
 from packtrain.run.records import Sample
 from packtrain.run.run import Run
