@@ -165,7 +165,8 @@ def _own_pack(model: ExportedModel, store: Callable[[], Store]) -> Pack | None:
         return None
     if manifest is None:
         return None
-    if _digest(manifest) != _digest(home.manifest) or manifest.classes != home.manifest.classes:
+    # Classes by their number: an exported model may have them in words.
+    if _digest(manifest) != _digest(home.manifest) or len(manifest.classes) != len(home.manifest.classes):
         raise Mistake(f"pack {name} in {opened.url} has another vocabulary or other classes than {model.folder}")
     return SamplePack(opened, manifest, cache_directory() / "packs", home)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
-_MAX_INPUT_TOKENS = 1000
+MAX_INPUT_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ class PairRecipe(Recipe):
         encoded = self.pack.vocabulary.encode(texts)
         rows = [[*row, EOS] if text.strip() else [EOS] for text, row in zip(texts, encoded, strict=True)]
         for number, row in enumerate(rows):
-            if len(row) > _MAX_INPUT_TOKENS:
-                raise _too_long(texts, number, f"{len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}")
+            if len(row) > MAX_INPUT_TOKENS:
+                raise _too_long(texts, number, f"{len(row):,} tokens, more than {MAX_INPUT_TOKENS:,}")
         return rows
 
 

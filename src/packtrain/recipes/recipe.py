@@ -167,6 +167,11 @@ class Recipe(ABC):
     score_packages: ClassVar[Sequence[str]] = ()
     """Packages that its scores need, beyond those of the base install."""
 
+    forms: ClassVar[tuple[str, ...]] = ("onnx",)
+    """Forms that its model can be exported in, the fastest first (export/model.py)."""
+    tolerances: ClassVar[Mapping[str, float]] = {"loss": 0.01}
+    """The score that an exported model is compared by, and how much worse it may be."""
+
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
 
@@ -265,6 +270,11 @@ class Recipe(ABC):
         return {}
 
     # Predictions.
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, as predictions say them; empty if the data has none."""
+        return self.pack.manifest.classes
 
     @abstractmethod
     def predict(self, model: Any, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:

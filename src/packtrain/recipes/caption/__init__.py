@@ -157,6 +157,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     kind = "captions"
     best_metric = "cider"
     score_packages = ("sacrebleu",)
+    tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
     decode_options = frozenset({"beam"})
     decoding = Decoding(beam=5)
