@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from packtrain.errors import Mistake
 
 if TYPE_CHECKING:
     from packtrain.cli.screen import Screen
+    from packtrain.export.bootstrap import Interval
     from packtrain.export.evaluate import Comparison, Evaluation, Subject
 
 _SPLITS = ("test", "valid")
@@ -112,12 +114,11 @@ def _print(screen: Screen, found: Evaluation, data: str) -> None:
     )
     for note in found.notes:
         screen.say(("  note  ", "yellow"), note)
-    width = max(len(name) for name in found.scores)
-    for name, score in found.scores.items():
-        span = f"{show(score.interval.low)} to {show(score.interval.high)}" if score.interval else "no interval"
-        screen.say(
-            f"  {name:<{width}}  {show(score.value):>8}  ", (f"{span:<18}", "cyan"), f"  {score.signature}".rstrip()
-        )
+    rows = [
+        (name, show(score.value), _span(score.interval) if score.interval else "none", score.signature)
+        for name, score in found.scores.items()
+    ]
+    _print_table(screen, [("score", "value", "95 % interval", ""), *rows])
     for sample in found.shown:
         screen.say()
         for label, text in (
@@ -135,8 +136,22 @@ def _print_comparison(screen: Screen, comparison: Comparison) -> None:
 
     names = comparison.other.subject.name, comparison.own.subject.name
     screen.say(f"{names[0]} minus {names[1]}, by paired bootstrap resampling")
-    width = max(map(len, comparison.differences), default=0)
-    for name, one in comparison.differences.items():
-        span = f"{show(one.interval.low)} to {show(one.interval.high)}"
-        screen.say(f"  {name:<{width}}  {show(one.value):>8}  ", (f"{span:<18}", "cyan"), f"  p = {one.p_value:.3f}")
+    rows = [
+        (name, show(one.value), _span(one.interval), f"p = {one.p_value:.3f}")
+        for name, one in comparison.differences.items()
+    ]
+    _print_table(screen, [("score", "difference", "95 % interval", ""), *rows])
     screen.say((comparison.verdict, "bold"))
+
+
+def _print_table(screen: Screen, rows: Sequence[tuple[str, str, str, str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for number, (name, value, span, rest) in enumerate(rows):
+        line = f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {span:<{widths[2]}}  {rest}".rstrip()
+        screen.say((line, "" if number else "dim"))
+
+
+def _span(interval: Interval) -> str:
+    from packtrain.export.evaluate import show
+
+    return f"{show(interval.low)} to {show(interval.high)}"

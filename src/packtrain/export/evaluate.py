@@ -428,6 +428,6 @@ def show(value: float) -> str:
 
 
 def report(evaluations: Sequence[Evaluation], data: Sequence[str]) -> dict[str, Any]:
-    """Return everything for scripts."""
-    first = evaluations[0].as_json() | {"data": list(data)}
+    """Return everything for scripts; new data is of no split."""
+    first = evaluations[0].as_json() | ({"data": list(data), "split": None} if data else {"data": []})
     return first | (compare(*evaluations).as_json() if len(evaluations) == 2 else {})
