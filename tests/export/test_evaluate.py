@@ -19,9 +19,9 @@ from packtrain.cli import main
 from packtrain.errors import Mistake, NotFinished, NotFound
 from packtrain.export.bootstrap import Difference, Interval
 from packtrain.export.evaluate import (
-    Evaluation,
-    Options,
-    Score,
+    EvaluateOptions,
+    ModelScores,
+    SampledScore,
     Subject,
     compare,
     evaluate,
@@ -75,11 +75,11 @@ def small_job(recipe: str, folder: Path) -> tuple[Job, list[str]]:
     return Job.model_validate({**sections, "data": {"train": [source], "valid": [source], **vocabulary}}), paths
 
 
-def evaluated(*subjects: Subject, **options: Any) -> list[Evaluation]:
-    return evaluate(subjects, Options(**options), PlainProgress(lambda _: None), InProcess())
+def evaluated(*subjects: Subject, **options: Any) -> list[ModelScores]:
+    return evaluate(subjects, EvaluateOptions(**options), PlainProgress(lambda _: None), InProcess())
 
 
-def values(found: Evaluation) -> dict[str, float]:
+def values(found: ModelScores) -> dict[str, float]:
     return {name: score.value for name, score in found.scores.items()}
 
 
@@ -246,11 +246,11 @@ def test_a_model_does_not_differ_from_itself(command: Call) -> None:
     assert out.splitlines()[-1].startswith("no difference beyond noise: 0.00 bleu")
 
 
-def made(name: str, recipe: Any, metric: str, scores: list[float]) -> Evaluation:
+def made(name: str, recipe: Any, metric: str, scores: list[float]) -> ModelScores:
     subject = Subject(name, recipe, lambda: None)  # type: ignore[arg-type,return-value]
     given = np.array(scores)
-    score = Score(float(given.mean()), Interval(0.0, 0.0))
-    return Evaluation(subject, 1, "test", 3, 3, 1, 0.0, {metric: score}, (), resamples={metric: given})
+    score = SampledScore(float(given.mean()), Interval(0.0, 0.0))
+    return ModelScores(subject, 1, "test", 3, 3, 1, 0.0, {metric: score}, (), resamples={metric: given})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from packtrain.errors import Mistake
 if TYPE_CHECKING:
     from packtrain.cli.screen import Screen
     from packtrain.export.bootstrap import Interval
-    from packtrain.export.evaluate import Comparison, Evaluation, Subject
+    from packtrain.export.evaluate import Comparison, ModelScores, Subject
 
 _SPLITS = ("test", "valid")
 _SHOWN = 300  # characters of a text of a sample
@@ -69,7 +69,7 @@ def evaluate(
 ) -> None:
     """Score a model on its test data or on new data, with confidence intervals; compare two models."""
     from packtrain.cli.packs import ProgressBars
-    from packtrain.export.evaluate import Options, compare, report
+    from packtrain.export.evaluate import EvaluateOptions, compare, report
     from packtrain.export.evaluate import evaluate as evaluate_all
     from packtrain.pack.workers import Processes
 
@@ -77,7 +77,7 @@ def evaluate(
         raise Mistake(f"--split: must be test or valid, not {split!r}")
     names = [name] if against is None else [name, against]
     subjects = [_subject(one, store, checkpoint, trust_code) for one in names]
-    options = Options(tuple(data or ()), split, samples, beam, allow_drops)
+    options = EvaluateOptions(tuple(data or ()), split, samples, beam, allow_drops)
     # Standard output has the result alone.
     found = evaluate_all(subjects, options, ProgressBars(console(sys.stderr)), Processes())
     if as_json:
@@ -103,7 +103,7 @@ def _subject(name: str, store: str | None, checkpoint: str, trust_code: bool) ->
     return run_subject(find_run(store, name), choice, trusting(trust_code))
 
 
-def _print(screen: Screen, found: Evaluation, data: str) -> None:
+def _print(screen: Screen, found: ModelScores, data: str) -> None:
     from packtrain.export.evaluate import show
 
     some = f"{found.samples:,} of {found.available:,}" if found.samples < found.available else f"{found.samples:,}"

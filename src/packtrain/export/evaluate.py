@@ -44,8 +44,8 @@ _PER_TOKEN = frozenset({"loss", "perplexity"})  # they depend on how a vocabular
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to evaluate on. `data` are values of `--data`; None leaves the choice to the model and its job."""
+class EvaluateOptions:
+    """The samples to evaluate on. `data` are values of `--data`; None leaves the choice to the model and its job."""
 
     data: Sequence[str] = ()
     split: str | None = None
@@ -76,7 +76,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Score:
+class SampledScore:
     """`interval` is None if the recipe does not say what a score is computed from, sample by sample."""
 
     value: float
@@ -85,7 +85,7 @@ class Score:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class ModelScores:
     """`samples` of the `available` ones were evaluated; `resamples` has each score on resamples of them."""
 
     subject: Subject
@@ -95,7 +95,7 @@ class Evaluation:
     available: int
     beam: int
     seconds: float
-    scores: Mapping[str, Score]
+    scores: Mapping[str, SampledScore]
     shown: Sequence[Sample]
     notes: Sequence[str] = ()
     resamples: Mapping[str, Floats] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class SamplePack(Pack):
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """A recipe with the samples to evaluate, and remarks about them."""
 
     recipe: Recipe
@@ -198,12 +198,12 @@ class Task:
     notes: Sequence[str] = ()
 
 
-def _own_task(subject: Subject, wanted: str | None) -> Task:
+def _own_task(subject: Subject, wanted: str | None) -> EvaluationTask:
     if subject.absent:
         raise Mistake(f"{subject.name}: {subject.absent}")
     for split in (wanted,) if wanted else ("test", "valid"):
         if subject.recipe.count(split):
-            return Task(subject.recipe, split)
+            return EvaluationTask(subject.recipe, split)
     if wanted is None:
         raise Mistake(f"{subject.name} has neither a test nor a valid split; pass --data")
     others = [split for split in ("test", "valid") if subject.recipe.count(split)]
@@ -214,13 +214,13 @@ def _own_task(subject: Subject, wanted: str | None) -> Task:
 class _LaterData:
     """Packs data that came later, in a temporary store, for each model as it needs it."""
 
-    def __init__(self, folder: Path, options: Options, progress: PackProgress, workers: Workers) -> None:
+    def __init__(self, folder: Path, options: EvaluateOptions, progress: PackProgress, workers: Workers) -> None:
         self._options, self._progress, self._workers = options, progress, workers
         self._folder = folder
         self._store = open_store(str(folder / "store"), create=True)
         self._packed: dict[tuple[object, ...], Manifest] = {}
 
-    def task(self, subject: Subject) -> Task:
+    def task(self, subject: Subject) -> EvaluationTask:
         recipe = subject.recipe
         sources = tuple(self._local(source) for source in self._sources(recipe))
         for source in sources:
@@ -240,7 +240,7 @@ class _LaterData:
                 raise Mistake(f"--data: {mistake.fault}") from None
         pack = SamplePack(self._store, self._packed[key], self._folder / "cache", recipe.pack)
         job = recipe.job.model_copy(update={"data": data})
-        return Task(type(recipe)(job, pack), LATER, _class_notes(pack))
+        return EvaluationTask(type(recipe)(job, pack), LATER, _class_notes(pack))
 
     def _sources(self, recipe: Recipe) -> tuple[Source, ...]:
         return read_sources("--data", self._options.data, str(recipe.job.recipe), recipe.contents)
@@ -272,8 +272,8 @@ def _class_notes(pack: Pack) -> list[str]:
 
 
 def evaluate(
-    subjects: Sequence[Subject], options: Options, progress: PackProgress, workers: Workers
-) -> list[Evaluation]:
+    subjects: Sequence[Subject], options: EvaluateOptions, progress: PackProgress, workers: Workers
+) -> list[ModelScores]:
     """Evaluate models of one recipe on the same samples."""
     first = subjects[0]
     for subject in subjects:
@@ -290,7 +290,7 @@ def evaluate(
         return [_evaluated(*pair, options, progress) for pair in zip(subjects, tasks, strict=True)]
 
 
-def _check(subject: Subject, first: Subject, options: Options) -> None:
+def _check(subject: Subject, first: Subject, options: EvaluateOptions) -> None:
     recipe, other = subject.recipe, first.recipe
     if recipe.job.recipe != other.job.recipe:
         raise Mistake(
@@ -307,7 +307,7 @@ def _check(subject: Subject, first: Subject, options: Options) -> None:
         raise Mistake(f"evaluate needs {', '.join(missing)} for the scores of {recipe.job.recipe}; run `{command}`")
 
 
-def _check_samples(first: Subject, task: Task, other: Subject, its: Task) -> None:
+def _check_samples(first: Subject, task: EvaluationTask, other: Subject, its: EvaluationTask) -> None:
     """Refuse splits that were not packed from the same raw data."""
     one, two = task.recipe.pack.manifest, its.recipe.pack.manifest
     sources = [manifest.settings.get("splits", {}).get(task.split) for manifest in (one, two)]
@@ -318,7 +318,7 @@ def _check_samples(first: Subject, task: Task, other: Subject, its: Task) -> Non
         )
 
 
-def _evaluated(subject: Subject, task: Task, options: Options, progress: PackProgress) -> Evaluation:
+def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions, progress: PackProgress) -> ModelScores:
     recipe, split = task.recipe, task.split
     count = recipe.count(split)
     ids = spread(count, count if options.samples is None else options.samples)
@@ -332,7 +332,7 @@ def _evaluated(subject: Subject, task: Task, options: Options, progress: PackPro
     seconds = time.perf_counter() - started
     statistics = recipe.statistics(split, ids, measured) if measured.rows else {}
     found = resampled(_matching(statistics, scores.values))
-    return Evaluation(
+    return ModelScores(
         subject,
         loaded.step,
         split,
@@ -341,7 +341,9 @@ def _evaluated(subject: Subject, task: Task, options: Options, progress: PackPro
         beam,
         seconds,
         {
-            name: Score(value, interval_of(found[name]) if name in found else None, scores.signatures.get(name, ""))
+            name: SampledScore(
+                value, interval_of(found[name]) if name in found else None, scores.signatures.get(name, "")
+            )
             for name, value in scores.values.items()
         },
         scores.samples,
@@ -366,8 +368,8 @@ def _matching(statistics: Mapping[str, Statistic], values: Mapping[str, float]) 
 class Comparison:
     """Two models on the same samples; a difference is what the other has more."""
 
-    own: Evaluation
-    other: Evaluation
+    own: ModelScores
+    other: ModelScores
     differences: Mapping[str, Difference]
     verdict: str
 
@@ -387,7 +389,7 @@ class Comparison:
         }
 
 
-def compare(own: Evaluation, other: Evaluation) -> Comparison:
+def compare(own: ModelScores, other: ModelScores) -> Comparison:
     """Compare by paired bootstrap resampling: both models on the same resamples."""
     manifests = [one.subject.recipe.pack.manifest for one in (own, other)]
     unlike = frozenset() if _digest(manifests[0]) == _digest(manifests[1]) else _PER_TOKEN
@@ -401,7 +403,7 @@ def compare(own: Evaluation, other: Evaluation) -> Comparison:
     return Comparison(own, other, differences, _verdict(own, other, differences))
 
 
-def _verdict(own: Evaluation, other: Evaluation, differences: Mapping[str, Difference]) -> str:
+def _verdict(own: ModelScores, other: ModelScores, differences: Mapping[str, Difference]) -> str:
     """Return a sentence about the score that decides which checkpoint of such a model is the best."""
     recipe = own.subject.recipe
     name = recipe.job.checkpoint.best_by or recipe.best_metric
@@ -427,7 +429,7 @@ def show(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
 
 
-def report(evaluations: Sequence[Evaluation], data: Sequence[str]) -> dict[str, Any]:
+def report(evaluations: Sequence[ModelScores], data: Sequence[str]) -> dict[str, Any]:
     """Return everything for scripts; new data is of no split."""
     first = evaluations[0].as_json() | ({"data": list(data), "split": None} if data else {"data": []})
     return first | (compare(*evaluations).as_json() if len(evaluations) == 2 else {})

@@ -53,7 +53,7 @@ class PlainProgress:
 
 @dataclass(frozen=True)
 class Learned:
-    """What training data taught: the classes, and the vocabularies as JSON. A pack of later samples takes it over."""
+    """Classes, and vocabularies as JSON, of training data. A pack of later samples takes them over."""
 
     classes: tuple[str, ...] = ()
     vocabulary: str | None = None

@@ -24,7 +24,7 @@ _MAX_EXPONENT = 700.0  # beyond that, exp overflows
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """What a score is computed from: a row for each sample, and the score as a function of sums of rows.
+    """The parts of a score: a row for each sample, and the score as a function of sums of rows.
 
     `score` takes sums [corpora, columns] and returns scores [corpora].
     """
