@@ -56,7 +56,7 @@ def evaluate(
         str | None, typer.Option("--split", metavar="test|valid", help="Split of the run. Default: test, else valid.")
     ] = None,
     store: StoreOption = None,
-    checkpoint: CheckpointOption = "last",
+    checkpoint: CheckpointOption = None,
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Evaluate this many samples, evenly spaced. Default: all.")
     ] = None,
@@ -71,11 +71,14 @@ def evaluate(
     from packtrain.cli.packs import ProgressBars
     from packtrain.export.evaluate import EvaluateOptions, compare, report
     from packtrain.export.evaluate import evaluate as evaluate_all
+    from packtrain.export.predict import is_folder
     from packtrain.pack.workers import Processes
 
     if split not in (None, *_SPLITS):
         raise Mistake(f"--split: must be test or valid, not {split!r}")
     names = [name] if against is None else [name, against]
+    if checkpoint is not None and all(map(is_folder, names)):
+        raise Mistake("--checkpoint: chooses one of a run; an exported model has only one")
     subjects = [_subject(one, store, checkpoint, trust_code) for one in names]
     options = EvaluateOptions(tuple(data or ()), split, samples, beam, allow_drops)
     # Standard output has the result alone.
@@ -90,17 +93,13 @@ def evaluate(
         _print_comparison(screen, compare(*found))
 
 
-def _subject(name: str, store: str | None, checkpoint: str, trust_code: bool) -> Subject:
+def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Subject:
     from packtrain.export.evaluate import folder_subject, run_subject
-    from packtrain.export.model import is_model
-    from packtrain.export.predict import choice_of
+    from packtrain.export.predict import choice_of, is_folder
 
-    choice = choice_of(checkpoint)
-    if is_model(Path(name)) or "/" in name or name in (".", ".."):
-        if choice != "last":
-            raise Mistake(f"--checkpoint: {name} is an exported model, which has only one")
+    if is_folder(name):
         return folder_subject(Path(name), lambda: find_store(store))
-    return run_subject(find_run(store, name), choice, trusting(trust_code))
+    return run_subject(find_run(store, name), choice_of(checkpoint), trusting(trust_code))
 
 
 def _print(screen: Screen, found: ModelScores, data: str) -> None:
