@@ -378,9 +378,7 @@ class Endpoints:
         deadline = self._begin()
         async with self._body(request, deadline) as body:
             asked, questions = self._asked(request, body)
-            options = DecodeOptions(
-                **asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"})
-            )
+            options = DecodeOptions(**asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"}))
             is_conversation = isinstance(questions[0].value, tuple)
             manner = self._service.manner(options, asked.n_best, is_conversation)
             answers = await self._answers(request, manner, questions, deadline)
