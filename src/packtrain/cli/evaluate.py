@@ -67,7 +67,10 @@ def evaluate(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a model on its test data or on new data, with confidence intervals; compare two models."""
+    """Score a model on its test data or on new data.
+
+    Scores have confidence intervals, and two models are compared on the same samples.
+    """
     from packtrain.cli.packs import ProgressBars
     from packtrain.export.evaluate import EvaluateOptions, compare, report
     from packtrain.export.evaluate import evaluate as evaluate_all
