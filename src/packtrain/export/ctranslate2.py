@@ -1,4 +1,4 @@
-"""Transformers in the format of CTranslate2, the fastest on CPUs, in fp32 or int8: those that its layers can express."""
+"""Transformers for CTranslate2, the fastest on CPUs, in fp32 or int8: those that its layers can express."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class Ctranslate2Text(TextNetwork):
     ) -> list[list[Hypothesis]]:
         if decoding.nucleus is not None:
             raise Mistake("a model in CTranslate2's format does not sample; export it with --format onnx to do so")
+        # One limit for all: the library has no other. What is longer than its own is cut off below, which is rare.
+        longest = int(limits_B.max(initial=1))
         found = self._translator.translate_batch(
             _rows(source_BS),
             max_batch_size=_BATCH_TOKENS,
@@ -80,11 +82,11 @@ class Ctranslate2Text(TextNetwork):
             repetition_penalty=decoding.repetition,
             no_repeat_ngram_size=decoding.no_repeat,
             max_input_length=0,
-            max_decoding_length=int(limits_B.max(initial=1)),
+            max_decoding_length=longest,
             return_scores=True,
         )
         return [
-            [_hypothesis(*one, limit) for one in zip(result.hypotheses, result.scores, strict=True)]
+            [_hypothesis(*one, limit, longest) for one in zip(result.hypotheses, result.scores, strict=True)]
             for result, limit in zip(found, limits_B.tolist(), strict=True)
         ]
 
@@ -105,9 +107,9 @@ def _rows(tokens_BL: NDArray[np.int64]) -> list[list[str]]:
     return [[str(token) for token in row if token != PAD] for row in tokens_BL.tolist()]
 
 
-def _hypothesis(tokens: list[str], score: float, limit: int) -> Hypothesis:
+def _hypothesis(tokens: list[str], score: float, limit: int, longest: int) -> Hypothesis:
     """Return the hypothesis with the score that our own search would give it: the length penalties differ."""
-    length = len(tokens) + 1  # EOS counts
+    length = len(tokens) + (len(tokens) < longest)  # EOS counts, too
     total = score * length**LENGTH_PENALTY
     return Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length))
 

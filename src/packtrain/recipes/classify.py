@@ -72,6 +72,7 @@ class Classify(ImageRecipe[ImageBatches]):
     contents = frozenset({"labels"})
     kind = "labels"
     best_metric = "top1"
+    tolerances: ClassVar[Mapping[str, float]] = {"top1": 0.5}
     files = ("weights", "words")
     decode_options = frozenset()
     defaults: ClassVar[Mapping[str, object]] = {
@@ -177,19 +178,19 @@ class Classify(ImageRecipe[ImageBatches]):
                 sums["loss"] -= float(np.take_along_axis(log_softmax(logits), labels[:, None], 1).sum())
                 sums["top1"] += float(right[:, 0].sum())
                 sums["top5"] += float(right.sum())
-        names = [self._names[guesses[sample]] for sample in shown.tolist()]
+        names = [self.labels[guesses[sample]] for sample in shown.tolist()]
         return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
         samples = max(1.0, total["samples"])
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
-        if len(self._names) > _TOP:  # with fewer classes top-5 would always be 100
+        if len(self.labels) > _TOP:  # with fewer classes top-5 would always be 100
             values["top5"] = 100 * total["top5"] / samples
         predictions = [output for part in parts for output in part.outputs]
         shown = decode_ids[:SHOWN_SAMPLES]
         labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
-        references = [self._names[label] for label in labels]
+        references = [self.labels[label] for label in labels]
         inputs = [f"image {sample}" for sample in shown.tolist()]
         rows = zip(inputs, references, predictions, strict=False)
         return Scores(values, samples=tuple(Sample(*row) for row in rows))
@@ -197,7 +198,7 @@ class Classify(ImageRecipe[ImageBatches]):
     # Predictions.
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:
         """Names of the classes, in words if the job has a file of them."""
         path = self._options.words
         words = read_words(self.pack.given_file(path), "model.words") if path else {}
@@ -237,7 +238,7 @@ class Classify(ImageRecipe[ImageBatches]):
 
     def _top(self, likely: NDArray[np.float64]) -> Prediction:
         best = np.argsort(-likely, kind="stable")[:_TOP].tolist()
-        return top_prediction([self._names[label] for label in best], likely[best].tolist())
+        return top_prediction([self.labels[label] for label in best], likely[best].tolist())
 
 
 def _center(image: Tiled, size: tuple[int, int]) -> Pixels:

@@ -156,6 +156,11 @@ class Recipe(ABC):
     supports_chat: ClassVar[bool] = False
     """True if `converse` is implemented."""
 
+    forms: ClassVar[tuple[str, ...]] = ("onnx",)
+    """Forms that its model can be exported in, the fastest first (export/model.py)."""
+    tolerances: ClassVar[Mapping[str, float]] = {"loss": 0.01}
+    """The score that an exported model is compared by, and how much worse it may be."""
+
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
 
@@ -247,6 +252,11 @@ class Recipe(ABC):
         """Combine the parts of all workers; their outputs, in order, belong to `decode_ids`. Runs on rank 0."""
 
     # Predictions.
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, as predictions say them; empty if the data has none."""
+        return self.pack.manifest.classes
 
     @abstractmethod
     def predict(self, model: Any, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:

@@ -30,6 +30,8 @@ SIZES: Mapping[str, TransformerShape] = {
 class Translate(PairRecipe):
     contents = frozenset({"pairs"})
     best_metric = "bleu"
+    forms = ("ctranslate2", "onnx")
+    tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",

@@ -155,6 +155,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     contents = frozenset({"captions"})
     kind = "captions"
     best_metric = "cider"
+    tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
     decode_options = frozenset({"beam"})
     decoding = Decoding(beam=5)
