@@ -34,11 +34,27 @@ def _front_matter(manifest: ModelManifest, job: Job, license_name: str | None) -
         matter["pipeline_tag"] = task
     matter["tags"] = ["packtrain", manifest.recipe.partition(":")[0], manifest.precision]
     if task is not None and manifest.scores:
-        metrics = [{"type": name, "name": name, "value": round(value, 4)} for name, value in manifest.scores.items()]
-        dataset = {"name": manifest.origin.pack, "type": job.name}
-        results = [{"task": {"type": task}, "dataset": dataset, "metrics": metrics}]
+        results = [_result(manifest, job, task, split) for split in _by_split(manifest.scores)]
         matter["model-index"] = [{"name": manifest.origin.run, "results": results}]
     return matter
+
+
+def _result(manifest: ModelManifest, job: Job, task: str, split: str) -> dict[str, Any]:
+    scores = _by_split(manifest.scores)[split]
+    return {
+        "task": {"type": task},
+        "dataset": {"name": manifest.origin.pack, "type": job.name, "split": split},
+        "metrics": [{"type": name, "value": round(value, 4)} for name, value in scores.items()],
+    }
+
+
+def _by_split(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the scores of each split; a run calls them `test.bleu`."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in scores.items():
+        split, _, metric = name.partition(".")
+        found.setdefault(split, {})[metric] = value
+    return found
 
 
 def _body(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> Iterator[str]:
@@ -46,8 +62,7 @@ def _body(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str |
     made = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
     yield f"# {job.name}"
     yield ""
-    yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain and exported for {manifest.form}"
-    yield f"({manifest.precision})."
+    yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}."
     yield ""
     yield "```console"
     yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
@@ -56,14 +71,15 @@ def _body(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str |
     yield ""
     yield "## Scores"
     yield ""
-    yield "| metric | value | on |"
-    yield "| --- | --- | --- |"
-    for name, value in manifest.scores.items():
-        yield f"| {name} | {value:.4g} | the run's own evaluation |"
+    yield "| metric | value | of | on |"
+    yield "| --- | --- | --- | --- |"
+    for split, scores in _by_split(manifest.scores).items():
+        for name, value in scores.items():
+            yield f"| {name} | {value:.4g} | the run | `{split}`, at the end of training |"
     for one in manifest.parity:
         where = f"{one.samples:,} samples of `{one.split}`"
-        yield f"| {one.metric}, this model | {one.exported:.4g} | {where} |"
-        yield f"| {one.metric}, in torch | {one.trained:.4g} | {where} |"
+        yield f"| {one.metric} | {one.trained:.4g} | the run | {where} |"
+        yield f"| {one.metric} | {one.exported:.4g} | this model | {where} |"
     for one in manifest.parity:
         if one.signature:
             yield ""
