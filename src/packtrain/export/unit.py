@@ -65,7 +65,7 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True)
 class UnitRequest:
-    """What the unit serves, and to whom. Other addresses than loopback need a file with a token."""
+    """The model to serve, and to whom. Other addresses than loopback need a file with a token."""
 
     model: Path
     name: str | None = None
