@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import Column, pad
-from packtrain.errors import FieldMistake, Mistake
+from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, MAX_TEXT_BYTES, PAD, is_too_long
@@ -23,6 +23,7 @@ from packtrain.recipes.recipe import (
     Decoding,
     EvaluationRequest,
     Hypothesis,
+    InputMistake,
     Measurement,
     Network,
     Prediction,
@@ -268,9 +269,8 @@ def _network(model: nn.Module | Network) -> TextNetwork:
     return TorchText(model)
 
 
-def _too_long(texts: Sequence[str], number: int, size: str) -> Mistake:
-    which = f"input {number + 1} of {len(texts):,}" if len(texts) > 1 else "the input"
-    return Mistake(f"{which} has {size}; shorten it: {texts[number][:40]!r}...")
+def _too_long(texts: Sequence[str], number: int, size: str) -> InputMistake:
+    return InputMistake(texts, number, f"has {size}; shorten it: {texts[number][:40]!r}...")
 
 
 def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:

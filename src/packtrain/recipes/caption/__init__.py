@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from packtrain.recipes.caption.model import Captioner
 
+MAX_CAPTION_TOKENS = 50
+"""The longest caption that is decoded, with EOS."""
 _EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
 
 # Tiny is for images of about 48 pixels, whose map then has 6 x 6 positions.
@@ -157,7 +159,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     best_metric = "cider"
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
-    decode_options = frozenset({"beam"})
+    decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
