@@ -112,7 +112,8 @@ class DecoderLayer(nn.Module):
         return self._rest(x_BTD + self.dropout(attended), *self.memory_attention.project(memory_BSD), mask)
 
     def start(self, memory_BSD: Tensor) -> DecoderCache:
-        written = memory_BSD.new_empty(len(memory_BSD), 0, 2 * memory_BSD.shape[2])  # nothing has been written yet
+        # Not len(), which torch.export takes for a constant.
+        written = memory_BSD.new_empty(memory_BSD.shape[0], 0, 2 * memory_BSD.shape[2])  # nothing has been written yet
         return DecoderCache(*self.memory_attention.project(memory_BSD), written)
 
     def step(self, x_R1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
