@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from packtrain.export.model import ModelManifest
 from packtrain.job import Job
 from packtrain.recipes import Recipe
+
+if TYPE_CHECKING:
+    from packtrain.export.onnx import OwnGraph
 
 _TASKS: Mapping[str, str] = {
     "translate": "translation",
@@ -21,10 +24,15 @@ _TASKS: Mapping[str, str] = {
 _UNKNOWN_LICENSE = "other"  # as the hub calls a license that it does not know
 
 
-def card_of(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> str:
-    """Return the card: what the model is, what it learned from, how well it does, and how it was made."""
+def card_of(
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None = None
+) -> str:
+    """Return the card: what the model is, what it learned from, how well it does, and how it was made.
+
+    `own` describes the model of a user's recipe, which only its author can use.
+    """
     front = yaml.safe_dump(_front_matter(manifest, job, license_name), sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name)) + "\n"
+    return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name, own)) + "\n"
 
 
 def _front_matter(manifest: ModelManifest, job: Job, license_name: str | None) -> dict[str, Any]:
@@ -57,25 +65,34 @@ def _by_split(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _body(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> Iterator[str]:
+def _body(
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None
+) -> Iterator[str]:
     origin = manifest.origin
     made = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
     yield f"# {job.name}"
     yield ""
     yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}."
     yield ""
-    yield "```console"
-    yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
-    yield "$ packtrain serve ."
-    yield "```"
+    if own is None:
+        yield "```console"
+        yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
+        yield "$ packtrain serve ."
+        yield "```"
+    else:
+        yield "| `model.onnx` | name | type | shape |"
+        yield "| --- | --- | --- | --- |"
+        for word, values in (("input", own.inputs), ("output", own.outputs)):
+            for value in values:
+                yield f"| {word} | `{value.name}` | {value.type} | {' x '.join(map(str, value.shape))} |"
     yield ""
     yield "## Scores"
     yield ""
     yield "| metric | value | of | on |"
     yield "| --- | --- | --- | --- |"
     for split, scores in _by_split(manifest.scores).items():
-        for name, value in scores.items():
-            yield f"| {name} | {value:.4g} | the run | `{split}`, at the end of training |"
+        for name, score in scores.items():
+            yield f"| {name} | {score:.4g} | the run | `{split}`, at the end of training |"
     for one in manifest.parity:
         where = f"{one.samples:,} samples of `{one.split}`"
         yield f"| {one.metric} | {one.trained:.4g} | the run | {where} |"
