@@ -1,4 +1,4 @@
-"""Commands that carry Packtrain to other machines: image, bundle."""
+"""Commands that carry Packtrain to other machines: image, bundle, unit."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Python ve
 def register(app: typer.Typer) -> None:
     app.command()(image)
     app.command()(bundle)
+    app.command()(unit)
 
 
 def image(
@@ -31,7 +32,11 @@ def image(
         str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
     ] = None,
     variant: Annotated[
-        str, typer.Option(metavar="cpu|cuda|jetson", help="Which build of torch; jetson uses that of its base image.")
+        str,
+        typer.Option(
+            metavar="cpu|cuda|jetson|serve",
+            help="Which build of torch; jetson uses that of its base image, serve has none and serves a model.",
+        ),
     ] = "cpu",
     platform: Annotated[
         str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")
@@ -55,7 +60,7 @@ def image(
         str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
     ] = None,
 ) -> None:
-    """Build a container image for Kubernetes. It has no job in it: one serves all."""
+    """Build a container image, for Kubernetes or to serve models. It has no job and no model in it: one serves all."""
     from packtrain.errors import Mistake
     from packtrain.fleet.image import ImageRequest, check_name, default_name, find_builder
 
@@ -199,3 +204,23 @@ def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> N
 
 def _print_line(text: str) -> None:
     console().say(f"  {text}")
+
+
+def unit(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model on this machine.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="The unit is packtrain-NAME. Default: the folder's.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; other than loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token of clients.")
+    ] = None,
+) -> None:
+    """Print a systemd unit that serves a model on this machine."""
+    from packtrain.export.unit import UnitRequest
+    from packtrain.export.unit import unit as unit_of
+
+    print(unit_of(UnitRequest(model, name, host, port, token_file)), end="")
