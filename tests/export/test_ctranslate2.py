@@ -62,6 +62,7 @@ def test_losses_are_those_of_torch(trained: TrainedModel, tmp_path: Path) -> Non
 
 def test_int8_is_smaller_and_close(trained: TrainedModel, tmp_path: Path) -> None:
     networks, sizes = {}, {}
+    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     for precision in ("fp32", "int8"):
         folder = tmp_path / precision
         folder.mkdir()
@@ -69,6 +70,7 @@ def test_int8_is_smaller_and_close(trained: TrainedModel, tmp_path: Path) -> Non
         networks[precision] = Ctranslate2Form().load(trained.recipe, folder, 1)
         sizes[precision] = (folder / "ctranslate2" / "model.bin").stat().st_size
     assert sizes["int8"] < 0.8 * sizes["fp32"]
+    assert all(tensor.equal(before[name]) for name, tensor in trained.model.state_dict().items())
     given = sources(trained)
     target = np.concatenate([np.full((len(given), 1), 2), given], axis=1)
     exact, rounded = (networks[precision].losses(given, target) for precision in ("fp32", "int8"))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli import copies, export, jobs, machines, models, packages, runs
+from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -41,7 +41,7 @@ def options(
     """Pack your data once, train it anywhere, bring the model home."""
 
 
-for group in (jobs, runs, models, export, copies, machines, packages):
+for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages):
     group.register(app)
 
 

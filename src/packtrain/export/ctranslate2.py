@@ -149,7 +149,8 @@ def _spec_of(model: Transformer) -> Any:
 
 
 def _array(tensor: Any) -> Array:
-    found: Array = tensor.detach().float().cpu().numpy()
+    # A copy: CTranslate2 quantizes in place, and the weights are still in use.
+    found: Array = tensor.detach().float().cpu().numpy().copy()
     return found
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from packtrain.errors import Mistake, PacktrainError, printable
+from packtrain.errors import Mistake, PacktrainError, printable, quoted
 from packtrain.export.card import card_of
+from packtrain.export.deliver import replace_folder
 from packtrain.export.model import (
     CARD,
     FORMAT,
@@ -79,43 +80,54 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
     if options.average > 1:
         checkpoints = _average(run, trained, options)
         say(f"averaged the weights of steps {', '.join(str(one.step) for one in checkpoints)}")
-    form_name = options.form or trained.recipe.forms[0]
-    form = form_of(form_name)
-    if form_name not in trained.recipe.forms:
-        raise Mistake(f"--format {form_name}: {run.job.recipe} has {' and '.join(trained.recipe.forms)}")
+    form = options.form or trained.recipe.forms[0]
+    if form not in trained.recipe.forms:
+        raise Mistake(f"--format {quoted(form)}: {run.job.recipe} has {' and '.join(trained.recipe.forms)}")
+    if run.job.has_own_code and options.precision != "fp32":
+        raise Mistake(f"--int8: not supported for {run.job.recipe}, a recipe of your own; remove it")
     with _appearing(folder) as new:
-        say(f"writing step {trained.checkpoint.step:,} of {run.name} for {form_name} in {options.precision}")
-        form.write(trained.recipe, trained.model, new, options.precision)
-        write_context(trained.recipe, new)
-        parity = measure_parity(trained, form, new, options)
-        for one in parity:
+        say(f"writing step {trained.checkpoint.step:,} of {run.name} for {form} in {options.precision}")
+        manifest = _written(run, trained, checkpoints, new, form, options)
+        for one in manifest.parity:
             where = f"{one.samples:,} samples of {one.split}"
             say(f"{one.metric} on {where}: {one.exported:.2f}, in torch {one.trained:.2f}")
-        origin = Origin(
-            run.name,
-            tuple(one.name for one in checkpoints),
-            trained.checkpoint.step,
-            run.pack_name(),
-            run.job_digest,
-            identity(),
-            time.time(),
-        )
-        scores = {name: float(value) for name, value in overview(run, state_of(run)).scores.items()}
-        manifest = ModelManifest(
-            FORMAT,
-            run.job.recipe or "",
-            form_name,
-            options.precision,
-            trained.recipe.labels,
-            origin,
-            parity,
-            scores,
-            (),
-        )
-        (new / CARD).write_text(card_of(manifest, run.job, trained.recipe, options.license))
-        manifest = replace(manifest, files=tuple(_stored_files(new)))
-        (new / MANIFEST).write_bytes(encode(manifest))
     return ExportedModel(folder, manifest)
+
+
+def _written(
+    run: Run, trained: TrainedModel, checkpoints: list[Checkpoint], folder: Path, form: str, options: ExportOptions
+) -> ModelManifest:
+    """Write all files of the model, the manifest last."""
+    from packtrain.export.onnx import OwnGraph, export_own, write_weights
+
+    recipe, model, checkpoint = trained
+    parity: tuple[Parity, ...] = ()
+    graph: OwnGraph | None = None
+    if run.job.has_own_code:
+        graph = export_own(recipe, model, folder)  # compares its outputs itself: nobody else knows what they mean
+    else:
+        form_of(form).write(recipe, model, folder, options.precision)
+        write_context(recipe, folder)
+        if recipe.inputs == "images":
+            write_weights(model, folder)
+        parity = (measure_parity(trained, form_of(form), folder, options),)
+    origin = Origin(
+        run=run.name,
+        checkpoints=tuple(one.name for one in checkpoints),
+        step=checkpoint.step,
+        pack=run.pack_name(),
+        job=run.job_digest,
+        packtrain=identity(),
+        made=time.time(),
+    )
+    scores = {name: float(value) for name, value in overview(run, state_of(run)).scores.items()}
+    manifest = ModelManifest(
+        FORMAT, str(run.job.recipe), form, options.precision, recipe.labels, origin, parity, scores, files=()
+    )
+    (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph))
+    manifest = replace(manifest, files=tuple(_stored_files(folder)))
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    return manifest
 
 
 # Weights.
@@ -208,9 +220,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
     try:
         new.chmod(0o755)
         yield new
-        if folder.exists():
-            shutil.rmtree(folder)
-        new.rename(folder)
+        replace_folder(new, folder)
     except OSError as error:
         raise PacktrainError(f"{printable(str(folder))}: cannot write: {error.strerror}") from error
     finally:
@@ -220,7 +230,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
 # Parity.
 
 
-def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: ExportOptions) -> tuple[Parity, ...]:
+def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: ExportOptions) -> Parity:
     """Compare the exported model with the trained one; raise TooFar if it is worse than the tolerance allows."""
     recipe, model, _ = trained
     [(metric, usual)] = recipe.tolerances.items()
@@ -241,7 +251,7 @@ def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: Exp
             f" than {tolerance:g}; nothing was written"
             + ("; export without --int8, or accept it with --tolerance" if options.precision == "int8" else "")
         )
-    return (found,)
+    return found
 
 
 def _scores(recipe: Recipe, model: nn.Module | Network, split: str, count: int) -> Scores:

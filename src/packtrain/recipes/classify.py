@@ -31,6 +31,7 @@ from packtrain.recipes.recipe import (
     Scores,
     read_options,
 )
+from packtrain.recipes.statistics import Statistic, mean, rows_in_order
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Classify(ImageRecipe[ImageBatches]):
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
         guesses: dict[int, int] = {}
+        parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         batches = self.copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             request.on_batch()
@@ -176,11 +178,14 @@ class Classify(ImageRecipe[ImageBatches]):
             if number < len(counted):
                 labels = self._labels(split, settings.size, batch.ids)
                 right = best == labels[:, None]
-                sums["loss"] -= float(np.take_along_axis(log_softmax(logits), labels[:, None], 1).sum())
-                sums["top1"] += float(right[:, 0].sum())
-                sums["top5"] += float(right.sum())
+                losses = -np.take_along_axis(log_softmax(logits), labels[:, None], 1)[:, 0]
+                values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1)}
+                for name, column in values.items():
+                    sums[name] += float(column.sum())
+                parts.append((batch.ids, values))
+        rows = rows_in_order(request.ids, parts) if request.by_sample else {}
         names = [self.labels[guesses[sample]] for sample in shown.tolist()]
-        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
+        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)), rows)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
@@ -195,6 +200,10 @@ class Classify(ImageRecipe[ImageBatches]):
         inputs = [f"image {sample}" for sample in shown.tolist()]
         rows = zip(inputs, references, predictions, strict=False)
         return Scores(values, samples=tuple(Sample(*row) for row in rows))
+
+    def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:  # noqa: ARG002
+        rows = measured.rows
+        return {"loss": mean(rows["loss"]), "top1": mean(rows["top1"], 100), "top5": mean(rows["top5"], 100)}
 
     # Predictions.
 

@@ -24,11 +24,10 @@ from packtrain.job import Job
 from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
-from packtrain.recipes.recipe import Recipe
+from packtrain.recipes.recipe import LAST_EPOCH, Recipe
 from packtrain.units import show_bytes
 
 _ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
-_LAST_EPOCH = 1 << 40  # beyond all phases of a schedule
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class ImageRecipe(Recipe, Generic[Batches]):
     @property
     def final_settings(self) -> EpochSettings:
         """Settings of the last evaluation, which predictions use too."""
-        return self.job.train.in_epoch(_LAST_EPOCH)
+        return self.job.train.in_epoch(LAST_EPOCH)
 
     @property
     def costs(self) -> NDArray[np.int64]:
