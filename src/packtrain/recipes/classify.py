@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan, resize
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import Mistake
 from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels, Tiled
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -223,18 +224,26 @@ class Classify(ImageRecipe[ImageBatches]):
         inputs: Sequence[ImageInput],
         decoding: Decoding,  # noqa: ARG002
     ) -> list[Prediction]:
-        network = _network(model)
-        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        network, images = _network(model), self.read_all(inputs)
         by_size: dict[tuple[int, int], list[int]] = {}
         for number, image in enumerate(images):
             by_size.setdefault(self._size_of(image), []).append(number)
+        parts = [
+            (size, numbers[start : start + EVALUATION_BATCH])
+            for size, numbers in by_size.items()
+            for start in range(0, len(numbers), EVALUATION_BATCH)
+        ]
+
+        def likely(part: tuple[tuple[int, int], list[int]]) -> NDArray[np.float64]:
+            size, numbers = part
+            crop = partial(_center, size=size)
+            # Where batches have threads of their own, the images of one batch need no more.
+            pixels = in_threads(crop, [images[number] for number in numbers], num_threads() // network.at_once)
+            return np.exp(log_softmax(network.logits(np.stack(list(pixels)))))
+
         found: dict[int, Prediction] = {}
-        for size, numbers in by_size.items():
-            for start in range(0, len(numbers), EVALUATION_BATCH):
-                part = numbers[start : start + EVALUATION_BATCH]
-                pixels = in_threads(partial(_center, size=size), [images[number] for number in part])
-                chances = np.exp(log_softmax(network.logits(np.stack(pixels))))
-                found.update(zip(part, map(self._top, chances), strict=True))
+        for (_, numbers), chances in zip(parts, in_threads(likely, parts, network.at_once), strict=True):
+            found.update(zip(numbers, map(self._top, chances), strict=True))
         return [found[number] for number in range(len(images))]
 
     def _size_of(self, image: Tiled) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import Column, pad
+from packtrain.data.threads import in_threads
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
@@ -241,10 +242,14 @@ class PairRecipe(Recipe):
     ) -> list[tuple[list[str], list[float]]]:
         """Return the texts for each source, the best first, and their scores."""
         found: dict[int, tuple[list[str], list[float]]] = {}
-        for part in group_by_length(ids, source.lengths, network.search_tokens // decoding.beam):
-            on_batch()
+        parts = group_by_length(ids, source.lengths, network.search_tokens // decoding.beam)
+
+        def search(part: Ids) -> list[list[Hypothesis]]:
             limits = self.max_lengths(source.lengths[part])
-            hypotheses = network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+            return network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+
+        for part, hypotheses in zip(parts, in_threads(search, parts, network.at_once), strict=True):
+            on_batch()
             texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))
             for sample, own in zip(part.tolist(), hypotheses, strict=True):
                 found[sample] = [next(texts) for _ in own], [one.score for one in own]

@@ -106,6 +106,9 @@ class Network(ABC):  # noqa: B024 - each recipe has an interface of its own belo
     The form of the model is behind it: torch's module of a run, or a file of another runtime (export/).
     """
 
+    at_once: int = 1
+    """Batches that may be computed at the same time, in threads with one core each; most runtimes have their own."""
+
 
 @dataclass(frozen=True)
 class Prediction:

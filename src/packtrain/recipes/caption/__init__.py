@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from packtrain.data.images import Crop, ImageBatches, random_crops, resize
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu, bleu_counts
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -356,11 +357,12 @@ class Caption(ImageRecipe[CaptionBatches]):
     def predict(self, model: nn.Module | Network, inputs: Sequence[ImageInput], decoding: Decoding) -> list[Prediction]:
         """Return a caption for each image, with the attention of each word."""
         network, size = _network(model), self.final_settings.size
-        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        images = self.read_all(inputs)
         predictions: list[Prediction] = []
         for start in range(0, len(images), _EVALUATION_BATCH):
             part = images[start : start + _EVALUATION_BATCH]
-            encoded = network.encode(np.stack(in_threads(lambda image: resize(_whole(image), size, size), part)))
+            pixels = in_threads(lambda image: resize(_whole(image), size, size), part, num_threads())
+            encoded = network.encode(np.stack(list(pixels)))
             found = network.search(encoded, decoding.beam, decoding.n_best)
             for number, (image, own) in enumerate(zip(part, found, strict=True)):
                 attention = network.attention(encoded, number, own[0].tokens)
