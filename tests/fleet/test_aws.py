@@ -23,7 +23,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import release
 from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
 from packtrain.fleet.aws.lookup import trouble_of
-from packtrain.fleet.aws.policy import policy
+from packtrain.fleet.aws.policy import ALL_RUNS, policy
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of
 from packtrain.fleet.cloud import StillInUse, label_of, remove
 from packtrain.fleet.down import remove_found, take_inventory
@@ -392,8 +392,8 @@ def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region:
         "secrets": {"A": "ssm:/team/a", "B": "secretsmanager:team/b"},
         "volume": {"name": "imagenet", "snapshot": "snap-0123456789abcdef0"},
     }
-    run = run_on(s3_store, asked)
-    statements = {one["Sid"]: one for one in policy(run, run.job.fleet.kind, region)["Statement"]}  # type: ignore[arg-type]
+    rights = policy(s3_store.url, ALL_RUNS, settings_of(**asked), region)
+    statements = {one["Sid"]: one for one in rights["Statement"]}
     assert statements["ReadAndWriteTheStore"]["Resource"] == f"arn:aws:s3:::{s3_store.url.removeprefix('s3://')}/*"
     assert statements["ReadSecretsOfSsm"]["Resource"] == [f"arn:aws:ssm:{REGION}:*:parameter/team/a"]
     assert statements["ReadSecretsOfSecretsmanager"]["Resource"] == [
@@ -401,7 +401,7 @@ def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region:
     ]
     unbounded = {name for name, one in statements.items() if one["Resource"] == "*"}
     assert unbounded == {"SeeTheGroup", "SeeVolumes", "AttachToTheMachine"}
-    assert "create-policy" in requests_of(run), "a dry run prints it for whoever manages the role"
+    assert "create-policy" in requests_of(run_on(s3_store, asked)), "a dry run prints it for whoever manages the role"
 
 
 def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from packtrain.fleet.cloud import Resource
-    from packtrain.fleet.doctor import Check
+    from packtrain.fleet.fleet import Check
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet.aws.policy import ASSUMED_BY_MACHINES, policy
+from packtrain.fleet.aws.policy import ALL_RUNS, ASSUMED_BY_MACHINES, policy
 from packtrain.fleet.aws.region import BUSY, AwsRefusal, AwsRegion, tag_value
 from packtrain.fleet.aws.user_data import boot_script
 from packtrain.fleet.aws.volumes import gibibytes
@@ -96,7 +96,7 @@ def _image(settings: AwsSettings) -> str:
 def _role(
     run: Run, settings: AwsSettings, region: AwsRegion, tags: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
-    rights = policy(run, settings, region)
+    rights = policy(run.store.url, label_of(run) if settings.create_role else ALL_RUNS, settings, region)
     if not settings.create_role:
         # Only printed: what whoever manages the role has to allow, once.
         yield "", ("aws", "iam", "create-policy", "--policy-name", "packtrain", *_POLICY), rights
