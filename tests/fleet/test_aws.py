@@ -21,13 +21,15 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import release
+from packtrain.fleet.aws.checks import quota_code
 from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
 from packtrain.fleet.aws.lookup import trouble_of
 from packtrain.fleet.aws.policy import ALL_RUNS, policy
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of
 from packtrain.fleet.cloud import StillInUse, label_of, remove
+from packtrain.fleet.doctor import examine
 from packtrain.fleet.down import remove_found, take_inventory
-from packtrain.fleet.fleet import silent
+from packtrain.fleet.fleet import Check, silent
 from packtrain.job.job import BudgetSettings
 from packtrain.job.part import faults
 from packtrain.pack.build import PlainProgress
@@ -80,7 +82,9 @@ def kinds_of(region: AwsRegion, run: Run | None = None) -> list[str]:
 @contextmanager
 def hooked(region: AwsRegion, event: str, handler: Callable[..., Any]) -> Iterator[None]:
     """Call a handler at an event of the SDK's clients, which all regions of this name share."""
-    events = [region.client(service).meta.events for service in ("ec2", "autoscaling", "iam", "ssm")]
+    events = [
+        region.client(service).meta.events for service in ("ec2", "autoscaling", "iam", "ssm", "sts", "service-quotas")
+    ]
     for one in events:
         one.register(event, handler)
     try:
@@ -692,3 +696,113 @@ def test_a_region_that_is_not_set_is_asked_for(no_aws: None) -> None:
     with pytest.raises(ValidationError) as error:
         AwsSettings.model_validate({"instances": ["g5.xlarge"], "role": "nodes"})
     assert faults(error.value)[0][1] == "is not set; write one, such as us-east-1, or set AWS_REGION"
+
+
+# Doctor.
+
+QUOTA = {"Quota": {"QuotaName": "Running On-Demand G and VT instances", "Value": 8.0}}
+
+
+def judged(*actions: str, decision: str = "allowed") -> dict[str, Any]:
+    """Return an answer of IAM's policy simulator."""
+    results = [{"EvalActionName": action, "EvalDecision": decision} for action in actions]
+    return {"EvaluationResults": results, "IsTruncated": False}
+
+
+def checks_of(store: Store | None, **given: Any) -> dict[str, Check]:
+    return {check.step: check for check in AwsFleet(settings_of(**given)).checks(store)}
+
+
+def test_doctor_asks_aws_for_everything_that_a_launch_needs_and_creates_nothing(
+    region: AwsRegion, s3_store: Store
+) -> None:
+    with suppress(AwsRefusal):
+        region.ask("iam", "create-role", RoleName="nodes", AssumeRolePolicyDocument="{}")
+        region.ask("iam", "add-role-to-instance-profile", InstanceProfileName="nodes", RoleName="nodes")
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),
+    ):
+        checks = checks_of(s3_store, machines=2)
+    assert all(check.ok and not check.advice for check in checks.values()), checks
+    assert [*checks] == [
+        "credentials", "region", "image", "instances", "subnets", "role", "quota", "store", "rights", "policies",
+        "leftovers",
+    ]  # fmt: skip
+    assert checks["credentials"].detail.startswith("arn:aws:")
+    assert checks["instances"].detail.startswith("g5.xlarge in us-east-1")
+    assert checks["quota"].detail.endswith("8 vCPUs, 0 in use; the run needs 8")
+    assert region.resources(None) == []
+
+
+def test_doctor_says_what_aws_lacks_and_forbids(region: AwsRegion, directory_store: Store) -> None:
+    def forbid(**_: Any) -> Any:
+        raise ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, "RunInstances")
+
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("autoscaling:SetDesiredCapacity", decision="implicitDeny")),
+        hooked(region, "before-call.ec2.RunInstances", forbid),
+    ):
+        checks = checks_of(directory_store, machines=3, key="lost", instances=["g5.xlarge", "c5.large"])
+    failed = {step: (check.detail, check.advice) for step, check in checks.items() if not check.ok}
+    assert "no key pair lost" in failed["key"][0]
+    assert "ask for more of L-" in failed["quota"][1]
+    assert "machines of aws do not have the directory" in failed["store"][0]
+    assert failed["rights"] == (
+        f"aws ec2 run-instances in {REGION}: not allowed",
+        "ask for the right to ec2:RunInstances",
+    )
+    assert failed["policies"][0] == "not allowed: autoscaling:SetDesiredCapacity"
+    assert checks["image"].ok
+
+
+def test_doctor_knows_no_more_than_aws_tells_this_user(region: AwsRegion, s3_store: Store) -> None:
+    def forbid(**_: Any) -> Any:
+        raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "any")
+
+    with (
+        hooked(region, "before-call.*.GetServiceQuota", forbid),
+        hooked(region, "before-call.*.SimulatePrincipalPolicy", forbid),
+    ):
+        checks = checks_of(s3_store)
+    hidden = {step for step, check in checks.items() if check.skipped}
+    assert hidden >= {"quota", "policies"}
+    assert all(check.ok or check.skipped for check in checks.values()), checks
+
+
+@pytest.mark.parametrize(
+    ("name", "spot", "code"),
+    [
+        ("g5.xlarge", False, "L-DB2E81BA"), ("p4d.24xlarge", True, "L-7212CCBC"), ("p5.48xlarge", True, "L-C4BD4855"),
+        ("m7i.large", False, "L-1216C47A"), ("trn1.2xlarge", False, "L-2C3B7624"), ("mac2.metal", False, None),
+    ],
+)  # fmt: skip
+def test_an_instance_type_counts_for_the_quota_of_its_family(name: str, spot: bool, code: str | None) -> None:
+    assert quota_code(name, spot) == code
+
+
+def test_doctor_stops_at_a_region_or_credentials_that_aws_does_not_know(
+    region: AwsRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert region.place == REGION
+    assert [*checks_of(None, region="us-nowhere-1")] == ["region"]
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    checks = checks_of(None)
+    assert [*checks] == ["credentials"]
+    assert "aws configure" in checks["credentials"].advice
+
+
+def test_doctor_checks_the_store_from_here_and_a_cloud_without_machines(region: AwsRegion, s3_store: Store) -> None:
+    given = settings_of(image="ami-00000000")
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),
+    ):
+        checks = {check.step: check for check in examine(given, s3_store.url)}
+    assert checks["atomic create"].ok
+    assert [step for step, check in checks.items() if not check.ok] == ["image"]
+    assert "no image ami-00000000" in checks["image"].detail
+    assert region.resources(None) == []
+    assert s3_store.list("scratch/") == []
