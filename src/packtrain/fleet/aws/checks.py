@@ -1,4 +1,4 @@
-"""What a launch on AWS needs, asked without renting anything: one check for each thing, for `packtrain doctor`."""
+"""Check what a launch on AWS needs, without renting anything: one check for each thing, for `packtrain doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of a cluster, asked without creating anything: before a start, and one by one for `doctor`."""
+"""Check what a run needs of a cluster, without creating anything: before a start, and one by one for `doctor`."""
 
 from __future__ import annotations
 
