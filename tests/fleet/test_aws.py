@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import calendar
 import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,9 +126,9 @@ def test_a_launch_creates_a_group_of_machines_and_down_leaves_nothing(region: Aw
 def test_a_second_start_creates_nothing_twice_and_takes_the_new_job(region: AwsRegion, s3_store: Store) -> None:
     run = run_on(s3_store, {"machines": 1})
     start(run, tied=False, say=silent)
-    before = region.resources(label_of(run))
+    before = [one.title for one in region.resources(label_of(run))]
     start(run, tied=False, say=silent)
-    assert region.resources(label_of(run)) == before
+    assert [one.title for one in region.resources(label_of(run))] == before
     versions = region.ask("ec2", "describe-launch-template-versions", LaunchTemplateName=label_of(run))
     assert len(versions["LaunchTemplateVersions"]) == 2
 
@@ -135,13 +137,37 @@ def test_a_resumed_run_has_the_end_of_its_new_budget(region: AwsRegion, s3_store
     """An old tag would make it look expired, and an old action would end it."""
     run = run_on(s3_store, {}, budget={"hours": 1})
     start(run, tied=False, say=silent)
-    job = run.job.model_copy(update={"budget": BudgetSettings()})
-    start(run.changed(job), tied=False, say=silent)
-    actions = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=label_of(run))
-    assert actions["ScheduledUpdateGroupActions"] == []
+    start(run.changed(run.job.model_copy(update={"budget": BudgetSettings(hours=3)})), tied=False, say=silent)
     expires = {one.kind: one.expires for one in region.resources(label_of(run))}
-    # moto never changes the tags of a template.
-    assert (expires["Auto Scaling group"], expires["security group"]) == ("never", "never")
+    hours = (end_of(expires["Auto Scaling group"]) - time.time()) / 3600
+    assert 2.9 < hours < 3.1
+    assert expires["security group"] == expires["Auto Scaling group"]  # moto never changes the tags of a template
+    [action] = scheduled(region, run)
+    assert 2.9 < (action["StartTime"].timestamp() - time.time()) / 3600 < 3.2
+
+
+def end_of(text: str) -> float:
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def scheduled(region: AwsRegion, run: Run) -> list[dict[str, Any]]:
+    asked = {"AutoScalingGroupName": label_of(run)}
+    found: list[dict[str, Any]] = region.ask("autoscaling", "describe-scheduled-actions", **asked)[
+        "ScheduledUpdateGroupActions"
+    ]
+    return found
+
+
+def test_aws_ends_machines_of_a_run_without_a_budget_after_a_limit(region: AwsRegion, s3_store: Store) -> None:
+    """If their role may not make the group smaller, the group would replace the machines of an ended run for ever."""
+    said: list[str] = []
+    run = run_on(s3_store, {"limit": "2 days"})
+    start(run, tied=False, say=said.append)
+    assert "no budget: AWS ends the machines after 2 d 00 h at the latest (fleet.aws.limit)" in said
+    [action] = scheduled(region, run)
+    assert (action["MaxSize"], action["DesiredCapacity"]) == (0, 0)
+    assert 47 < (action["StartTime"].timestamp() - time.time()) / 3600 < 49
+    assert 47 < (end_of(region.resources(label_of(run))[0].expires) - time.time()) / 3600 < 49
 
 
 @pytest.mark.parametrize(("status", "left"), [("finished", False), ("failed", True)])
@@ -374,7 +400,6 @@ def test_the_budget_in_dollars_is_an_end_that_aws_keeps(region: AwsRegion, s3_st
     run = new_run(s3_store, job)
     end = requests_of(run)["put-scheduled-update-group-action"]
     assert (end["MaxSize"], end["DesiredCapacity"]) == (0, 0)
-    assert "put-scheduled-update-group-action" not in requests_of(run_on(s3_store, {}))
 
 
 def test_the_plan_is_valid_for_the_aws_command(region: AwsRegion, s3_store: Store) -> None:
@@ -601,8 +626,8 @@ def test_without_capacity_the_group_keeps_trying_and_ls_says_why(
     ):
         start(run, tied=False, say=said.append)
         state = run.job.fleet.kind.build().queue(run)
-    assert "AWS has no free machines" in said[0]
-    assert "the group keeps trying" in said[0]
+    assert "AWS has no free machines" in said[-1]
+    assert "the group keeps trying" in said[-1]
     assert state is not None
     assert state.startswith("no machine of 2: AWS has no free machines")
     assert "Auto Scaling group" in kinds_of(region, run)

@@ -26,7 +26,7 @@ from packtrain.fleet.aws.region import (
 from packtrain.fleet.aws.spot import spot_notice
 from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
-from packtrain.fleet.cloud import CloudFleet, label_of, wait_until_left
+from packtrain.fleet.cloud import CloudFleet, budget_seconds, label_of, wait_until_left
 from packtrain.fleet.fleet import Check, Fleet, LaunchPlan, Machine, Python, Say, Target, Word, silent, states_of
 from packtrain.fleet.local import session_name
 from packtrain.fleet.prices import list_price
@@ -70,7 +70,8 @@ class AwsSettings(FleetKind):
 
     `on_demand` is how many machines are not spot. `role` is the instance profile of the machines. `secrets` says where
     AWS keeps the values of environment variables. `mounts` are directories, each with the NFS or EFS to mount there.
-    `bundle` is a local directory of wheels. `linger` is how long the machines of a failed run stay.
+    `bundle` is a local directory of wheels. `linger` is how long the machines of a failed run stay. `limit` is when AWS
+    ends those of a run without a budget.
     """
 
     region: Word
@@ -97,6 +98,7 @@ class AwsSettings(FleetKind):
     python: Python | None = None
     bundle: StorePath | None = None
     linger: Seconds = Duration(600, "seconds")
+    limit: Seconds = Duration(7 * 86400, "seconds")
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
@@ -183,6 +185,9 @@ class AwsFleet(CloudFleet):
         idle = _end_idle(region, run)
         for plan in plans:
             names |= carry_out(region, plan, names)
+        if budget_seconds(run) is None:
+            limit = show_seconds(self._settings.limit.value)
+            say(f"no budget: AWS ends the machines after {limit} at the latest (fleet.aws.limit)")
         if self._settings.spot:
             say(_spot_price(region, self._settings.instances))
         _await_news(region, label, past, idle, say)
