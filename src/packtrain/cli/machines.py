@@ -35,6 +35,27 @@ if TYPE_CHECKING:
     from packtrain.node.node import Node
     from packtrain.run.run import Run
 
+StoreIdOption = Annotated[
+    str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
+]
+AddressOption = Annotated[
+    str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
+]
+InterfaceOption = Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
+]
+PowerOffOption = Annotated[
+    bool, typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job.")
+]
+CodeOption = Annotated[
+    str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
+]
+IdentityOption = Annotated[
+    str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
+]
+
 _MOUNT_SECONDS = 60.0
 _SHOWN_CHARACTERS = 500  # of a line from the store
 _SHOWN_PLACES = 5  # AWS has dozens of regions
@@ -272,27 +293,13 @@ def _confirm(lines: Sequence[str], question: str, reason: str, yes: bool) -> Non
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
-    store_id: Annotated[
-        str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
-    ] = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
-    ] = None,
-    power_off: Annotated[
-        bool,
-        typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job."),
-    ] = False,
-    code: Annotated[
-        str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
-    ] = None,
+    store_id: StoreIdOption = None,
+    address: AddressOption = None,
+    interface: InterfaceOption = None,
+    workers: WorkersOption = None,
+    power_off: PowerOffOption = False,
+    code: CodeOption = None,
+    identity: IdentityOption = None,
     trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
