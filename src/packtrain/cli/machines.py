@@ -111,6 +111,9 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
             return kind, place, (), False
         except ValidationError as error:
             location, text, missing = faults(error)[0]
+            if not hosts:  # such as a cloud, whose settings are in a job
+                advice = "give a job file that sets it, local, or ssh:host,host"
+                raise Mistake(f"--fleet {fleet}: needs {location[-1]}; {advice}") from None
             raise Mistake(f"--fleet {fleet}: {f'{location[-1]} ' if missing else ''}{text}") from None
     if not Path(fleet).exists():
         raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
