@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(BIN)/pip install --quiet
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
-.PHONY: demo test lint parts kubernetes clean
+.PHONY: demo test lint parts kubernetes arm64 clean
 
 demo: $(VENV)/train
 	$(BIN)/packtrain run examples/translate.yaml
@@ -28,10 +28,15 @@ lint: $(VENV)/dev
 parts:
 	bash tests/parts/install
 	@[ "$$CI" != true ] || bash tests/parts/kubernetes-build
+	@[ "$$CI" != true ] || bash tests/parts/arm64-build
 
 # The cluster of the tests takes a quarter of an hour to compile, once; without it they use a simulated API server alone.
 kubernetes:
 	bash tests/parts/kubernetes-build
+
+# The arm64 machine of the tests takes a minute to make, once.
+arm64: $(VENV)/dev
+	bash tests/parts/arm64-build
 
 $(VENV)/train: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

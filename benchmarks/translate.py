@@ -109,7 +109,7 @@ def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
     with tempfile.TemporaryDirectory() as control:
         Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
     points = [point.values for point in run.metrics() if point.kind == "train"]
-    predictor = load_predictor(run, best=False)
+    predictor = load_predictor(run)
     outputs = [made.text for made in predictor.predict(inputs, DecodeOptions(beam=1))]
     tokens = sum(int(values["tokens"]) for values in points)
     return Learned(len(points), tokens, timer.processor[-1] - started, outputs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.export.predict import DecodeOptions, load_predictor
+from packtrain.export.predict import Choice, DecodeOptions, load_predictor
 from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
@@ -103,7 +103,7 @@ class RunHandle:
         self,
         inputs: Sequence[str],
         beam: int | None = None,
-        best: bool = False,
+        checkpoint: Choice = "last",
         nucleus: float | None = None,
         temperature: float | None = None,
         seed: int | None = None,
@@ -114,7 +114,7 @@ class RunHandle:
         A recipe of your own is code from the store: `trust_code` if the run was started elsewhere, and you know it.
         """
         options = DecodeOptions(beam, nucleus, temperature, seed=seed)
-        predictor = load_predictor(self._run, best, accept=_trusting(trust_code))
+        predictor = load_predictor(self._run, checkpoint, accept=_trusting(trust_code))
         return [made.text for made in predictor.predict(inputs, options)]
 
 

@@ -67,6 +67,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         commit_model(run, own, 10)
     write(folder / "cat.jpg", picture(7))
     write(folder / "notes.jpg", "not an image at all")
+    (folder / "nothing").mkdir()
+    write(folder / "words" / "a.txt", "a")
+    write(folder / "words" / "b" / "b.txt", "b")
+    for name in ("2.jpg", "10.jpg", "more/1.jpg", ".hidden.jpg", ".git/3.jpg"):
+        write(folder / "mixed" / name, picture(len(name)))
+    write(folder / "mixed" / "more" / "readme.md", "words")
     return folder
 
 
@@ -192,6 +198,86 @@ def test_characters_that_are_rare_in_the_training_data_are_noted(predict: Predic
     assert done.err == "input 2: its characters are rare or absent in the training data\n"
 
 
+def test_a_file_has_one_text_per_line(predict: Predict, place: Path) -> None:
+    (place / "lines.txt").write_bytes(b"good morning\n\nhello\r\n")
+    expected = predict("greetings", lines="good morning\n\nhello\n")
+    done = predict("greetings", "--file", "lines.txt")
+    assert (done.code, done.out, done.err) == (0, expected.out, "")
+    assert_refused(predict("greetings", "--file", "none.txt"), "--file none.txt: cannot read: No such file")
+    assert_refused(predict("greetings", "--file", "mixed"), "--file mixed: cannot read: Is a directory")
+    assert_refused(predict("greetings", "hello", "--file", "lines.txt"), "--file: has the inputs; remove the others")
+    assert_refused(predict("greetings", "lines.txt"), "lines.txt is a file, but translate takes texts", "use --file")
+
+
+def test_a_bad_line_of_a_file_is_refused_before_anything_is_printed(
+    predict: Predict, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.export.predict._TEXTS_AT_ONCE", 2)
+    (place / "bad.txt").write_bytes(b"a\nb\nc\nd\n\xff\n")
+    assert_refused(predict("greetings", "--file", "bad.txt"), "input 5 is not valid UTF-8")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--n-best", "2"], ["--nucleus", "0.9", "--seed", "4"]])
+def test_inputs_that_are_not_predicted_at_once_keep_their_order(
+    predict: Predict, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    texts = [f"{word} {'well ' * (7 * number % 5)}" for number, word in enumerate(["one", "two", "three", "four"] * 3)]
+    lines = "".join(f"{text}\n" for text in texts)
+    at_once = predict("greetings", *options, lines=lines)
+    monkeypatch.setattr("packtrain.export.predict._TEXTS_AT_ONCE", 5)
+    in_parts = predict("greetings", *options, lines=lines)
+    assert (at_once.code, in_parts.code) == (0, 0)
+    if "--nucleus" in options:  # later parts have seeds of their own
+        assert in_parts.out.split("\n")[:5] == at_once.out.split("\n")[:5]
+        assert in_parts.out.count("\n") == len(texts)
+    else:
+        assert in_parts.out == at_once.out
+    if "--json" in options:
+        assert [row["input"] for row in json.loads(in_parts.out)] == [text.rstrip("\n") for text in texts]
+
+
+def test_an_overlong_line_is_named_by_its_number_among_all(predict: Predict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.export.predict._TEXTS_AT_ONCE", 2)
+    done = predict("greetings", lines="a\nb\nc\n" + "word " * 3000)
+    assert done.code == 2
+    assert done.out.count("\n") == 2  # what was complete before it
+    assert re.fullmatch(r"packtrain: input 4 has [\d,]+ tokens, more than 1,000; shorten it: .*\n", done.err)
+
+
+def test_no_inputs_give_no_outputs(predict: Predict) -> None:
+    assert predict("greetings", lines="") == Done(0, "", "")
+    assert predict("greetings", "--json", lines="").out == "[]\n"
+
+
+def test_the_n_best_outputs_come_with_their_scores(predict: Predict) -> None:
+    done = predict("greetings", "hello", "good morning", "--n-best", "3")
+    rows = [line.split("\t") for line in done.out.splitlines()]
+    assert {row[0] for row in rows} == {"1", "2"}
+    first = [(float(score), text) for number, score, text in rows if number == "1"]
+    assert first == sorted(first, key=lambda row: -row[0])
+    assert 1 < len(first) <= 3
+    [made] = json.loads(predict("greetings", "hello", "--n-best", "3", "--json").out)
+    assert [(one["score"], harmless(one["output"], keep="\t")) for one in made["n_best"]] == first
+    assert made["output"] == made["n_best"][0]["output"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--n-best", "5"], "--n-best: 5 is more than there are; add --beam 5 or more"),
+        (["--n-best", "2", "--nucleus", "0.5"], "--n-best: 2 is more than there are; sampling has one output"),
+    ],
+)
+def test_more_outputs_than_the_beam_has_are_refused(predict: Predict, options: list[str], words: str) -> None:
+    assert_refused(predict("greetings", "hello", *options), words)
+
+
+def test_a_checkpoint_is_chosen_by_step(predict: Predict) -> None:
+    assert predict("greetings", "hello", "--checkpoint", "10").code == 0
+    assert predict("greetings", "hello", "--checkpoint", "11").code == 102
+    assert_refused(predict("greetings", "hello", "--checkpoint", "first"), "--checkpoint: must be best, last or")
+
+
 # Chat.
 
 
@@ -235,7 +321,8 @@ def test_an_image_gets_its_classes(predict: Predict) -> None:
     ("given", "words"),
     [
         ("nobody.jpg", "nobody.jpg: no such file"),
-        (".", ".: not a file"),
+        ("nothing", "nothing: no files in this folder"),
+        ("words", "there are no images among 2 files; the first is words/a.txt: not an image"),
         ("notes.jpg", "notes.jpg: "),
         ("", "the input is empty"),
     ],
@@ -247,6 +334,28 @@ def test_a_file_that_is_not_an_image_is_refused(predict: Predict, run: str, give
 @pytest.mark.parametrize("run", ["pets", "squares"])
 def test_an_empty_path_is_refused_with_its_number(predict: Predict, run: str) -> None:
     assert_refused(predict(run, "cat.jpg", ""), "input 2 is empty; give the path of an image")
+
+
+@pytest.mark.parametrize("run", ["pets", "squares"])
+def test_a_folder_stands_for_its_images_in_order(predict: Predict, run: str) -> None:
+    done = predict(run, "mixed", "cat.jpg")
+    assert done.code == 0, done.err
+    paths = ["mixed/10.jpg", "mixed/2.jpg", "mixed/more/1.jpg", "cat.jpg"]
+    assert [line.partition(": ")[0] for line in done.out.splitlines()] == paths
+    assert done.err.startswith("skipped mixed/more/readme.md: not an image")
+    alone = predict(run, *paths)
+    assert [line.partition(": ")[2] for line in done.out.splitlines()] == alone.out.splitlines()
+    assert [row["input"] for row in json.loads(predict(run, "mixed", "--json").out)] == paths[:3]
+
+
+def test_a_missing_file_beside_a_folder_is_refused(predict: Predict) -> None:
+    assert_refused(predict("pets", "mixed", "gone.jpg"), "gone.jpg: no such file")
+
+
+def test_attention_maps_of_a_folder_have_numbers_and_names(predict: Predict, place: Path) -> None:
+    done = predict("squares", "mixed", "--attention-maps", "many")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (place / "many").iterdir()) == ["1-10.png", "2-2.png", "3-1.png"]
 
 
 def test_attention_maps_are_written_to_the_directory(predict: Predict, place: Path) -> None:

@@ -201,6 +201,18 @@ def test_resizing_equals_floating_point_resizing_except_for_rounding() -> None:
     assert float((torch.from_numpy(out).double() - exact).abs().max()) <= 1.1
 
 
+@given(st.tuples(*[st.integers(1, 120)] * 4), st.booleans(), st.integers(0, 9))
+def test_pillow_resizes_as_torch_does_within_1_of_255(sides: tuple[int, int, int, int], flip: bool, seed: int) -> None:
+    height, width, out_height, out_width = sides
+    pixels = np.random.default_rng(seed).integers(0, 256, (height + 3, width + 5, 3), np.uint8)[1:-2, 2:-3]
+    with_torch, without = (np.empty((out_height, out_width, 3), np.uint8) for _ in range(2))
+    resize_into(with_torch, pixels, flip)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)
+        resize_into(without, pixels, flip)
+    assert np.abs(with_torch.astype(int) - without).max() <= 1
+
+
 def test_a_batch_holds_each_sample_as_its_crop_resized(images: SplitReader, batches: ImageBatches) -> None:
     ids = permutation(len(images), 7)
     made = batches.random(ids, seed=3, epoch=1, size=48, min_scale=0.3)
@@ -300,6 +312,16 @@ def test_plans_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True 329\n"
+
+
+def test_batches_need_no_torch(images: SplitReader, batches: ImageBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.arange(len(images))
+    expected = batches.random(ids, 1, 0, 40, 0.3), batches.centered(ids, 24, 32)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with ImageBatches(images, 2) as made:
+        found = made.random(ids, 1, 0, 40, 0.3), made.centered(ids, 24, 32)
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one.astype(int) - other).max() <= 1
 
 
 def test_an_image_that_the_disk_has_changed_is_downloaded_again(tmp_path: Path) -> None:

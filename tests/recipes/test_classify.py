@@ -259,6 +259,23 @@ def test_a_prediction_names_five_classes_with_their_probabilities(make: MakeClas
         assert prediction.text.startswith(f"{best[0]['class']} {best[0]['probability']:.0%}")
 
 
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_images_of_all_shapes_are_predicted_as_if_alone(make: MakeClassify, tmp_path: Path, rectangular: bool) -> None:
+    recipe = make(train={"rectangular": rectangular})
+    model, sizes = model_of(recipe), [(40, 30), (90, 20), (32, 32), (20, 90), (41, 30), (300, 200)]
+    files = [saved(photo(*size, seed=number), "PNG") for number, size in enumerate(sizes)]
+    (tmp_path / "first.png").write_bytes(files[0])
+    found = recipe.predict(
+        model, [str(tmp_path / "first.png"), files[1], recipe.read(files[2]), *files[3:]], Decoding()
+    )
+    for file, together in zip(files, found, strict=True):
+        [alone] = recipe.predict(model, [file], Decoding())
+        rows = zip(together.details["top5"], alone.details["top5"], strict=True)
+        assert all(one["probability"] == pytest.approx(other["probability"], abs=1e-4) for one, other in rows)
+    with pytest.raises(Mistake, match=r"^the image: not an image; use a JPEG"):
+        recipe.predict(model, [files[0], b"words"], Decoding())
+
+
 def test_five_classes_are_shown_however_unlikely_they_are() -> None:
     text = top_prediction(CLASSES[:5], [0.994, 0.0099, 0.003, 0.0, 0.0]).text
     assert text == f"{CLASSES[0]} 99%, " + ", ".join(f"{name} < 1%" for name in CLASSES[1:5])

@@ -114,7 +114,7 @@ def test_a_model_from_a_checkpoint_needs_no_initial_weights(folder: Path, tmp_pa
     key = str(run.job.model.options["weights"]).removeprefix("store:")
     commit_model(run, tmp_path, step=3)
     run.store.delete(key)
-    assert load_predictor(run, best=False).step == 3
+    assert load_predictor(run).step == 3
 
 
 def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
+from packtrain.export.model import read_model
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class, recipe_of, use_code
 from packtrain.report.summary import summarize
@@ -169,6 +170,16 @@ def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example:
     found = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert [line.split()[0] for line in found.stdout.splitlines()] == ["German", "English"]
+
+    export = [sys.executable, "-m", "packtrain", "export", "languages"]
+    done = subprocess.run(export, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "| input | `" in Path("model/README.md").read_text()
+    with pytest.raises(Mistake, match="is a recipe of your own; use its files with their own runtime"):
+        read_model(Path("model"))
+    refused = subprocess.run([*export, "--int8"], capture_output=True, text=True, timeout=300)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "--int8: not supported for languages:Languages" in refused.stderr
 
     run = open_run(open_store("./store"), "languages")
     evil = {"languages.py": b"import pathlib; pathlib.Path('mark').touch()"}

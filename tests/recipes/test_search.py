@@ -193,6 +193,12 @@ def test_the_n_best_are_different_sorted_and_scored_as_the_model_scores_them(mak
     assert most == 3
 
 
+def test_if_no_output_ends_in_time_the_n_best_are_those_that_did_not(make_model: MakeModel) -> None:
+    for own in hypotheses(reluctant(make_model(), by=1e9), SOURCES, 4, longer=3, n_best=3):
+        assert len({tuple(one.tokens) for one in own}) == 3
+        assert [one.score for one in own] == sorted((one.score for one in own), reverse=True)
+
+
 def test_beam_search_never_writes_pad_or_bos(make_model: MakeModel) -> None:
     for seed in range(3):
         for tokens in search(make_model(seed), SOURCES, 3):

@@ -116,7 +116,7 @@ def test_a_cache_follows_the_rows_that_are_selected(make_model: MakeModel) -> No
         for position in range(2):
             model.step(torch.tensor(targets)[:, position], position, caches, mask)
         for cache in caches:
-            cache.select(order)
+            cache.select(order, order)
         stepped = model.step(torch.tensor(targets)[order, 2], 2, caches, mask[order])
     assert close(stepped[:, SAID], whole[order, 2][:, SAID])
 

@@ -16,7 +16,7 @@ from packtrain.run.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
     Superseded,
-    best,
+    best_first,
     commit,
     committed,
     fetch_newest,
@@ -324,7 +324,7 @@ def test_a_score_that_is_not_finite_does_not_count(directory_store: Store, tmp_p
     run = new_run(directory_store)
     for step, score in enumerate((math.nan, 5.0, 1.0, math.nan), 1):
         save(run, tmp_path, step=step, score=score)
-    chosen = best(committed(run))
+    chosen = best_first(committed(run))[0]
     assert chosen is not None
     assert chosen.step == 2
     prune(run, keep_last=1, keep_best=1)
@@ -377,7 +377,7 @@ def test_the_newest_and_the_best_are_never_pruned(
     assert kept[-max(1, keep_last) :] == checkpoints[-max(1, keep_last) :]
     assert len(kept) <= max(1, keep_last) + keep_best
     if keep_best and any(one.score is not None for one in checkpoints):
-        assert best(kept) == best(checkpoints)
+        assert best_first(kept)[0] == best_first(checkpoints)[0]
         best_scores = sorted((one.score for one in checkpoints if one.score is not None), reverse=True)[:keep_best]
         kept_scores = sorted((one.score for one in kept if one.score is not None), reverse=True)
         assert kept_scores[: len(best_scores)] == best_scores
@@ -393,9 +393,9 @@ def test_pruning_twice_deletes_nothing_more(checkpoints: list[Checkpoint], keep_
 
 def test_the_best_has_the_highest_score_and_without_scores_is_the_newest() -> None:
     made = [Checkpoint(FORMAT, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
-    assert best(made) == made[1]
-    assert best(made[2:3]) == made[2]
-    assert best([]) is None
+    assert best_first(made)[0] == made[1]
+    assert best_first(made[2:3]) == made[2:3]
+    assert best_first([]) == []
 
 
 # Checkpoints that were begun and never committed.

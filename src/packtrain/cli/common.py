@@ -12,7 +12,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
@@ -48,6 +49,10 @@ SetOption = Annotated[
 ]
 TrustOption = Annotated[
     bool, typer.Option("--trust-code", help="Run the run's own code even if you have not run it from here before.")
+]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -163,9 +168,24 @@ def console(stream: TextIO | None = None) -> Screen:
 
 
 def print_json(value: Any) -> None:
+    print(json_text(value))
+
+
+def print_json_list(rows: Iterable[Any]) -> None:
+    """Print a list as `print_json` does, each row as soon as it is there."""
+    separator = "["
+    for row in rows:
+        print(separator, textwrap.indent(json_text(row), "  "), sep="\n", end="", flush=True)
+        separator = ","
+    print("[]" if separator == "[" else "\n]")
+
+
+def json_text(value: Any) -> str:
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    if text == harmless(text, keep="\n"):
+        return text
     # JSON leaves characters above 7f as they are; those that the stream would escape get the escapes of JSON.
-    print("".join(one if one == "\n" or one == harmless(one) else json.dumps(one)[1:-1] for one in text))
+    return "".join(one if one == "\n" or one == harmless(one) else json.dumps(one)[1:-1] for one in text)
 
 
 def _finite(value: Any) -> Any:

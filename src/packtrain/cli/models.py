@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TextIO
 
 import typer
 
-from packtrain.cli.common import JsonOption, StoreOption, TrustOption, find_run, print_json, trusting
+from packtrain.cli.common import (
+    CheckpointOption,
+    JsonOption,
+    StoreOption,
+    TrustOption,
+    console,
+    find_run,
+    print_json_list,
+    trusting,
+)
 from packtrain.errors import Mistake, harmless
 
 if TYPE_CHECKING:
-    from packtrain.export.predict import DecodeOptions, Predictor
+    from packtrain.export.predict import DecodeOptions, Predicted, Predictor
     from packtrain.recipes import Prediction
 
+_MAX_FILES = 1_000_000  # in folders of images: more is probably the wrong folder
+_SHOWN_SKIPPED = 10
 _MAX_TURNS = 100  # of a conversation that are kept; no recipe reads that many
 
 
@@ -25,14 +39,24 @@ def register(app: typer.Typer) -> None:
 
 
 def predict(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, a job for its newest run, or the folder of an export.")
+    ],
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="INPUT", help="Texts, or paths of images. Default: lines of standard input."),
+        typer.Argument(
+            metavar="INPUT", help="Texts, or paths of images or folders of them. Default: lines of standard input."
+        ),
     ] = None,
     store: StoreOption = None,
-    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint instead of the last.")] = False,
+    checkpoint: CheckpointOption = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help="Read the inputs from a file, one per line.")
+    ] = None,
     beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size.")] = None,
+    n_best: Annotated[
+        int | None, typer.Option("--n-best", min=1, max=100, help="Print the N best outputs with their scores.")
+    ] = None,
     nucleus: Annotated[
         float | None,
         typer.Option(
@@ -56,45 +80,172 @@ def predict(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Use the model of a run. It translates text, replies to a prompt, or classifies or captions an image."""
-    from packtrain.export.predict import DecodeOptions, load_predictor
+    """Use a trained model: the last checkpoint of a run, or an exported model.
 
-    options = DecodeOptions(beam, nucleus, temperature, repetition, seed)
-    if chat and (inputs or as_json or attention_maps):
-        raise Mistake("--chat: reads standard input; remove the inputs, --json and --attention-maps")
+    It translates text, replies to a prompt, or classifies or captions images.
+    """
+    from packtrain.export.predict import DecodeOptions
+
+    options = DecodeOptions(beam, nucleus, temperature, repetition, seed, n_best)
+    if chat and (inputs or file or as_json or attention_maps):
+        raise Mistake("--chat: reads standard input; remove the inputs, --file, --json and --attention-maps")
+    if inputs and file:
+        raise Mistake("--file: has the inputs; remove the others")
     # Probably a variable that is not set. Of several inputs, each recipe decides what a blank one means.
     if inputs and len(inputs) == 1 and not inputs[0].strip():
         raise Mistake("the input is empty; give a text or the path of an image")
-    predictor = load_predictor(find_run(store, name), best, accept=trusting(trust_code))
+    predictor = _predictor(name, store, checkpoint, trust_code)
     if chat:
         _chat(predictor, options)
         return
-    given = inputs if inputs else list(_lines())
-    predictions = predictor.predict(given, options)
-    maps = _write_maps(attention_maps, given, predictions) if attention_maps else [None] * len(given)
-    if as_json:
-        print_json([_as_json(*row) for row in zip(given, predictions, maps, strict=True)])
-        return
-    # Standard output has exactly one line per input; everything else goes to standard error.
-    for made in predictions:
-        print(harmless(made.text))
-    for number, made in enumerate(predictions, 1):
-        if made.note:
-            print(f"input {number}: {made.note}", file=sys.stderr)
-    for path in filter(None, maps):
-        print(f"wrote {path}", file=sys.stderr)
+    predictor.decoding(options)  # before anything is read
+    given = _given(predictor, inputs, file)
+    _write(_predicted(predictor, given, options, attention_maps), given, as_json, bool(n_best))
 
 
-def _lines() -> Iterator[str]:
-    """Yield lines of standard input. Invalid UTF-8 passes, so that the error can name the input's number."""
+def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Predictor:
+    from packtrain.export.predict import choice_of, is_folder, load_predictor, open_model
+
+    if not is_folder(name):
+        choice = choice_of(checkpoint)
+        return load_predictor(find_run(store, name), choice, accept=trusting(trust_code))
+    for option, value in (("--checkpoint", checkpoint), ("--store", store), ("--trust-code", trust_code)):
+        if value:
+            raise Mistake(f"{option}: only for runs; {name} is a folder")
+    return open_model(Path(name))
+
+
+# Inputs.
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Inputs in order; `count` is None if it is not known before the end. `named`: each output has its input before it.
+
+    Files of a folder that are not images are left out; any other input that is invalid ends the command.
+    """
+
+    inputs: Iterable[str]
+    count: int | None = None
+    named: bool = False
+
+
+def _given(predictor: Predictor, inputs: Sequence[str] | None, file: Path | None) -> _Given:
+    is_text = predictor.recipe.inputs == "texts"
+    if file is not None:
+        # Twice: a mistake at its end must not show after hours, when half of the output is written.
+        predictor.check(_lines_of(file))
+        return _Given(_lines_of(file), sum(1 for _ in _lines_of(file)))
+    if not inputs:
+        return _Given(_lines(sys.stdin))
+    predictor.check(inputs)
+    for one in inputs if is_text else ():
+        if not one.split()[1:] and Path(one).suffix and Path(one).is_file():
+            raise Mistake(f"{one} is a file, but {predictor.recipe.job.recipe} takes texts; for its lines, use --file")
+    if is_text or not any(Path(one).is_dir() for one in inputs):
+        return _Given(inputs, len(inputs))
+    for one in inputs:
+        if not Path(one).exists():  # what is named must be there; only files in a folder may be anything
+            raise Mistake(f"{one}: no such file")
+    paths = [path for one in inputs for path in (_files_in(Path(one)) if Path(one).is_dir() else [one])]
+    return _Given(paths, len(paths), named=True)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the files below a folder, sorted; links to other folders are not followed, hidden ones are left out."""
+    found: list[str] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        found += [str(Path(root) / name) for name in names if not name.startswith(".")]
+        if len(found) > _MAX_FILES:
+            raise Mistake(f"{folder}: more than {_MAX_FILES:,} files; give its parts one after the other")
+    if not found:
+        raise Mistake(f"{folder}: no files in this folder")
+    return sorted(found)
+
+
+def _lines_of(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="\n") as opened:
+            yield from _lines(opened)
+    except OSError as error:
+        raise Mistake(f"--file {file}: cannot read: {error.strerror}") from None
+
+
+def _lines(stream: TextIO) -> Iterator[str]:
+    """Yield the lines of a stream. Invalid UTF-8 passes, so that the error can name the input's number."""
     from packtrain.export.predict import MAX_CHARACTERS
 
-    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    while line := sys.stdin.readline(MAX_CHARACTERS):
+    stream.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")  # type: ignore[attr-defined]
+    while line := stream.readline(MAX_CHARACTERS):
         rest = line
         while rest and not rest.endswith("\n"):  # a line that is too long is refused by its number like any other
-            rest = sys.stdin.readline(MAX_CHARACTERS)
+            rest = stream.readline(MAX_CHARACTERS)
         yield line.rstrip("\r\n")
+
+
+# Outputs.
+
+
+class _Row(NamedTuple):
+    number: int
+    given: str
+    prediction: Prediction
+    attention_map: Path | None
+
+
+def _predicted(predictor: Predictor, given: _Given, options: DecodeOptions, maps: Path | None) -> Iterator[list[_Row]]:
+    """Yield rows some thousands at a time: memory is bounded, and the order is kept."""
+    skipped: list[str] = []
+    made = 0
+    with _progress(given.count) as advance:
+        for part in predictor.stream(given.inputs, options, skipped.append if given.named else None):
+            paths = _write_maps(maps, part) if maps else [None] * len(part)
+            advance(len(part))
+            made += len(part)
+            yield [_Row(*row, path) for row, path in zip(part, paths, strict=True)]
+    if skipped and not made:
+        raise Mistake(f"there are no images among {len(skipped):,} files; the first is {skipped[0]}")
+    for fault in skipped[:_SHOWN_SKIPPED]:
+        print(f"skipped {fault}", file=sys.stderr)
+    if len(skipped) > _SHOWN_SKIPPED:
+        print(f"skipped {len(skipped) - _SHOWN_SKIPPED:,} more files", file=sys.stderr)
+
+
+@contextmanager
+def _progress(count: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar if standard error is a terminal, and no outputs appear there."""
+    if not sys.stderr.isatty() or sys.stdout.isatty() or count == 1:
+        yield lambda _: None
+        return
+    from packtrain.cli.packs import ProgressBars
+
+    with ProgressBars(console(sys.stderr)).track("predicting", count) as advance:
+        yield advance
+
+
+def _write(parts: Iterator[list[_Row]], given: _Given, as_json: bool, scored: bool) -> None:
+    """Print the outputs. Standard output has nothing else: notes go to standard error."""
+    rows: Iterator[_Row] = chain.from_iterable(parts)
+    if isinstance(given.inputs, Sequence) and not given.named:
+        rows = iter(list(rows))  # all of them first: if an argument is invalid, nothing is printed
+    if as_json:
+        print_json_list(map(_as_json, rows))
+        return
+    for row in rows:
+        for line in _scored_lines(row) if scored else [row.prediction.text]:
+            print(harmless(f"{row.given}: {line}" if given.named else line, keep="\t"))
+        if row.prediction.note:
+            print(f"input {row.number}: {row.prediction.note}", file=sys.stderr)
+        if row.attention_map:
+            print(f"wrote {row.attention_map}", file=sys.stderr)
+
+
+def _scored_lines(row: _Row) -> list[str]:
+    """Return the number of the input, the score and the text of each output, separated by tabs."""
+    details = row.prediction.details
+    best = details.get("n_best", [{"output": row.prediction.text, "score": details.get("score", 0.0)}])
+    return [f"{row.number}\t{one['score']:.4f}\t{one['output']}" for one in best]
 
 
 def _chat(predictor: Predictor, options: DecodeOptions) -> None:
@@ -104,7 +255,7 @@ def _chat(predictor: Predictor, options: DecodeOptions) -> None:
     """
     predictor.check_conversation(options)
     turns: list[str] = []
-    for line in _prompted_lines() if sys.stdin.isatty() else _lines():
+    for line in _prompted_lines() if sys.stdin.isatty() else _lines(sys.stdin):
         if not line.strip():
             print(flush=True)
             continue
@@ -133,24 +284,23 @@ def _prompted_lines() -> Iterator[str]:
         print(file=sys.stderr)
 
 
-def _as_json(given: str, made: Prediction, attention_map: Path | None) -> dict[str, object]:
-    row: dict[str, object] = {"input": given, "output": made.text, **made.details}
-    if attention_map:
-        row["attention_map"] = str(attention_map)
-    return row | ({"note": made.note} if made.note else {})
+def _as_json(row: _Row) -> dict[str, object]:
+    values: dict[str, object] = {"input": row.given, "output": row.prediction.text, **row.prediction.details}
+    if row.attention_map:
+        values["attention_map"] = str(row.attention_map)
+    return values | ({"note": row.prediction.note} if row.prediction.note else {})
 
 
-def _write_maps(folder: Path, inputs: Sequence[str], predictions: Sequence[Prediction]) -> list[Path | None]:
-    if not any(made.attention_map for made in predictions):
-        raise Mistake("--attention-maps: only caption has them")
+def _write_maps(folder: Path, part: Sequence[Predicted]) -> list[Path | None]:
     paths: list[Path | None] = []
+    if not all(one.prediction.draw_map for one in part):
+        raise Mistake("--attention-maps: only caption has them")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, (one, made) in enumerate(zip(inputs, predictions, strict=True), 1):
-            path = folder / f"{number}-{Path(one).stem[:100]}.png"
-            if made.attention_map is not None:
-                path.write_bytes(made.attention_map)
-            paths.append(path if made.attention_map is not None else None)
+        for number, given, made in part:
+            path = folder / f"{number}-{Path(given).stem[:100]}.png"
+            path.write_bytes(made.attention_map or b"")
+            paths.append(path)
     except OSError as error:
         raise Mistake(f"--attention-maps {folder}: cannot write: {error.strerror}") from error
     return paths

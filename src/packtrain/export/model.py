@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST, CARD, JOB, VOCABULARY = "model.json", "README.md", "job.json", "vocabulary.json"
-_MAX_MANIFEST_BYTES = 4 << 20
+MAX_MANIFEST_BYTES = 4 << 20
 
 Precision = Literal["fp32", "int8"]
 
@@ -152,21 +152,28 @@ def is_model(path: Path) -> bool:
 
 def read_model(folder: Path) -> ExportedModel:
     """Read the folder of a model; refuse it if a file is missing, altered, or not of this version."""
+    manifest = read_manifest(folder)
+    if ":" in manifest.recipe:
+        name = printable(str(folder))
+        raise Mistake(f"{name}: {manifest.recipe} is a recipe of your own; use its files with their own runtime")
+    return ExportedModel(folder, manifest)
+
+
+def read_manifest(folder: Path) -> ModelManifest:
+    """Read what the folder of a model holds; refuse it if a file is missing, altered, or not of this version."""
     name = printable(str(folder))
     try:
         manifest_file = folder / MANIFEST
         if not manifest_file.is_file():
             raise NotFound(f"{name}: not an exported model; there is no {MANIFEST}")
-        if manifest_file.stat().st_size > _MAX_MANIFEST_BYTES:
+        if manifest_file.stat().st_size > MAX_MANIFEST_BYTES:
             raise Mistake(f"{name}: {MANIFEST} is too large to be that of a model")
-        manifest = _decoded(manifest_file.read_bytes(), name)
+        manifest = decode_manifest(manifest_file.read_bytes(), name)
         for file in manifest.files:
             _check_file(folder, file, name)
     except OSError as error:
         raise Mistake(f"{name}: cannot read the model: {error.strerror}") from None
-    if ":" in manifest.recipe:
-        raise Mistake(f"{name}: {manifest.recipe} is a recipe of your own; use its files with their own runtime")
-    return ExportedModel(folder, manifest)
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class _Version:
     format: Count
 
 
-def _decoded(data: bytes, name: str) -> ModelManifest:
+def decode_manifest(data: bytes, name: str) -> ModelManifest:
     try:
         # First alone: the rest of a newer manifest may look like anything.
         version = decode(_Version, data, f"{name}/{MANIFEST}").format

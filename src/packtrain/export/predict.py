@@ -1,21 +1,26 @@
-"""Predictions with the model of a run."""
+"""Predictions with the model of a run, or with an exported one."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, NotFinished, quoted
+from packtrain.errors import Mistake, NotFinished, NotFound, quoted
+from packtrain.export.model import is_model, read_model
 from packtrain.identity import install_command
 from packtrain.pack.raw import is_text
+from packtrain.pack.tiles import Tiled
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
-from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, committed, fetch
-from packtrain.run.checkpoint import best as best_of
+from packtrain.recipes.images import ImageRecipe, in_threads
+from packtrain.recipes.recipe import InputMistake, Network
+from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse, require_trust
 from packtrain.system import cache_directory
@@ -23,8 +28,14 @@ from packtrain.system import cache_directory
 if TYPE_CHECKING:
     from torch import nn
 
+Choice = Literal["best", "last"] | int
+"""A checkpoint of a run: by its score, the newest, or by its step."""
 
 MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain accept fewer
+
+
+_TEXTS_AT_ONCE = 2048  # sorted by length and divided into batches
+_IMAGES_AT_ONCE = 128  # kept in memory together, as files
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class DecodeOptions:
     temperature: float | None = None
     repetition: float | None = None
     seed: int | None = None
+    n_best: int | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -48,20 +60,78 @@ class DecodeOptions:
         return replace(decoding, **given)
 
 
+class Predicted(NamedTuple):
+    """An input with its number, from 1, and its prediction."""
+
+    number: int
+    given: str
+    prediction: Prediction
+
+
 @dataclass(frozen=True)
 class Predictor:
+    """A trained model, in torch or in an exported form, with the recipe that knows how to use it."""
+
     recipe: Recipe
-    model: nn.Module
+    model: nn.Module | Network
     step: int
 
     def predict(self, inputs: Sequence[str], options: DecodeOptions) -> list[Prediction]:
         """Return a prediction for every input; if one of them is invalid, predict nothing."""
-        for number, one in enumerate(inputs, 1):
+        decoding = self.decoding(options)
+        self.check(inputs)
+        return self.recipe.predict(self.model, inputs, decoding)
+
+    def stream(
+        self, inputs: Iterable[str], options: DecodeOptions, skip: Callable[[str], None] | None = None
+    ) -> Iterator[list[Predicted]]:
+        """Yield predictions in the order of the inputs, some thousands at a time, so that memory is bounded.
+
+        An invalid input ends it, after the predictions for those before. If there is a `skip`, it is told why an image
+        is unusable, which is then left out.
+        """
+        decoding = self.decoding(options)
+        is_text = self.recipe.inputs == "texts"
+        remaining = iter(inputs)
+        for turn in count():
+            part = list(islice(remaining, _TEXTS_AT_ONCE if is_text else _IMAGES_AT_ONCE))
+            if not part:
+                return
+            first = 1 + turn * (_TEXTS_AT_ONCE if is_text else _IMAGES_AT_ONCE)
+            self.check(part, first)
+            numbered = enumerate(self._read(part, skip), first)
+            rows = [(number, given, read) for number, (given, read) in numbered if read is not None]
+            # What is sampled depends on the number of a text among those at once: the next ones need another seed.
+            now = replace(decoding, seed=decoding.seed + (turn << 32))
+            with _numbered_from(first, len(part)):
+                found = self.recipe.predict(self.model, [read for _, _, read in rows], now)
+            yield [Predicted(number, given, one) for (number, given, _), one in zip(rows, found, strict=True)]
+
+    def _read(self, part: Sequence[str], skip: Callable[[str], None] | None) -> Sequence[tuple[str, Any]]:
+        """Return each input with what the recipe gets for it; None for an image that is skipped."""
+        if skip is None or not isinstance(self.recipe, ImageRecipe):
+            return [(one, one) for one in part]
+
+        def read(path: str) -> Tiled | Mistake:
+            try:
+                return recipe.read(path)
+            except Mistake as fault:
+                return fault
+
+        recipe, found = self.recipe, []
+        for path, image in zip(part, in_threads(read, part), strict=True):
+            if isinstance(image, Mistake):
+                skip(str(image))
+            found.append((path, None if isinstance(image, Mistake) else image))
+        return found
+
+    def check(self, inputs: Iterable[str], first: int = 1) -> None:
+        """Raise Mistake if an input is invalid for any recipe; `first` is the number of the first one."""
+        for number, one in enumerate(inputs, first):
             if self.recipe.inputs == "texts":
                 _check_text(one, f"input {number}")
             elif not one.strip():
                 raise Mistake(f"input {number} is empty; give the path of an image")
-        return self.recipe.predict(self.model, inputs, self._decoding(options))
 
     def converse(self, turns: Sequence[str], options: DecodeOptions) -> Prediction:
         """Return the reply to these turns; sampled replies use another seed in every turn."""
@@ -73,18 +143,33 @@ class Predictor:
         """Return how replies are generated; raise Mistake if the recipe does not support chat or an option."""
         if not self.recipe.supports_chat:
             raise Mistake(f"--chat: {self.recipe.job.recipe} does not support it; pass inputs without --chat")
-        return self._decoding(options)
+        return self.decoding(options)
 
-    def _decoding(self, options: DecodeOptions) -> Decoding:
-        for name in options.given.keys() - self.recipe.decode_options:
-            raise Mistake(f"--{name}: {self.recipe.job.recipe} does not support it")
+    def decoding(self, options: DecodeOptions) -> Decoding:
+        """Return how outputs are generated; raise Mistake if the recipe does not support an option."""
+        for name in sorted(options.given.keys() - self.recipe.decode_options):
+            raise Mistake(f"--{name.replace('_', '-')}: {self.recipe.job.recipe} does not support it")
         decoding = options.applied_to(self.recipe.decoding)
         is_sampled = decoding.nucleus is not None
         if is_sampled and options.beam not in (None, 1):
             raise Mistake("--beam: beam search excludes sampling (--nucleus, --temperature); remove one of them")
         if not is_sampled and options.seed is not None:
             raise Mistake("--seed: only sampling uses it; add --nucleus or --temperature, or remove --seed")
+        if decoding.n_best > (1 if is_sampled else decoding.beam):
+            fix = "sampling has one output" if is_sampled else f"add --beam {decoding.n_best} or more"
+            raise Mistake(f"--n-best: {decoding.n_best} is more than there are; {fix}")
         return decoding
+
+
+@contextmanager
+def _numbered_from(first: int, count: int) -> Iterator[None]:
+    """Let mistakes name an input by its number among all, not only among the `count` that are predicted at once."""
+    try:
+        yield
+    except InputMistake as mistake:
+        if first == 1 and count == 1:
+            raise
+        raise Mistake(f"input {first + mistake.index} {mistake.fault}") from None
 
 
 def _check_text(text: str, what: str) -> None:
@@ -99,29 +184,50 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, accept: Accept = refuse) -> Predictor:
-    """Load the last checkpoint or the best one, with the averaged weights if it has any.
+def load_predictor(
+    run: Run, choice: Choice = "last", warn: Callable[[str], None] = _warn, accept: Accept = refuse
+) -> Predictor:
+    """Load a checkpoint of a run (see `load_model`) to predict with it."""
+    recipe, model, checkpoint = load_model(run, choice, warn, accept)
+    return Predictor(recipe, model, checkpoint.step)
 
-    If a checkpoint is damaged, warn and use the next. `accept` decides about a user's recipe (run/trust.py).
+
+def open_model(folder: Path) -> Predictor:
+    """Open the folder of an exported model to predict with it. Nothing here needs torch."""
+    model = read_model(folder)
+    return Predictor(model.recipe, model.network(), model.manifest.origin.step)
+
+
+def is_folder(name: str) -> bool:
+    """True if a name is that of a model's folder, not of a run, whose name has no slash."""
+    return "/" in name or is_model(Path(name))
+
+
+class TrainedModel(NamedTuple):
+    """The model of a run in torch, with the weights of a checkpoint."""
+
+    recipe: Recipe
+    model: nn.Module
+    checkpoint: Checkpoint
+
+
+def load_model(
+    run: Run,
+    choice: Choice = "last",
+    warn: Callable[[str], None] = _warn,
+    accept: Accept = refuse,
+    purpose: str = "predict",
+) -> TrainedModel:
+    """Load a checkpoint, with the averaged weights if it has any.
+
+    If it is damaged, warn and use the next; there is none if a step was chosen. `accept` decides about a user's recipe
+    (run/trust.py), and `purpose` is the command that needs the model.
     """
-    if run.job.recipe is None:
-        raise Mistake(f"{run.name} runs a program; predict works for recipes only")
-    if run.job.has_own_code:
-        require_trust(run, accept)
-    # Before anything is downloaded: a client without torch gets one line instead of a traceback.
-    try:
-        import packtrain.train.state  # noqa: F401
-    except ImportError as error:
-        raise Mistake(f"predict needs torch; run `{install_command('train')}`") from error
-    remaining = committed(run)
-    if not remaining:
-        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
-    recipe = recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
+    recipe = recipe_for(run, accept, purpose)
+    remaining = list(candidates(run, choice))
     while True:
-        chosen = best_of(remaining) if best else remaining[-1]
-        assert chosen is not None
-        remaining.remove(chosen)  # if it is damaged, the next round chooses among the others
-        with tempfile.TemporaryDirectory(prefix="packtrain-predict-") as directory:
+        chosen = remaining.pop(0)
+        with tempfile.TemporaryDirectory(prefix=f"packtrain-{purpose}-") as directory:
             try:
                 fetch(run, chosen, Path(directory))
             except CorruptCheckpoint as error:
@@ -129,24 +235,71 @@ def load_predictor(run: Run, best: bool, warn: Callable[[str], None] = _warn, ac
                     raise
                 warn(f"{error}; skipped")
                 continue
-            return Predictor(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen.step)
+            return TrainedModel(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen)
+
+
+def recipe_for(run: Run, accept: Accept = refuse, purpose: str = "predict") -> Recipe:
+    """Return the recipe of a run on its pack; raise Mistake if this machine cannot or may not compute with it."""
+    if run.job.recipe is None:
+        raise Mistake(f"{run.name} runs a program; {purpose} works for recipes only")
+    if run.job.has_own_code:
+        require_trust(run, accept)
+    # Before anything is downloaded: a client without torch gets one line instead of a traceback.
+    try:
+        import packtrain.train.state  # noqa: F401
+    except ImportError as error:
+        raise Mistake(
+            f"{purpose} needs torch for a run; run `{install_command('train')}`, or use an exported model"
+        ) from error
+    return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
+
+
+def choice_of(text: str | None) -> Choice:
+    """Read the value of `--checkpoint`."""
+    if text == "best":
+        return "best"
+    if text is None or text == "last":
+        return "last"
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise Mistake(f"--checkpoint: must be best, last or the number of a step, not {quoted(text)}")
+    return int(text)
+
+
+def candidates(run: Run, choice: Choice) -> Sequence[Checkpoint]:
+    """Return the checkpoints that the choice allows, the preferred one first: at least one."""
+    found = committed(run)
+    if not found:
+        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
+    if choice == "best":
+        return best_first(found)
+    if choice == "last":
+        return found[::-1]
+    steps = sorted({one.step for one in found})
+    if choice not in steps:
+        raise NotFound(f"{run.name} has no checkpoint of step {choice}; it has {', '.join(map(str, steps))}")
+    return [one for one in reversed(found) if one.step == choice]
+
+
+def weights_file(checkpoint: Checkpoint) -> str:
+    """Return the file with the weights that training evaluated: their average if there is one."""
+    from packtrain.train.state import EMA_FILE, MODEL_FILE
+
+    return EMA_FILE if EMA_FILE in {file.name for file in checkpoint.files} else MODEL_FILE
 
 
 def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
     """Build the model and load its weights, on the first GPU if there is one."""
     import torch
 
-    from packtrain.train.state import EMA_FILE, MODEL_FILE, load_weights
+    from packtrain.train.state import load_weights
 
-    _check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
+    check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
     model = recipe.build_model().eval()
-    names = {file.name for file in checkpoint.files}
-    # The average is what training evaluated, so predictions use it, too.
-    load_weights(model, directory / (EMA_FILE if EMA_FILE in names else MODEL_FILE))
+    load_weights(model, directory / weights_file(checkpoint))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
+def check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     """Refuse a checkpoint copied from a run with another recipe, model or vocabulary."""
     from packtrain.train.state import read_description
 

@@ -30,7 +30,7 @@ _OPTIONS = (
 )  # fmt: skip
 # $0: the length of the script. dd reads byte by byte, because what follows the script is the script's own input.
 _READ_SCRIPT = 'eval "$(dd bs=1 count="$0" 2>/dev/null)"'
-_SSH_FAILED = 255  # ssh's own errors; every other code is the command's
+SSH_FAILED = 255  # ssh's own errors; every other code is the command's
 
 _KEY_CHANGED = "its host key has changed; ask its administrator, then run `ssh-keygen -R`"
 # Patterns of ssh's errors, and what to do about them; {host} is as in the job.
@@ -87,7 +87,7 @@ class Remote:
         except subprocess.TimeoutExpired:
             raise Unreachable(self.name, f"`{command[0]}` timed out after {seconds:g} s", False) from None
         errors = done.stderr.decode(errors="replace")
-        if done.returncode == _SSH_FAILED:
+        if done.returncode == SSH_FAILED:
             raise Unreachable(self.name, advice(self.name, errors), False)
         if done.returncode != 0:
             raise Unreachable(self.name, last_line(errors) or f"`{command[0]}` exited with code {done.returncode}")
@@ -99,9 +99,9 @@ class Remote:
         arguments: Sequence[str],
         text: bytes | IO[bytes] = b"",
         seconds: float = 120.0,
-        lines: int = 1,
+        lines: int | None = 1,
     ) -> list[str]:
-        """Return the last lines that a shell script wrote; a host's greeting may come before them.
+        """Return the last lines that a shell script wrote, or all; a host's greeting may come before them.
 
         The script goes over standard input, followed by `text`: the login shell may not understand sh. A
         file begins with the script itself.
@@ -110,6 +110,8 @@ class Remote:
         whole = data + text if isinstance(text, bytes) else text
         output = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], whole, seconds)
         written = [line.strip() for line in output.splitlines() if line.strip()]
+        if lines is None:
+            return written
         if len(written) < lines:
             raise Unreachable(self.name, f"unexpected answer: {' '.join(written)!r}")
         return written[-lines:]

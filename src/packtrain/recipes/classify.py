@@ -5,20 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan
+from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan, resize
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.job.job import EpochSettings, Job, ModelSettings
-from packtrain.pack.tiles import Pixels
-from packtrain.recipes.images import RESNETS, ImageRecipe, ResNetShape, decode_box, read_image, resize
+from packtrain.pack.tiles import Pixels, Tiled
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -72,6 +72,7 @@ class Classify(ImageRecipe[ImageBatches]):
     contents = frozenset({"labels"})
     kind = "labels"
     best_metric = "top1"
+    tolerances: ClassVar[Mapping[str, float]] = {"top1": 0.5}
     files = ("weights", "words")
     decode_options = frozenset()
     defaults: ClassVar[Mapping[str, object]] = {
@@ -177,19 +178,19 @@ class Classify(ImageRecipe[ImageBatches]):
                 sums["loss"] -= float(np.take_along_axis(log_softmax(logits), labels[:, None], 1).sum())
                 sums["top1"] += float(right[:, 0].sum())
                 sums["top5"] += float(right.sum())
-        names = [self._names[guesses[sample]] for sample in shown.tolist()]
+        names = [self.labels[guesses[sample]] for sample in shown.tolist()]
         return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
         samples = max(1.0, total["samples"])
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
-        if len(self._names) > _TOP:  # with fewer classes top-5 would always be 100
+        if len(self.labels) > _TOP:  # with fewer classes top-5 would always be 100
             values["top5"] = 100 * total["top5"] / samples
         predictions = [output for part in parts for output in part.outputs]
         shown = decode_ids[:SHOWN_SAMPLES]
         labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
-        references = [self._names[label] for label in labels]
+        references = [self.labels[label] for label in labels]
         inputs = [f"image {sample}" for sample in shown.tolist()]
         rows = zip(inputs, references, predictions, strict=False)
         return Scores(values, samples=tuple(Sample(*row) for row in rows))
@@ -197,29 +198,53 @@ class Classify(ImageRecipe[ImageBatches]):
     # Predictions.
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:
         """Names of the classes, in words if the job has a file of them."""
         path = self._options.words
         words = read_words(self.pack.given_file(path), "model.words") if path else {}
         return tuple(words.get(name, name) for name in self.pack.manifest.classes)
 
-    def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:  # noqa: ARG002
-        network, found = _network(model), []
-        for path in inputs:
-            [likely] = np.exp(log_softmax(network.logits(self._center(path)[None])))
-            best = np.argsort(-likely, kind="stable")[:_TOP].tolist()
-            found.append(top_prediction([self._names[label] for label in best], likely[best].tolist()))
-        return found
+    @property
+    def prediction_side(self) -> int | None:  # type: ignore[override]
+        return self.copies.short_side(self.final_settings.size)
 
-    def _center(self, path: str) -> Pixels:
-        """Read an image and crop it as the last evaluation does."""
+    def predict(
+        self,
+        model: nn.Module | Network,
+        inputs: Sequence[ImageInput],
+        decoding: Decoding,  # noqa: ARG002
+    ) -> list[Prediction]:
+        network = _network(model)
+        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        by_size: dict[tuple[int, int], list[int]] = {}
+        for number, image in enumerate(images):
+            by_size.setdefault(self._size_of(image), []).append(number)
+        found: dict[int, Prediction] = {}
+        for size, numbers in by_size.items():
+            for start in range(0, len(numbers), EVALUATION_BATCH):
+                part = numbers[start : start + EVALUATION_BATCH]
+                pixels = in_threads(partial(_center, size=size), [images[number] for number in part])
+                chances = np.exp(log_softmax(network.logits(np.stack(pixels))))
+                found.update(zip(part, map(self._top, chances), strict=True))
+        return [found[number] for number in range(len(images))]
+
+    def _size_of(self, image: Tiled) -> tuple[int, int]:
+        """Return the height and width of the input for an image: as in the last evaluation, but alone in its batch."""
         settings = self.final_settings
-        image = read_image(path, self.copies.short_side(settings.size))
-        height = width = settings.size
-        if settings.rectangular:
-            [batch] = rectangular_plan(np.array([image.width]), np.array([image.height]), settings.size, 1)
-            height, width = batch.height, batch.width
-        return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
+        if not settings.rectangular:
+            return settings.size, settings.size
+        [batch] = rectangular_plan(np.array([image.width]), np.array([image.height]), settings.size, 1)
+        return batch.height, batch.width
+
+    def _top(self, likely: NDArray[np.float64]) -> Prediction:
+        best = np.argsort(-likely, kind="stable")[:_TOP].tolist()
+        return top_prediction([self.labels[label] for label in best], likely[best].tolist())
+
+
+def _center(image: Tiled, size: tuple[int, int]) -> Pixels:
+    """Crop an image as an evaluation does."""
+    height, width = size
+    return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
 
 
 def _network(model: nn.Module | Network) -> ClassifierNetwork:

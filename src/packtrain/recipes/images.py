@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.images import ImageBatches, resize_into
+from packtrain.data.images import ImageBatches
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import Mistake, printable
@@ -116,6 +117,13 @@ class ImageRecipe(Recipe, Generic[Batches]):
         super().__init__(job, pack)
         self.copies = ImageCopies(pack, job.data.sizes, make)
 
+    prediction_side: int | None = None
+    """The short side to which an image is reduced before it is cropped for a prediction; None keeps its size."""
+
+    def read(self, source: ImageInput) -> Tiled:
+        """Return an image that a user gives as a pack would have it."""
+        return source if isinstance(source, Tiled) else read_image(source, self.prediction_side)
+
     @property
     def final_settings(self) -> EpochSettings:
         """Settings of the last evaluation, which predictions use too."""
@@ -144,29 +152,49 @@ class ImageRecipe(Recipe, Generic[Batches]):
 
 # Images that a user gives to `packtrain predict`.
 
+ImageInput = str | bytes | Tiled
+"""An image to predict for: the path of a file, the bytes of one, or what `ImageRecipe.read` has made of either."""
 
-def read_image(path: str, short_side: int | None = None) -> Tiled:
-    """Read an image file and prepare it as packing does."""
-    name = printable(path)
+
+def read_image(source: str | bytes, short_side: int | None = None) -> Tiled:
+    """Read an image file, given by its path or its bytes, and prepare it as packing does."""
+    name = "the image" if isinstance(source, bytes) else printable(source)
     try:
-        file = Path(path)
-        if not file.is_file():
-            raise Mistake(f"{name}: {'not a file' if file.exists() else 'no such file'}")
-        size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(MAX_BYTES)}")
-        return to_tiled(file.read_bytes(), short_side)
+        data = source if isinstance(source, bytes) else _bytes_of(Path(source), name)
+        if len(data) > MAX_BYTES:
+            raise _too_large(name, len(data))
+        return to_tiled(data, short_side)
     except UnusableImage as error:
         raise Mistake(f"{name}: {error.reason}; use a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
     except OSError as error:
         raise Mistake(f"{name}: cannot read: {error.strerror}") from None
 
 
+def _bytes_of(file: Path, name: str) -> bytes:
+    if not file.is_file():
+        raise Mistake(f"{name}: {'not a file' if file.exists() else 'no such file'}")
+    size = file.stat().st_size
+    if size > MAX_BYTES:
+        raise _too_large(name, size)
+    return file.read_bytes()
+
+
+def _too_large(name: str, size: int) -> Mistake:
+    return Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(MAX_BYTES)}")
+
+
 def decode_box(image: Tiled, box: Box) -> Pixels:
     return decode_crop(image.jpeg, image.segments, image.width, image.height, box)
 
 
-def resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    out = np.empty((height, width, 3), np.uint8)
-    resize_into(out, pixels, flip=False)
-    return out
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given]) -> list[Made]:
+    """Return what `make` returns for each input: in several threads, since decoding an image releases the GIL."""
+    threads = min(_num_threads(), len(inputs))
+    if threads < 2:
+        return [make(one) for one in inputs]
+    with ThreadPoolExecutor(threads, "images") as pool:
+        return list(pool.map(make, inputs))

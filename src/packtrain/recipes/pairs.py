@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import Column, pad
-from packtrain.errors import FieldMistake, Mistake
+from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, MAX_TEXT_BYTES, PAD, is_too_long
@@ -23,6 +23,7 @@ from packtrain.recipes.recipe import (
     Decoding,
     EvaluationRequest,
     Hypothesis,
+    InputMistake,
     Measurement,
     Network,
     Prediction,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
-_MAX_INPUT_TOKENS = 1000
+MAX_INPUT_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ class PairRecipe(Recipe):
         encoded = self.pack.vocabulary.encode(texts)
         rows = [[*row, EOS] if text.strip() else [EOS] for text, row in zip(texts, encoded, strict=True)]
         for number, row in enumerate(rows):
-            if len(row) > _MAX_INPUT_TOKENS:
-                raise _too_long(texts, number, f"{len(row):,} tokens, more than {_MAX_INPUT_TOKENS:,}")
+            if len(row) > MAX_INPUT_TOKENS:
+                raise _too_long(texts, number, f"{len(row):,} tokens, more than {MAX_INPUT_TOKENS:,}")
         return rows
 
 
@@ -268,9 +269,8 @@ def _network(model: nn.Module | Network) -> TextNetwork:
     return TorchText(model)
 
 
-def _too_long(texts: Sequence[str], number: int, size: str) -> Mistake:
-    which = f"input {number + 1} of {len(texts):,}" if len(texts) > 1 else "the input"
-    return Mistake(f"{which} has {size}; shorten it: {texts[number][:40]!r}...")
+def _too_long(texts: Sequence[str], number: int, size: str) -> InputMistake:
+    return InputMistake(texts, number, f"has {size}; shorten it: {texts[number][:40]!r}...")
 
 
 def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:

@@ -43,7 +43,10 @@ class Steps(ABC):
 
     @abstractmethod
     def select(self, rows: Ids, same_sources: bool = False) -> None:
-        """Keep these rows alone, in this order; with `same_sources` each row stays with its source."""
+        """Keep these rows alone, in this order; with `same_sources` each row stays with its source.
+
+        The rows of a source stay together, and there are as many for each source as at the start.
+        """
 
     @property
     def penalizes(self) -> bool:
@@ -195,6 +198,12 @@ class _Finished:
             kept = [*self.best, _hypothesis(tokens, score)]
             self.best = sorted(kept, key=lambda one: -one.score)[: self._wanted]
 
+    def settle(self, unfinished_KT: Ids, scores_K: Floats) -> None:
+        """If none ended in time, take the best of those that did not."""
+        if not self.best:
+            rows = zip(unfinished_KT[: self._wanted], scores_K.tolist(), strict=False)
+            self.best = [_hypothesis(tokens, score) for tokens, score in rows if score > -np.inf]
+
 
 def _beam_search(steps: Steps, limits_B: Ids, decoding: Decoding) -> list[list[Hypothesis]]:
     """Keep `beam` hypotheses per source; a source is done when no unfinished one can win.
@@ -230,9 +239,8 @@ def _beam_search(steps: Steps, limits_B: Ids, decoding: Decoding) -> list[list[H
             steps.select(parents, same_sources=True)
             continue
         for at in np.flatnonzero(~unfinished).tolist():
-            if not found[sources[at]].best:  # none ended in time
-                score = float(scores_BK[at, 0]) / length_penalty(length)
-                found[sources[at]].best = [_hypothesis(written_RT[firsts[at], 1:], score)]
+            own = written_RT[firsts[at] : firsts[at] + beam, 1:]
+            found[sources[at]].settle(own, scores_BK[at] / length_penalty(length))
         keep = np.flatnonzero(unfinished)
         rows = (keep[:, None] * beam + np.arange(beam)).ravel()
         sources, limits, reachable, scores_BK = sources[keep], limits[keep], reachable[keep], scores_BK[keep]
@@ -270,8 +278,7 @@ def narrowing_search(steps: Steps, count: int, beam: int, longest: int, n_best: 
         written_RT = np.concatenate([written_RT[parents], chosen], axis=1)
         unfinished = (scores_BK[:, 0] > -np.inf) & (length < longest)
         for at in np.flatnonzero(~unfinished).tolist():
-            if not found[sources[at]].best:
-                found[sources[at]].best = [_hypothesis(written_RT[firsts[at], 1:], float(scores_BK[at, 0]) / length)]
+            found[sources[at]].settle(written_RT[firsts[at] : firsts[at] + beam, 1:], scores_BK[at] / length)
         keep = np.flatnonzero(unfinished)
         rows = (keep[:, None] * beam + np.arange(beam)).ravel()
         sources, left, scores_BK, written_RT = sources[keep], left[keep], scores_BK[keep], written_RT[rows]

@@ -1,7 +1,8 @@
 """The Transformer of "Attention Is All You Need", with layer norm before the layers.
 
 Dimensions: B sentences, S source and T target positions, L positions of either, D width, V vocabulary, N predicted
-positions. Source, target and softmax share one embedding. A subclass may embed, finish or compute logits differently.
+positions; in a search K hypotheses of each sentence, R rows of all of them. Source, target and softmax share one
+embedding. A subclass may embed, finish or compute logits differently.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ from packtrain.recipes.pairs import TransformerShape
 
 @dataclass
 class DecoderCache:
-    """Keys and values that a decoder layer keeps between the steps of a search."""
+    """Keys and values that a decoder layer keeps between the steps of a search.
+
+    Those of the source are there once for all of its hypotheses, whose rows are adjacent and equally many for each
+    source. `written` has those of the tokens written so far, together, so that a step copies one tensor.
+    """
 
     memory_keys: Tensor
     memory_values: Tensor
-    keys: Tensor
-    values: Tensor
+    written: Tensor
 
-    def select(self, rows: Tensor, same_sources: bool = False) -> None:
-        """Keep these rows alone; with `same_sources` each row stays with its source, and the memory stays as it is."""
-        if not same_sources:
-            self.memory_keys, self.memory_values = self.memory_keys[rows], self.memory_values[rows]
-        self.keys, self.values = self.keys[rows], self.values[rows]
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Keep these rows alone, of these sources; None if each row stays with its source."""
+        # Much faster than indexing, which does not copy whole rows at once.
+        self.written = self.written.index_select(0, rows)
+        if sources is not None:
+            self.memory_keys = self.memory_keys.index_select(0, sources)
+            self.memory_values = self.memory_values.index_select(0, sources)
 
 
 class Attention(nn.Module):
@@ -48,7 +54,11 @@ class Attention(nn.Module):
         return x_BLD.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
 
     def project(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.key_value(memory_BSD).chunk(2, dim=-1)
+        return self.divide(self.key_value(memory_BSD))
+
+    def divide(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of each head from both in one tensor."""
+        keys, values = projected.chunk(2, dim=-1)
         return self._split(keys), self._split(values)
 
     def forward(self, x_BTD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
@@ -102,17 +112,17 @@ class DecoderLayer(nn.Module):
         return self._rest(x_BTD + self.dropout(attended), *self.memory_attention.project(memory_BSD), mask)
 
     def start(self, memory_BSD: Tensor) -> DecoderCache:
-        keys, values = self.memory_attention.project(memory_BSD)
-        return DecoderCache(keys, values, keys[:, :, :0], values[:, :, :0])  # nothing has been written yet
+        written = memory_BSD.new_empty(len(memory_BSD), 0, 2 * memory_BSD.shape[2])  # nothing has been written yet
+        return DecoderCache(*self.memory_attention.project(memory_BSD), written)
 
-    def step(self, x_B1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
-        normed = self.attention_norm(x_B1D)
-        keys, values = self.attention.project(normed)
-        cache.keys = torch.cat([cache.keys, keys], dim=2)
-        cache.values = torch.cat([cache.values, values], dim=2)
+    def step(self, x_R1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
+        normed = self.attention_norm(x_R1D)
+        cache.written = torch.cat([cache.written, self.attention.key_value(normed)], dim=1)
         # No causal mask: the cache has no later positions.
-        attended = self.attention(normed, cache.keys, cache.values, None)
-        return self._rest(x_B1D + attended, cache.memory_keys, cache.memory_values, mask)
+        x_R1D = x_R1D + self.attention(normed, *self.attention.divide(cache.written), None)
+        # The hypotheses of a source attend to its memory together, as if they were positions of one text.
+        x_BKD = x_R1D.reshape(len(cache.memory_keys), -1, x_R1D.shape[2])
+        return self._rest(x_BKD, cache.memory_keys, cache.memory_values, mask).reshape(x_R1D.shape)
 
     def _rest(self, x_BTD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         attended = self.memory_attention(self.memory_norm(x_BTD), keys, values, mask)
@@ -182,15 +192,19 @@ class Transformer(nn.Module):
     def start(self, memory_BSD: Tensor) -> list[DecoderCache]:
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
 
-    def step(self, tokens_B: Tensor, position: int, caches: list[DecoderCache], mask_B11S: Tensor) -> Tensor:
-        """Return the logits of the token after `tokens_B`, which are at `position`. PAD and BOS never follow."""
-        x_B1D = embedded_B1D = self.embed_target(tokens_B[:, None], position)
+    def step(self, tokens_R: Tensor, position: int, caches: list[DecoderCache], mask_B11S: Tensor) -> Tensor:
+        """Return the logits of the token after `tokens_R`, which are at `position`. PAD and BOS never follow.
+
+        The tokens are those of the same number of hypotheses for each source.
+        """
+        x_R1D = embedded_R1D = self.embed_target(tokens_R[:, None], position)
         for layer, cache in zip(self.decoder, caches, strict=True):
-            x_B1D = cast(DecoderLayer, layer).step(x_B1D, cache, mask_B11S)
-        hidden_B1D = self.finish(self.decoder_norm, x_B1D, embedded_B1D)
-        logits_BV = self.logits(hidden_B1D[:, 0])[:, : self.vocabulary]  # without the rows that pad it to 8
-        logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
-        return logits_BV
+            x_R1D = cast(DecoderLayer, layer).step(x_R1D, cache, mask_B11S)
+        hidden_R1D = self.finish(self.decoder_norm, x_R1D, embedded_R1D)
+        logits_RV = self.logits(hidden_R1D[:, 0])
+        logits_RV[:, PAD] = logits_RV[:, BOS] = -torch.inf
+        logits_RV[:, self.vocabulary :] = -torch.inf  # what pads it to 8
+        return logits_RV
 
 
 def padded_to_8(count: int) -> int:

@@ -16,7 +16,7 @@ from packtrain.recipes.recipe import Scores
 if TYPE_CHECKING:
     from torch import nn
 
-_EXTRA_TOKENS = 50  # that a translation may have beyond the length of its source
+EXTRA_TOKENS = 50  # that a translation may have beyond the length of its source
 
 # Tiny learns in minutes on two CPU cores; there it sees its data once or twice, and dropout only slows it down.
 SIZES: Mapping[str, TransformerShape] = {
@@ -30,6 +30,8 @@ SIZES: Mapping[str, TransformerShape] = {
 class Translate(PairRecipe):
     contents = frozenset({"pairs"})
     best_metric = "bleu"
+    forms = ("ctranslate2", "onnx")
+    tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",
@@ -54,7 +56,7 @@ class Translate(PairRecipe):
         return Transformer(self.shape_of(self.job), len(self.pack.vocabulary))
 
     def max_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        return lengths + _EXTRA_TOKENS
+        return lengths + EXTRA_TOKENS
 
     def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:
         if not outputs:

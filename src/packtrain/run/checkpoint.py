@@ -185,9 +185,9 @@ def _is_late(run: Run, checkpoint: Checkpoint) -> bool:
     return any(one.number > checkpoint.generation and one.step < checkpoint.step for one in run.generations())
 
 
-def best(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best score, the newest of equals; without scores, the newest."""
-    return max(checkpoints, key=_merit, default=None)
+def best_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints by falling score, the newest of equals first; those without a score come last."""
+    return sorted(checkpoints, key=_merit, reverse=True)
 
 
 def _merit(checkpoint: Checkpoint) -> tuple[bool, float, int, int]:

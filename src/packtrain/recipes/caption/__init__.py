@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.images import Crop, ImageBatches, random_crops
+from packtrain.data.images import Crop, ImageBatches, random_crops, resize
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Array, Ragged
-from packtrain.pack.tiles import Box, Pixels
+from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu
-from packtrain.recipes.images import RESNETS, ImageRecipe, ResNetShape, decode_box, read_image, resize
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from packtrain.recipes.caption.model import Captioner
 
+MAX_CAPTION_TOKENS = 50
+"""The longest caption that is decoded, with EOS."""
 _EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
 
 # Tiny is for images of about 48 pixels, whose map then has 6 x 6 positions.
@@ -155,8 +157,9 @@ class Caption(ImageRecipe[CaptionBatches]):
     contents = frozenset({"captions"})
     kind = "captions"
     best_metric = "cider"
+    tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
-    decode_options = frozenset({"beam"})
+    decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
@@ -326,26 +329,35 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     # Predictions.
 
-    def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        """Return a caption for each image, with the attention map of each word."""
-        images = [read_image(path) for path in inputs]  # all of them, so that a bad one is refused before any work
-        predictions = []
-        for image in images:
-            pixels = decode_box(image, Box(0, 0, image.width, image.height))  # one at a time: pixels are large
-            predictions.append(self._describe(_network(model), pixels, decoding))
+    def predict(self, model: nn.Module | Network, inputs: Sequence[ImageInput], decoding: Decoding) -> list[Prediction]:
+        """Return a caption for each image, with the attention of each word."""
+        network, size = _network(model), self.final_settings.size
+        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        predictions: list[Prediction] = []
+        for start in range(0, len(images), _EVALUATION_BATCH):
+            part = images[start : start + _EVALUATION_BATCH]
+            encoded = network.encode(np.stack(in_threads(lambda image: resize(_whole(image), size, size), part)))
+            found = network.search(encoded, decoding.beam, decoding.n_best)
+            for number, (image, own) in enumerate(zip(part, found, strict=True)):
+                attention = network.attention(encoded, number, own[0].tokens)
+                predictions.append(self._prediction(image, own, attention))
         return predictions
 
-    def _describe(self, network: CaptionNetwork[Any], pixels: Pixels, decoding: Decoding) -> Prediction:
+    def _prediction(self, image: Tiled, found: Sequence[Hypothesis], attention: NDArray[np.float32]) -> Prediction:
         from packtrain.recipes.caption.attention import attention_by_word, draw_attention
 
-        size, vocabulary = self.final_settings.size, self.pack.vocabulary
-        encoded = network.encode(resize(pixels, size, size)[None])
-        [found] = network.search(encoded, decoding.beam, decoding.n_best)
+        vocabulary = self.pack.vocabulary
         made = text_prediction(vocabulary.decode([one.tokens for one in found]), [one.score for one in found])
-        maps = network.attention(encoded, 0, found[0].tokens)
-        words = attention_by_word(vocabulary, found[0].tokens, maps)
+        words = attention_by_word(vocabulary, found[0].tokens, attention)
         details = {"words": [{"word": one.word, "attention": one.map.round(4).tolist()} for one in words]}
-        return Prediction(made.text, made.details | details, draw_attention(pixels, made.text, words))
+        # It is drawn only if somebody asks for it: pixels are large, and drawing takes longer than the caption.
+        return Prediction(
+            made.text, made.details | details, draw_map=lambda: draw_attention(_whole(image), made.text, words)
+        )
+
+
+def _whole(image: Tiled) -> Pixels:
+    return decode_box(image, Box(0, 0, image.width, image.height))
 
 
 def _padded(rows: Sequence[Array]) -> NDArray[np.int64]:

@@ -20,15 +20,12 @@ from torch import Tensor, nn
 from packtrain.data.order import Ids
 from packtrain.pack.tiles import Pixels
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes.caption import ENCODERS, CaptionerShape, CaptionNetwork
+from packtrain.recipes.caption import ENCODERS, MAX_CAPTION_TOKENS, CaptionerShape, CaptionNetwork
 from packtrain.recipes.decode import likely_on_device, sums_by_row
 from packtrain.recipes.recipe import Decoding, Hypothesis
 from packtrain.recipes.resnet import ResNet, normalize
 from packtrain.recipes.search import Candidates, Floats, Steps, narrowing_search
 from packtrain.recipes.transformer import padded_to_8
-
-MAX_CAPTION_TOKENS = 50
-"""The longest caption that is decoded, with EOS."""
 
 
 class TeacherForced(NamedTuple):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from packtrain.data.pack import SplitReader
 from packtrain.job import Job
 from packtrain.pack.shard import Columns, Ragged
+from packtrain.pack.vocabulary import EOS
 from packtrain.pack.words import split_words
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
 from packtrain.recipes.recipe import Decoding, Network, Prediction, Scores
@@ -111,11 +112,20 @@ class Chat(PairRecipe):
         return "; ".join(filter(None, [cut, super().note(text)]))
 
     def converse(self, model: nn.Module | Network, turns: Sequence[str], decoding: Decoding) -> Prediction:
+        [made] = self.reply(model, [turns], decoding)
+        return made
+
+    def reply(
+        self, model: nn.Module | Network, conversations: Sequence[Sequence[str]], decoding: Decoding
+    ) -> list[Prediction]:
+        # A conversation of blank turns alone is an empty prompt, EOS, whose reply is empty.
+        rows = [self._prompt(turns) or [EOS] for turns in conversations]
+        made = self.generate(model, rows, decoding)
+        return [replace(one, note=self.note(turns[-1])) for one, turns in zip(made, conversations, strict=True)]
+
+    def _prompt(self, turns: Sequence[str]) -> list[int]:
         spoken = [turn for turn in turns if turn.strip()][-self.shape_of(self.job).turns :]
-        rows = [super(Chat, self).encode([turn])[0] for turn in spoken]
-        row = self._last(list(chain.from_iterable(rows)))
-        [made] = self.generate(model, [row], decoding) if row else [Prediction("")]
-        return replace(made, note=self.note(turns[-1]))
+        return self._last(list(chain.from_iterable(super(Chat, self).encode([turn])[0] for turn in spoken)))
 
 
 def distinct(texts: Sequence[str], size: int) -> float:

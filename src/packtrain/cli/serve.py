@@ -1,0 +1,113 @@
+"""The command that serves a trained model over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.errors import Mistake, printable, quoted
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+TOKEN_VARIABLE = "PACKTRAIN_SERVE_TOKEN"  # noqa: S105 - the name of a variable
+_MIN_TOKEN, _MAX_TOKEN_BYTES = 16, 4096
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(serve)
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model.")],
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; other than loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free.")
+    ] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", metavar="FILE", help=f"File with the token of clients. Default: ${TOKEN_VARIABLE}."
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, max=1024, help="Cores to use. Default: all.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=1024, help="Maximum inputs to compute together.")] = 32,
+    queue: Annotated[
+        int, typer.Option("--queue", min=1, max=100_000, help="Maximum inputs that wait; more get status 429.")
+    ] = 1024,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Maximum size of a request.")] = "20 MB",
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",
+) -> None:
+    """Serve an exported model over HTTP: a page to try it, a JSON interface, and OpenAI's interface for texts."""
+    try:
+        from packtrain.export.serve import is_loopback
+        from packtrain.export.serve import serve as serve_model
+    except ImportError as error:
+        from packtrain.identity import install_command
+
+        raise Mistake(f"serve needs {error.name}; run `{install_command('home')}`") from error
+    from packtrain.export.model import read_model
+    from packtrain.export.service import ServedModel, ServiceSettings
+    from packtrain.units import parse_bytes, parse_seconds
+
+    token = _token(token_file)
+    if token is None and not is_loopback(host):
+        raise Mistake(
+            f"--host {printable(host)}: other machines may reach this address; set ${TOKEN_VARIABLE} or --token-file"
+        )
+    size, seconds = _parsed("--max-bytes", parse_bytes, max_bytes), _parsed("--timeout", parse_seconds, timeout)
+    settings = ServiceSettings(batch, queue, int(size), float(seconds))
+    model = ServedModel.of(read_model(folder), threads)
+    listener = _listening(host, port)
+    name, number = listener.getsockname()[:2]
+    shown = f"[{name}]" if ":" in name else name
+    print(f"{model.name} ({model.form} {model.precision}): http://{shown}:{number}  Ctrl-C stops it.", flush=True)
+    serve_model(model, settings, listener, token, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _parsed(option: str, parse: Callable[[str], float], text: str) -> float:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise Mistake(f"{option}: {error}") from None
+
+
+def _token(file: Path | None) -> str | None:
+    """Return the token that clients must send; None if there is none. It is never an argument: others can see those."""
+    token, source = os.environ.get(TOKEN_VARIABLE), f"${TOKEN_VARIABLE}"
+    if file is not None:
+        source = f"--token-file {printable(str(file))}"
+        try:
+            with file.open("rb") as opened:
+                token = opened.read(_MAX_TOKEN_BYTES).decode().strip()
+            is_shared = bool(file.stat().st_mode & 0o004)
+        except OSError as error:
+            raise Mistake(f"{source}: cannot read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise Mistake(f"{source}: not valid UTF-8") from None
+        if is_shared:
+            print(f"{source}: every user of this machine can read it; run chmod 600", file=sys.stderr)
+    if token is not None and (
+        len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token
+    ):
+        raise Mistake(f"{source}: a token must have {_MIN_TOKEN} or more ASCII characters without spaces")
+    return token
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    import socket
+
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=kind, backlog=2048)
+    except OSError as error:
+        raise Mistake(f"cannot listen on {quoted(host)}, port {port}: {error.strerror or error}") from None

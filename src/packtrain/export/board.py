@@ -1,0 +1,255 @@
+"""A board, or any machine that ssh reaches, as the place of a model. It needs a shell, and a program for SHA-256."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from packtrain.errors import Mistake, PacktrainError, quoted
+from packtrain.export.deliver import (
+    AGAIN,
+    SPARE_BYTES,
+    ConnectionLost,
+    Destination,
+    Staged,
+    full_disk,
+    missing_bytes,
+    staging_name,
+)
+from packtrain.export.model import MAX_MANIFEST_BYTES
+from packtrain.fleet.remote import SSH_FAILED, Remote, Unreachable, advice, last_line
+from packtrain.run.checkpoint import StoredFile
+
+_ANSWER = "packtrain-answer"  # what comes before it is a greeting of that machine
+_ANSWER_SECONDS, _SLOWEST_BYTES_PER_SECOND = 120.0, 4 << 20  # of reading a file there for its digest
+_POLL_SECONDS = 0.2
+
+# Any sh, such as busybox's. $1: the directory above the model's, $2: its name, $3: the hidden name beside it.
+_COMMON = r"""
+LC_ALL=C; export LC_ALL
+parent=$1 name=$2 stage=$3; shift 3
+if command -v sha256sum >/dev/null; then digest() { sha256sum <"$1"; }
+elif command -v openssl >/dev/null; then digest() { openssl dgst -sha256 -r <"$1"; }
+elif command -v python3 >/dev/null; then digest() { python3 -c '
+import hashlib, sys
+digest = hashlib.sha256()
+for chunk in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
+    digest.update(chunk)
+print(digest.hexdigest())' <"$1"; }
+else echo "neither sha256sum, openssl nor python3 is installed there" >&2; exit 1; fi
+sum() { digest "$1" | cut -c 1-64; }
+mkdir -p "$parent" && cd "$parent" || exit 1
+"""
+
+# $4 ...: the digest of model.json, the names of the files. A sender whose connection was cut may live for a while and
+# write what is still on its way: it ends before anything is measured.
+_LOOK = (
+    _COMMON
+    + r"""
+manifest=$1; shift
+[ -w . ] || { echo "Permission denied" >&2; exit 1; }
+echo packtrain-answer
+if [ -L "$name" ]; then echo link; exit
+elif [ -d "$name" ]; then
+  if [ -f "$name/model.json" ] && [ "$(sum "$name/model.json")" = "$manifest" ]; then
+    for file in "$@"; do [ -f "$name/$file" ] && echo "there $(sum "$name/$file") $file"; done
+  fi
+  (cd "$name" && find . ! -type d) | while IFS= read -r file; do echo "other ${file#./}"; done
+elif [ -e "$name" ]; then echo file; exit
+fi
+if [ -L "$stage" ] || { [ -e "$stage" ] && [ ! -O "$stage" ]; }; then echo foreign; exit; fi
+mkdir -p "$stage" || exit 1
+if [ -f "$stage/.sender" ]; then
+  read -r sender <"$stage/.sender"
+  case $(readlink "/proc/$sender/fd/1") in */"$stage"/*)
+    kill -9 "$sender"; turns=0
+    while [ -e "/proc/$sender/fd/1" ] && [ $turns -lt 10000 ]; do turns=$((turns + 1)); done
+  esac
+  rm -f "$stage/.sender"
+fi
+(cd "$stage" && find . ! -type d) | while IFS= read -r file; do
+  keep=; for one in "$@"; do [ "$file" = "./$one" ] && keep=yes; done
+  if [ -z "$keep" ] || [ -L "$stage/$file" ]; then rm -f "$stage/$file"
+  else echo "staged $(sum "$stage/$file") $(wc -c <"$stage/$file") ${file#./}"; fi
+done
+echo "free $(df -Pk "$stage" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4)"
+if [ -f "$name/model.json" ]; then echo manifest; head -c 4194305 "$name/model.json"; fi
+"""
+)
+
+# $4 ...: the name and the digest of every file. The folder of a model before goes when the new one has its name; where
+# there is no Python to exchange the two names in one step, there is none for a moment.
+_COMMIT = (
+    _COMMON
+    + r"""
+echo packtrain-answer
+altered=
+while [ $# -gt 0 ]; do
+  [ -f "$stage/$1" ] && [ "$(sum "$stage/$1")" = "$2" ] || { echo "altered $1"; altered=yes; }
+  shift 2
+done
+[ -z "$altered" ] || exit 0
+rm -rf "$stage/.sender" ".$name.old"
+find "$stage" -depth -type d -exec rmdir {} \; 2>/dev/null
+sync -f "$stage" 2>/dev/null || sync  # a board may lose its power at any moment
+rmdir "$name" 2>/dev/null
+if [ ! -e "$name" ]; then mv "$stage" "$name" || exit 1
+elif python3 -c '
+import ctypes, os, sys
+first, second = map(os.fsencode, sys.argv[1:])
+sys.exit(ctypes.CDLL(None).renameat2(-100, first, -100, second, 2) != 0)' "$stage" "$name" 2>/dev/null
+then rm -rf "$stage"
+else
+  mv "$name" ".$name.old" || exit 1
+  mv "$stage" "$name" || { mv ".$name.old" "$name"; exit 1; }
+  rm -rf ".$name.old"
+fi
+echo done
+"""
+)
+_FORGET = _COMMON + 'rm -rf "$stage"; echo packtrain-answer\n'
+
+# On the command line, since the file follows on standard input: one line that csh and fish pass on as well.
+_SEND = 'LC_ALL=C; export LC_ALL; mkdir -p "${1%/*}" && echo $$ >"$0/.sender" && exec cat '
+
+_FULL = re.compile("No space left on device|[Qq]uota exceeded")
+# Patterns of the system's messages, and what to do about them.
+_ADVICE = (
+    ("Permission denied|not permitted", "permission denied; choose a directory that this user can write to"),
+    ("Read-only file system", "the file system there is read-only; choose another directory"),
+    ("Not a directory|File exists", "a part of the path is a file; choose another directory"),
+)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What `_LOOK` says. `free_bytes` is None if there is no df."""
+
+    words: frozenset[str]
+    there: Mapping[str, str]
+    others: tuple[str, ...]
+    staged: Mapping[str, Staged]
+    free_bytes: int | None
+    manifest: bytes | None
+
+
+@dataclass
+class BoardDestination(Destination):
+    """`path` is that of the model's folder; a relative one begins at the user's home."""
+
+    host: str
+    path: str
+    where: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.path.removeprefix("~/"))
+        self.where = f"{self.host}:{path}"
+        if path.name in ("", "..") or str(path).startswith("~"):
+            raise Mistake(f"--to {quoted(self.where)}: name a directory for the model, such as {self.host}:models/mine")
+        parent = str(path.parent)
+        # Neither may look like an option to a program there.
+        self._place = (parent if parent.startswith("/") else f"./{parent}", path.name, staging_name(path.name))
+        self._stage = f"{self._place[0]}/{self._place[2]}"
+        self._remote, self._has_answered = Remote(self.host), False
+
+    def look(self, files: Sequence[StoredFile]) -> Mapping[str, Staged] | None:
+        names = [file.name for file in files]
+        found = _found(self._script(_LOOK, [files[-1].sha256, *names], files))
+        self._has_answered = True
+        if "link" in found.words:
+            raise Mistake(f"{self.where}: is a symbolic link; name the directory that it leads to")
+        if "file" in found.words:
+            raise Mistake(f"{self.where}: is a file; choose another name")
+        if "foreign" in found.words:
+            raise Mistake(f"{self.host}: {self._stage} belongs to somebody else; choose another directory")
+        if found.others:
+            self.check_replaced(found.manifest, found.others)
+        if all(found.there.get(file.name) == file.sha256 for file in files):
+            self._script(_FORGET, (), ())
+            return None
+        needed, free = missing_bytes(files, found.staged), found.free_bytes
+        if free is not None and needed > free - SPARE_BYTES:
+            self._script(_FORGET, (), ())
+            raise full_disk(self.where, needed, free - SPARE_BYTES)
+        return found.staged
+
+    def send(self, file: StoredFile, path: Path, start: int, moved: Callable[[int], None]) -> None:
+        command = ["sh", "-c", f'{_SEND}{">>" if start else ">"}"$1"', self._stage, f"{self._stage}/{file.name}"]
+        words = [*self._remote.arguments(), self._remote.words(command)]
+        # ssh itself reads the file, from where it is told to; the two share the position in it.
+        with path.open("rb", buffering=0) as source:
+            position = source.seek(start)
+            with subprocess.Popen(words, stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+                try:
+                    errors: bytes | None = None
+                    while errors is None:
+                        with suppress(subprocess.TimeoutExpired):
+                            _, errors = process.communicate(timeout=_POLL_SECONDS)
+                        before, position = position, os.lseek(source.fileno(), 0, os.SEEK_CUR)
+                        moved(position - before)
+                except BaseException:
+                    process.kill()  # or leaving the block would wait for the rest of the file
+                    raise
+        if process.returncode != 0:
+            raise self._failure(process.returncode, errors.decode(errors="replace"))
+
+    def _failure(self, code: int, errors: str) -> PacktrainError:
+        if code == SSH_FAILED:
+            return ConnectionLost(f"{self.host}: connection lost ({advice(self.host, errors)})")
+        return self._explained(last_line(errors) or f"cannot write there (code {code})")
+
+    def commit(self, files: Sequence[StoredFile]) -> list[str]:
+        pairs = [word for file in files for word in (file.name, file.sha256)]
+        answer = self._script(_COMMIT, pairs, files)
+        altered = [line.removeprefix("altered ") for line in answer if line.startswith("altered ")]
+        if not altered and "done" not in answer:
+            raise PacktrainError(f"{self.where}: cannot put the model in its place; {AGAIN}")
+        return altered
+
+    def _script(self, script: str, words: Sequence[str], files: Sequence[StoredFile]) -> list[str]:
+        """Return the lines of its answer."""
+        seconds = _ANSWER_SECONDS + sum(file.bytes for file in files) / _SLOWEST_BYTES_PER_SECOND
+        try:
+            lines = self._remote.script(script, [*self._place, *words], seconds=seconds, lines=None)
+        except Unreachable as error:
+            if error.answers:
+                raise self._explained(error.fault) from None
+            # What has never worked will not work in a moment: a name, a key or a port is wrong.
+            if not self._has_answered:
+                raise
+            raise ConnectionLost(f"{self.host}: connection lost ({error.fault})") from None
+        if _ANSWER not in lines:
+            raise ConnectionLost(f"{self.host}: the answer is not complete")
+        return lines[lines.index(_ANSWER) + 1 :]
+
+    def _explained(self, fault: str) -> PacktrainError:
+        if _FULL.search(fault):
+            self._script(_FORGET, (), ())  # a board with a full disk does not work for long
+            return full_disk(self.where, 0)
+        text = next((text for pattern, text in _ADVICE if re.search(pattern, fault)), fault)
+        return Mistake(f"{self.where}: {text}")
+
+
+def _found(lines: Sequence[str]) -> _Found:
+    end = lines.index("manifest") if "manifest" in lines else len(lines)
+    manifest = "\n".join(lines[end + 1 :]).encode() if end < len(lines) else None
+    there, staged, others, free = {}, {}, [], None
+    for line in lines[:end]:
+        word, _, rest = line.partition(" ")
+        if word == "there":
+            digest, _, name = rest.partition(" ")
+            there[name] = digest
+        elif word == "staged":
+            digest, size, name = rest.split(" ", 2)
+            staged[name] = Staged(int(size), digest)
+        elif word == "other":
+            others.append(rest)
+        elif word == "free" and rest.isdecimal():
+            free = int(rest) * 1024
+    is_small = manifest is not None and len(manifest) <= MAX_MANIFEST_BYTES
+    return _Found(frozenset(lines[:end]), there, tuple(others), staged, free, manifest if is_small else None)

@@ -1,0 +1,131 @@
+"""The card of an exported model: README.md with the front matter that Hugging Face's hub reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from packtrain.export.model import ModelManifest
+from packtrain.job import Job
+from packtrain.recipes import Recipe
+
+if TYPE_CHECKING:
+    from packtrain.export.onnx import OwnGraph
+
+_TASKS: Mapping[str, str] = {
+    "translate": "translation",
+    "chat": "text-generation",
+    "classify": "image-classification",
+    "caption": "image-to-text",
+}
+_UNKNOWN_LICENSE = "other"  # as the hub calls a license that it does not know
+
+
+def card_of(
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None = None
+) -> str:
+    """Return the card: what the model is, what it learned from, how well it does, and how it was made.
+
+    `own` describes the model of a user's recipe, which only its author can use.
+    """
+    front = yaml.safe_dump(_front_matter(manifest, job, license_name), sort_keys=False, allow_unicode=True)
+    return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name, own)) + "\n"
+
+
+def _front_matter(manifest: ModelManifest, job: Job, license_name: str | None) -> dict[str, Any]:
+    task = _TASKS.get(manifest.recipe)
+    matter: dict[str, Any] = {"license": license_name or _UNKNOWN_LICENSE, "library_name": manifest.form}
+    if task is not None:
+        matter["pipeline_tag"] = task
+    matter["tags"] = ["packtrain", manifest.recipe.partition(":")[0], manifest.precision]
+    if task is not None and manifest.scores:
+        results = [_result(manifest, job, task, split) for split in _by_split(manifest.scores)]
+        matter["model-index"] = [{"name": manifest.origin.run, "results": results}]
+    return matter
+
+
+def _result(manifest: ModelManifest, job: Job, task: str, split: str) -> dict[str, Any]:
+    scores = _by_split(manifest.scores)[split]
+    return {
+        "task": {"type": task},
+        "dataset": {"name": manifest.origin.pack, "type": job.name, "split": split},
+        "metrics": [{"type": name, "value": round(value, 4)} for name, value in scores.items()],
+    }
+
+
+def _by_split(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the scores of each split; a run calls them `test.bleu`."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in scores.items():
+        split, _, metric = name.partition(".")
+        found.setdefault(split, {})[metric] = value
+    return found
+
+
+def _body(
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None
+) -> Iterator[str]:
+    origin = manifest.origin
+    made = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
+    yield f"# {job.name}"
+    yield ""
+    yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}."
+    yield ""
+    if own is None:
+        yield "```console"
+        yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
+        yield "$ packtrain serve ."
+        yield "```"
+    else:
+        yield "| `model.onnx` | name | type | shape |"
+        yield "| --- | --- | --- | --- |"
+        for word, values in (("input", own.inputs), ("output", own.outputs)):
+            for value in values:
+                yield f"| {word} | `{value.name}` | {value.type} | {' x '.join(map(str, value.shape))} |"
+    yield ""
+    yield "## Scores"
+    yield ""
+    yield "| metric | value | of | on |"
+    yield "| --- | --- | --- | --- |"
+    for split, scores in _by_split(manifest.scores).items():
+        for name, score in scores.items():
+            yield f"| {name} | {score:.4g} | the run | `{split}`, at the end of training |"
+    for one in manifest.parity:
+        where = f"{one.samples:,} samples of `{one.split}`"
+        yield f"| {one.metric} | {one.trained:.4g} | the run | {where} |"
+        yield f"| {one.metric} | {one.exported:.4g} | this model | {where} |"
+    for one in manifest.parity:
+        if one.signature:
+            yield ""
+            yield f"Signature of {one.metric}: `{one.signature}`."
+    yield ""
+    yield "## Data"
+    yield ""
+    for split in ("train", "valid", "test"):
+        for source in getattr(job.data, split):
+            yield f"- {split}: {source.kind}, {', '.join(f'`{_last(path)}`' for path in source.paths)}"
+    yield ""
+    yield "## How it was made"
+    yield ""
+    steps = f"step {origin.step:,}" + (
+        f", the mean of {len(origin.checkpoints)} checkpoints" if origin.checkpoints[1:] else ""
+    )
+    yield f"- run `{origin.run}`, {steps}, exported on {made} by Packtrain {origin.packtrain}"
+    yield f"- model `{job.model.size}`{_options(job)}; trained for {job.train.duration}, batches of {job.train.batch}"
+    yield f"- pack `{origin.pack}`; SHA-256 of the job {origin.job}"
+    yield "- `model.json` has the SHA-256 of every file here"
+    yield ""
+    yield "## License"
+    yield ""
+    yield license_name or "Not stated. The licenses of the data apply to what was learned from it, too."
+
+
+def _last(path: str) -> str:
+    return path.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def _options(job: Job) -> str:
+    return "".join(f", {name} {value}" for name, value in job.model.options.items())

@@ -1,0 +1,192 @@
+"""Transformers for CTranslate2, the fastest on CPUs, in fp32 or int8: those that its layers can express."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.errors import Mistake
+from packtrain.export.model import Form, Precision
+from packtrain.identity import install_command
+from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN
+from packtrain.recipes import Recipe
+from packtrain.recipes.pairs import MAX_INPUT_TOKENS, TextNetwork
+from packtrain.recipes.recipe import Decoding, Hypothesis
+from packtrain.recipes.search import LENGTH_PENALTY, length_penalty
+from packtrain.recipes.translate import EXTRA_TOKENS
+from packtrain.system import usable_cores
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from packtrain.recipes.transformer import Attention, FeedForward, Transformer
+
+_FOLDER = "ctranslate2"
+_POSITIONS = MAX_INPUT_TOKENS + EXTRA_TOKENS + 1  # of the longest source, and of the longest translation after BOS
+_BATCH_TOKENS = 4096  # that one of its threads translates together
+_NEVER = -1e9  # a bias: PAD and BOS are never written
+Array = NDArray[np.float32]
+
+
+class Ctranslate2Form(Form):
+    def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
+        from packtrain.recipes.transformer import Transformer
+
+        if type(model) is not Transformer:
+            raise Mistake(f"CTranslate2 has no layers for the model of {recipe.job.recipe}; use --format onnx")
+        spec = _spec_of(model)
+        spec.validate()
+        spec.optimize(quantization="int8" if precision == "int8" else None)
+        (folder / _FOLDER).mkdir()
+        spec.save(str(folder / _FOLDER))
+
+    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Ctranslate2Text:  # noqa: ARG002
+        return Ctranslate2Text(folder / _FOLDER, threads or usable_cores())
+
+
+class Ctranslate2Text(TextNetwork):
+    search_tokens = 1 << 24  # all at once: the library sorts and divides them among its threads itself
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        try:
+            import ctranslate2
+        except ImportError:
+            raise Mistake(f"this model needs CTranslate2; run `{install_command('home')}`") from None
+        # Several batches at a time, each on one thread, translate more than one batch on several threads.
+        self._translator: Any = ctranslate2.Translator(
+            str(folder), device="cpu", compute_type="default", inter_threads=threads, intra_threads=1
+        )
+
+    def search(
+        self,
+        source_BS: NDArray[np.int64],
+        limits_B: NDArray[np.int64],
+        decoding: Decoding,
+        numbers: Sequence[int],  # noqa: ARG002 - only a sample depends on them
+    ) -> list[list[Hypothesis]]:
+        if decoding.nucleus is not None:
+            raise Mistake("a model in CTranslate2's format does not sample; export it with --format onnx to do so")
+        # One limit for all: the library has no other. What is longer than its own is cut off below, which is rare.
+        longest = int(limits_B.max(initial=1))
+        found = self._translator.translate_batch(
+            _rows(source_BS),
+            max_batch_size=_BATCH_TOKENS,
+            batch_type="tokens",
+            beam_size=decoding.beam,
+            num_hypotheses=min(decoding.n_best, decoding.beam),
+            length_penalty=LENGTH_PENALTY,
+            repetition_penalty=decoding.repetition,
+            no_repeat_ngram_size=decoding.no_repeat,
+            max_input_length=0,
+            max_decoding_length=longest,
+            return_scores=True,
+        )
+        return [
+            [_hypothesis(*one, limit, longest) for one in zip(result.hypotheses, result.scores, strict=True)]
+            for result, limit in zip(found, limits_B.tolist(), strict=True)
+        ]
+
+    def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
+        # It adds BOS and EOS to targets itself.
+        targets = [[token for token in row if token not in _ENDS] for row in _rows(target_BT)]
+        found = self._translator.score_batch(
+            _rows(source_BS), targets, max_batch_size=_BATCH_TOKENS, batch_type="tokens", max_input_length=0
+        )
+        return np.array([-sum(one.log_probs) for one in found], np.float64)
+
+
+_ENDS = (str(BOS), str(EOS))
+
+
+def _rows(tokens_BL: NDArray[np.int64]) -> list[list[str]]:
+    """Return rows without padding. CTranslate2 calls tokens by names; ours are their numbers."""
+    return [[str(token) for token in row if token != PAD] for row in tokens_BL.tolist()]
+
+
+def _hypothesis(tokens: list[str], score: float, limit: int, longest: int) -> Hypothesis:
+    """Return the hypothesis with the score that our own search would give it: the length penalties differ."""
+    length = len(tokens) + (len(tokens) < longest)  # EOS counts, too
+    total = score * length**LENGTH_PENALTY
+    return Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length))
+
+
+# From torch's weights to CTranslate2's specification.
+
+
+def _spec_of(model: Transformer) -> Any:
+    try:
+        from ctranslate2.specs import TransformerSpec
+    except ImportError:
+        raise Mistake(f"export needs CTranslate2; run `{install_command('export')}`") from None
+    shape = model.shape
+    spec = TransformerSpec.from_config((shape.encoder_layers, shape.decoder_layers), shape.heads, pre_norm=True)
+    embedding, positions = _array(model.embedding.weight)[: model.vocabulary], _positions(shape.width)
+    for stack, name in ((spec.encoder, "encoder"), (spec.decoder, "decoder")):
+        embeddings = stack.embeddings[0] if name == "encoder" else stack.embeddings
+        embeddings.weight = embedding
+        stack.scale_embeddings = True
+        stack.position_encodings.encodings = positions
+        _set_norm(stack.layer_norm, getattr(model, f"{name}_norm"))
+        for layer, own in zip(stack.layer, getattr(model, name), strict=True):
+            _set_self_attention(layer.self_attention, own.attention_norm, own.attention)
+            if name == "decoder":
+                _set_memory_attention(layer.attention, own.memory_norm, own.memory_attention)
+            _set_feedforward(layer.ffn, own.feedforward_norm, own.feedforward)
+    spec.decoder.projection.weight = embedding
+    spec.decoder.projection.bias = np.zeros(model.vocabulary, np.float32)
+    spec.decoder.projection.bias[[PAD, BOS]] = _NEVER
+    names = [str(token) for token in range(model.vocabulary)]
+    spec.register_source_vocabulary(names)
+    spec.register_target_vocabulary(names)
+    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = str(BOS), str(EOS), str(UNKNOWN)
+    spec.config.decoder_start_token = str(BOS)
+    spec.config.add_source_bos = spec.config.add_source_eos = False
+    return spec
+
+
+def _array(tensor: Any) -> Array:
+    # A copy: CTranslate2 quantizes in place, and the weights are still in use.
+    found: Array = tensor.detach().float().cpu().numpy().copy()
+    return found
+
+
+def _positions(width: int) -> Array:
+    """Return the table of positions: its own would have another order of sines and cosines."""
+    import torch
+
+    from packtrain.recipes.transformer import sinusoids
+
+    return _array(sinusoids(0, _POSITIONS, width, torch.device("cpu")))
+
+
+def _set_norm(spec: Any, norm: nn.Module) -> None:
+    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _set_linear(spec: Any, *layers: nn.Module) -> None:
+    """Set a linear layer, or several of them as one."""
+    spec.weight = np.concatenate([_array(layer.weight) for layer in layers])
+    spec.bias = np.concatenate([_array(layer.bias) for layer in layers])
+
+
+def _set_self_attention(spec: Any, norm: nn.Module, attention: Attention) -> None:
+    _set_norm(spec.layer_norm, norm)
+    _set_linear(spec.linear[0], attention.query, attention.key_value)
+    _set_linear(spec.linear[1], attention.output)
+
+
+def _set_memory_attention(spec: Any, norm: nn.Module, attention: Attention) -> None:
+    _set_norm(spec.layer_norm, norm)
+    _set_linear(spec.linear[0], attention.query)
+    _set_linear(spec.linear[1], attention.key_value)
+    _set_linear(spec.linear[2], attention.output)
+
+
+def _set_feedforward(spec: Any, norm: nn.Module, feedforward: FeedForward) -> None:
+    _set_norm(spec.layer_norm, norm)
+    _set_linear(spec.linear_0, feedforward[0])
+    _set_linear(spec.linear_1, feedforward[3])

@@ -1,0 +1,261 @@
+"""From a run to a model that predicts without torch: weights in another form, and proof that it says the same."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from packtrain.errors import Mistake, PacktrainError, printable, quoted
+from packtrain.export.card import card_of
+from packtrain.export.deliver import replace_folder
+from packtrain.export.model import (
+    CARD,
+    FORMAT,
+    JOB,
+    MANIFEST,
+    VOCABULARY,
+    ExportedModel,
+    Form,
+    ModelManifest,
+    Origin,
+    Parity,
+    Precision,
+    form_of,
+    is_model,
+)
+from packtrain.export.predict import Choice, TrainedModel, candidates, load_model, weights_file
+from packtrain.identity import identity
+from packtrain.job import Job
+from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
+from packtrain.recipes import EvaluationRequest, Recipe
+from packtrain.recipes.recipe import Network, Scores
+from packtrain.report.summary import overview
+from packtrain.run.checkpoint import Checkpoint, StoredFile, fetch
+from packtrain.run.liveness import state_of
+from packtrain.run.records import encode
+from packtrain.run.run import Run
+from packtrain.run.trust import Accept, refuse
+from packtrain.system import sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """`average` checkpoints, the best or the last ones, become one model. None leaves the choice to the recipe.
+
+    `tolerance` is how much worse the exported model may score than the trained one, on at most `samples` samples.
+    """
+
+    choice: Choice = "best"
+    average: int = 1
+    form: str | None = None
+    precision: Precision = "fp32"
+    tolerance: float | None = None
+    samples: int = 1000
+    license: str | None = None
+
+
+class TooFar(PacktrainError):
+    """The exported model is worse than the trained one by more than the tolerance."""
+
+
+def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept: Accept = refuse) -> ExportedModel:
+    """Write the model of a run to a folder, which appears only when it is complete and has been compared."""
+    _check_target(folder)
+    trained = load_model(run, options.choice, say, accept, "export")
+    checkpoints = [trained.checkpoint]
+    if options.average > 1:
+        checkpoints = _average(run, trained, options)
+        say(f"averaged the weights of steps {', '.join(str(one.step) for one in checkpoints)}")
+    form = options.form or trained.recipe.forms[0]
+    if form not in trained.recipe.forms:
+        raise Mistake(f"--format {quoted(form)}: {run.job.recipe} has {' and '.join(trained.recipe.forms)}")
+    if run.job.has_own_code and options.precision != "fp32":
+        raise Mistake(f"--int8: not supported for {run.job.recipe}, a recipe of your own; remove it")
+    with _appearing(folder) as new:
+        say(f"writing step {trained.checkpoint.step:,} of {run.name} for {form} in {options.precision}")
+        manifest = _written(run, trained, checkpoints, new, form, options)
+        for one in manifest.parity:
+            where = f"{one.samples:,} samples of {one.split}"
+            say(f"{one.metric} on {where}: {one.exported:.2f}, in torch {one.trained:.2f}")
+    return ExportedModel(folder, manifest)
+
+
+def _written(
+    run: Run, trained: TrainedModel, checkpoints: list[Checkpoint], folder: Path, form: str, options: ExportOptions
+) -> ModelManifest:
+    """Write all files of the model, the manifest last."""
+    from packtrain.export.onnx import OwnGraph, export_own, write_weights
+
+    recipe, model, checkpoint = trained
+    parity: tuple[Parity, ...] = ()
+    graph: OwnGraph | None = None
+    if run.job.has_own_code:
+        graph = export_own(recipe, model, folder)  # compares its outputs itself: nobody else knows what they mean
+    else:
+        form_of(form).write(recipe, model, folder, options.precision)
+        write_context(recipe, folder)
+        if recipe.inputs == "images":
+            write_weights(model, folder)
+        parity = (measure_parity(trained, form_of(form), folder, options),)
+    origin = Origin(
+        run=run.name,
+        checkpoints=tuple(one.name for one in checkpoints),
+        step=checkpoint.step,
+        pack=run.pack_name(),
+        job=run.job_digest,
+        packtrain=identity(),
+        made=time.time(),
+    )
+    scores = {name: float(value) for name, value in overview(run, state_of(run)).scores.items()}
+    manifest = ModelManifest(
+        FORMAT, str(run.job.recipe), form, options.precision, recipe.labels, origin, parity, scores, files=()
+    )
+    (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph))
+    manifest = replace(manifest, files=tuple(_stored_files(folder)))
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    return manifest
+
+
+# Weights.
+
+
+def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Checkpoint]:
+    """Replace the weights of the model by their mean over several checkpoints, and return these."""
+    from safetensors.torch import load_file
+
+    from packtrain.train.state import load_weights
+
+    if not isinstance(options.choice, str):
+        raise Mistake("--average: takes the best or the last checkpoints; remove the step of --checkpoint")
+    found = list(candidates(run, options.choice))
+    if len(found) < options.average:
+        raise Mistake(
+            f"--average {options.average}: {run.name} has {len(found)}; checkpoint.keep_best and keep_last keep more"
+        )
+    chosen = found[: options.average]
+    with tempfile.TemporaryDirectory(prefix="packtrain-export-") as directory:
+        total: dict[str, Tensor] = {}
+        for number, checkpoint in enumerate(chosen):
+            place = Path(directory, str(number))
+            place.mkdir()
+            fetch(run, checkpoint, place)
+            weights = place / weights_file(checkpoint)
+            load_weights(trained.model, weights)  # checks names and shapes
+            for name, tensor in load_file(weights).items():
+                total[name] = tensor.double() + total[name] if name in total else tensor.double()
+        own = trained.model.state_dict()
+        for name, tensor in total.items():
+            own[name].copy_((tensor / len(chosen)).to(own[name].dtype))
+    return chosen
+
+
+# Files.
+
+
+def write_context(recipe: Recipe, folder: Path) -> None:
+    """Write what a recipe needs beside the weights: the job, and the vocabulary if it has one."""
+    (folder / JOB).write_text(home_job(recipe.job, recipe.files).model_dump_json(indent=1))
+    if recipe.pack.manifest.vocabulary is not None:
+        (folder / VOCABULARY).write_text(recipe.pack.vocabulary.to_json())
+
+
+def home_job(job: Job, files: Sequence[str]) -> Job:
+    """Return the job without the places of its data, its machines and its money: they are nobody's business at home."""
+    options = {name: value for name, value in job.model.options.items() if name not in files}
+    return job.model_copy(
+        update={
+            "store": "./store",
+            "code": ".",
+            "environment": (),
+            "data": job.data.map_paths(_file_name),
+            "model": job.model.model_copy(update={"options": options}),
+            "checkpoint": CheckpointSettings(),
+            "fleet": FleetSettings(),
+            "budget": BudgetSettings(),
+        }
+    )
+
+
+def _file_name(path: str) -> str:
+    # The query of an address may be a signature.
+    return re.split(r"[/\\]", re.split(r"[?#]", path)[0].rstrip("/"))[-1] or "data"
+
+
+def _stored_files(folder: Path) -> Iterator[StoredFile]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path))
+
+
+def _check_target(folder: Path) -> None:
+    name = printable(str(folder))
+    if folder.is_dir() and not is_model(folder) and any(folder.iterdir()):
+        raise Mistake(f"{name}: exists and is not an exported model; choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise Mistake(f"{name}: is a file; choose another folder")
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """Give a new folder that takes the place of another one at the end, or disappears if anything fails."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise Mistake(f"{printable(str(folder))}: cannot write there: {error.strerror}") from None
+    try:
+        new.chmod(0o755)
+        yield new
+        replace_folder(new, folder)
+    except OSError as error:
+        raise PacktrainError(f"{printable(str(folder))}: cannot write: {error.strerror}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+# Parity.
+
+
+def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: ExportOptions) -> Parity:
+    """Compare the exported model with the trained one; raise TooFar if it is worse than the tolerance allows."""
+    recipe, model, _ = trained
+    [(metric, usual)] = recipe.tolerances.items()
+    tolerance = usual if options.tolerance is None else options.tolerance
+    split = "valid" if recipe.count("valid") else "test"
+    count = min(options.samples, recipe.count(split))
+    if not count:
+        raise Mistake("the run has neither a validation nor a test split to compare the exported model on")
+    before = _scores(recipe, model, split, count)
+    after = _scores(recipe, form.load(recipe, folder), split, count)
+    found = Parity(
+        metric, split, count, before.values[metric], after.values[metric], tolerance, before.signatures.get(metric, "")
+    )
+    lost = found.exported - found.trained if metric in recipe.lower_is_better else found.trained - found.exported
+    if not lost <= tolerance:
+        raise TooFar(
+            f"{metric} of the exported model is {found.exported:.3f}, and {found.trained:.3f} in torch: worse by more"
+            f" than {tolerance:g}; nothing was written"
+            + ("; export without --int8, or accept it with --tolerance" if options.precision == "int8" else "")
+        )
+    return found
+
+
+def _scores(recipe: Recipe, model: nn.Module | Network, split: str, count: int) -> Scores:
+    """Return the scores on `count` samples, evenly spaced, as the last evaluation of the run has them."""
+    ids = np.arange(count) * recipe.count(split) // count
+    request = EvaluationRequest(split, ids, ids, recipe.job.evaluate.beam, 1 << 40)
+    return recipe.score(split, ids, [recipe.measure(model, request)])

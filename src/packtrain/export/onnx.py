@@ -1,0 +1,345 @@
+"""Exported models as ONNX graphs, which ONNX Runtime computes on almost any machine.
+
+In fp32 the graphs hold the trained weights; batch norms are folded into the convolutions before them. In int8, images
+go through convolutions with calibrated activations (static quantization), and texts through products whose activations
+are measured as they come (dynamic quantization).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packtrain.data.order import Ids
+from packtrain.errors import Mistake, harmless
+from packtrain.export.model import Form, Precision
+from packtrain.export.onnx_networks import GraphValue, OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.identity import install_command
+from packtrain.pack.tiles import Pixels
+from packtrain.recipes import Recipe
+from packtrain.recipes.caption import Caption
+from packtrain.recipes.classify import Classify
+from packtrain.recipes.images import ImageRecipe
+from packtrain.recipes.pairs import PairRecipe
+from packtrain.recipes.recipe import Network
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from packtrain.export.graphs import Graph
+
+FOLDER = "onnx"
+"""The graphs are in this folder of a model."""
+OWN_FILE = "model.onnx"
+WEIGHTS_FILE = "model.safetensors"
+
+_CALIBRATION_IMAGES, _CALIBRATION_BATCH = 256, 16
+_OWN_TOLERANCE = 1e-3
+_MAX_FILE_BYTES = 1 << 30  # of a graph with its weights: beyond 2 GB they must be in a file of their own
+
+
+class OnnxForm(Form):
+    def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
+        require_exporter()
+        from packtrain.export.graphs import graphs_of, with_byte_embedding
+
+        # A copy: the trained model may be on a GPU, where its own evaluations should stay fast.
+        model = copy.deepcopy(model).cpu().eval()
+        if precision == "int8":
+            model = with_byte_embedding(model)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        for name, graph in graphs_of(model).items():
+            path = folder / FOLDER / f"{name}.onnx"
+            if precision == "fp32":
+                write_graph(graph, path)
+                continue
+            with tempfile.TemporaryDirectory(prefix="packtrain-onnx-") as directory:
+                whole = Path(directory) / path.name
+                write_graph(graph, whole)
+                if isinstance(recipe, ImageRecipe) and "pixels" in graph.inputs:
+                    _quantize_images(whole, path, calibration_images(recipe))
+                else:
+                    _quantize_products(whole, path)
+
+    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
+        def session(name: str) -> Session:
+            return Session(folder / FOLDER / f"{name}.onnx", threads)
+
+        if isinstance(recipe, PairRecipe):
+            return OnnxText(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
+        if isinstance(recipe, Caption):
+            return OnnxCaptioner(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
+        if isinstance(recipe, Classify):
+            return OnnxClassifier(session("classifier"))
+        raise Mistake(f"{recipe.job.recipe}: use {OWN_FILE} with ONNX Runtime itself")
+
+
+def require_exporter() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401 - torch's exporter uses it
+    except ImportError:
+        raise Mistake(f"export to ONNX needs more packages; run `{install_command('export')}`") from None
+
+
+def write_weights(model: nn.Module, folder: Path) -> Path:
+    """Write the weights under the model's own names, which are torchvision's for a ResNet."""
+    from safetensors.torch import save_file
+
+    # Clones: parameters that share memory, such as tied embeddings, cannot be in one file.
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / WEIGHTS_FILE, {"format": "pt"})
+    return folder / WEIGHTS_FILE
+
+
+# Graphs.
+
+
+def write_graph(graph: Graph, path: Path) -> None:
+    """Export a graph with sizes of inputs as free as it says."""
+    import torch
+
+    from packtrain.export.graphs import PlainArguments
+
+    module = PlainArguments(graph.module).eval()
+    # Clones: torch takes two inputs with the same tensor for one.
+    examples = tuple(one.example.clone() for one in graph.inputs.values())
+    with torch.no_grad():
+        module(*examples)  # constants that a model caches must not be made while torch traces it
+    with silence():
+        program = torch.onnx.export(
+            module,
+            examples,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=(tuple(dict(one.free) for one in graph.inputs.values()),),
+            input_names=list(graph.inputs),
+            output_names=list(graph.outputs),
+        )
+        assert program is not None
+        program.save(path, external_data=_size(graph.module) > _MAX_FILE_BYTES)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep what torch and ONNX Runtime print, warn and log while they export away from the terminal."""
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(3)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# Quantization. Weights have 7 bits: with 8, processors without VNNI would clip sums, and give other answers.
+
+
+def _quantize_products(source: Path, target: Path) -> None:
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    del model.graph.value_info[:]  # it transposes some weights, and would find their old shapes here
+    with silence():
+        quantize_dynamic(
+            model, target, ["MatMul", "Gemm"], per_channel=True, reduce_range=True, weight_type=QuantType.QInt8
+        )
+
+
+def _quantize_images(source: Path, target: Path, images: Sequence[Pixels]) -> None:
+    """Quantize all convolutions but the first, whose inputs are few and whose errors would go through all others."""
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Images(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._left = iter(images)
+
+        def get_next(self) -> dict[str, Pixels] | None:
+            return next(({"pixels": batch} for batch in self._left), None)
+
+    graph = onnx.load(source, load_external_data=False).graph
+    constants = {one.name for one in graph.initializer}
+    first = next(node.name for node in graph.node if node.op_type == "Conv")
+    biases = [node.name for node in graph.node if node.op_type == "Add" and constants & set(node.input)]
+    with silence():
+        quantize_static(
+            source,
+            target,
+            Images(),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv", "Relu", "MaxPool", "Add"],
+            nodes_to_exclude=[first, *biases],
+            per_channel=True,
+            reduce_range=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+
+
+def calibration_images(recipe: ImageRecipe[Any]) -> list[Pixels]:
+    """Return images of the training split as an evaluation would show them, in batches."""
+    size, count = recipe.final_settings.size, recipe.count("train")
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).astype(np.int64))
+    batches = recipe.copies.batches("train", size)
+    parts = [chosen[start : start + _CALIBRATION_BATCH] for start in range(0, len(chosen), _CALIBRATION_BATCH)]
+    if isinstance(recipe, Caption):
+        return [batches.whole(part, size) for part in parts]
+    return [batches.centered(part, size, size) for part in parts]
+
+
+# Models of own recipes.
+
+
+@dataclass(frozen=True)
+class OwnGraph:
+    """The inputs and outputs of the model of an own recipe; a free size is `batch`, or `any`."""
+
+    inputs: tuple[GraphValue, ...]
+    outputs: tuple[GraphValue, ...]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments with which a recipe called its model, and the tensors that the model returned."""
+
+    samples: int
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    returned: list[Tensor]
+
+    @property
+    def given(self) -> list[Tensor]:
+        from torch.utils._pytree import tree_leaves
+
+        return [one for one in tree_leaves((self.arguments, self.keywords)) if hasattr(one, "numpy")]
+
+
+def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
+    """Write the model of an own recipe, as its loss calls it; refuse it if ONNX Runtime computes something else."""
+    require_exporter()
+    import torch
+
+    name, model, path = recipe.job.recipe, copy.deepcopy(model).cpu().eval(), folder / OWN_FILE
+    # Two batches: sizes that differ between them are free in the graph.
+    by_length = np.argsort(recipe.sort_keys, kind="stable")
+    few, more = (_call(recipe, model, ids) for ids in (by_length[:2], by_length[-3:]))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with silence(), torch.no_grad():
+            program = torch.onnx.export(
+                model,
+                few.arguments,
+                kwargs=few.keywords,
+                dynamo=True,
+                verbose=False,
+                dynamic_shapes=_free_sizes(few, more, model),
+            )
+            assert program is not None
+            program.save(path, external_data=_size(model) > _MAX_FILE_BYTES)
+    except Exception as error:  # torch passes on whatever the model's own code raises
+        raise Mistake(f"{name}: torch cannot export this model to ONNX: {_reason(error)}") from error
+    session = Session(path)
+    for call in (few, more):
+        difference = _difference(session, call)
+        if not difference <= _OWN_TOLERANCE:  # or it is not a number
+            path.unlink()
+            raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
+    pairs = (session.inputs, few.given, more.given), (session.outputs, few.returned, more.returned)
+    inputs, outputs = (
+        tuple(
+            replace(value, shape=_sizes(one, other, few, more))
+            for value, one, other in zip(values, ones, others, strict=True)
+        )
+        for values, ones, others in pairs
+    )
+    return OwnGraph(inputs, outputs)
+
+
+def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
+    """Return how the loss of a batch calls the model."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    calls: list[_Call] = []
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        calls.append(_Call(len(ids), arguments, keywords, tree_leaves(output)))
+
+    handle = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            recipe.loss(model, {key: torch.from_numpy(rows) for key, rows in recipe.batch(ids, 0).items()})
+    finally:
+        handle.remove()
+    if not calls:
+        raise Mistake(f"{recipe.job.recipe}: its loss does not call the model itself, so there is nothing to export")
+    return calls[0]
+
+
+def _free_sizes(few: _Call, more: _Call, model: nn.Module) -> dict[str, Any]:
+    """Return which dimensions of each argument are free, as torch.export wants them."""
+    import torch
+    from torch.export import Dim
+    from torch.utils._pytree import tree_map
+
+    def free(one: Any, other: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return None
+        return {place: Dim.DYNAMIC for place, size in enumerate(_sizes(one, other, few, more)) if isinstance(size, str)}
+
+    names = inspect.signature(model.forward)
+    one, other = (names.bind(*call.arguments, **call.keywords).arguments for call in (few, more))
+    return {name: tree_map(free, value, other[name]) for name, value in one.items()}
+
+
+def _sizes(one: Tensor, other: Tensor, few: _Call, more: _Call) -> tuple[int | str, ...]:
+    """Return the shape that a tensor has in two calls, with words for the sizes that differ."""
+
+    def size(place: int, sizes: tuple[int, int]) -> int | str:
+        if sizes[0] == sizes[1]:
+            return sizes[0]
+        return "batch" if place == 0 and sizes == (few.samples, more.samples) else "any"
+
+    return tuple(size(place, sizes) for place, sizes in enumerate(zip(one.shape, other.shape, strict=True)))
+
+
+def _difference(session: Session, call: _Call) -> float:
+    """Return the largest difference between what torch returned and what ONNX Runtime does."""
+    inputs = {value.name: one.numpy() for value, one in zip(session.inputs, call.given, strict=True)}
+    found = session([value.name for value in session.outputs], inputs)
+    pairs = zip(found, call.returned, strict=True)
+    return max(float(np.abs(one - other.numpy()).max(initial=0.0)) for one, other in pairs)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the innermost error, which names the operator or the line of code."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in harmless(str(error), keep="\n").splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

@@ -1,0 +1,638 @@
+"""The HTTP service of an exported model: a page, a JSON interface, and OpenAI's for texts.
+
+The way of a request:
+
+    door       who may enter: token, or a client on this machine; one line in the log when it is done
+    body       within the limit, in time, and within the memory for all bodies
+    message    checked (messages.py)
+    queue      429 if it is full (batching.py); left early if the client leaves or the time is over
+    answer     computed with others in a batch (service.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import resource
+import socket
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import uvicorn
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from packtrain.errors import Mistake, quoted
+from packtrain.export.batching import Batched, QueueFull
+from packtrain.export.messages import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    Finish,
+    ModelList,
+    OpenAiRequest,
+    PredictedOutput,
+    PredictOptions,
+    PredictRequest,
+    PredictResponse,
+    RequestFault,
+    ServiceState,
+    TextChoice,
+    TextCompletion,
+    Usage,
+    openapi,
+    read_message,
+    read_query,
+)
+from packtrain.export.predict import DecodeOptions
+from packtrain.export.service import Answer, Manner, Question, ServedModel, Service, ServiceSettings, Written
+from packtrain.pack.vocabulary import MAX_TEXT_BYTES, is_too_long
+from packtrain.units import show_bytes
+
+Asked = TypeVar("Asked", bound=OpenAiRequest)
+
+_PAGE = Path(__file__).parent / "page"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Without a token: the page has no secrets, and whoever asks for health does not have one.
+_OPEN = {*_FILES, "/healthz", "/readyz"}
+_WORK = {"/v1/predict", "/v1/chat/completions", "/v1/completions"}
+_ROUTES = {*_OPEN, *_WORK, "/v1/models", "/openapi.json", "/metrics"}
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LEFT = 499  # the status in the log if the client left, as nginx has it
+_BODIES = 16  # bodies of the largest size that may be in memory at once
+_MAX_CONNECTIONS = 2000
+_FILES_PER_PROCESS = 4096
+_SHUTDOWN_SECONDS = 5
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach the address."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return bool(found) and all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+    return False
+
+
+def serve(
+    model: ServedModel,
+    settings: ServiceSettings,
+    listener: socket.socket,
+    token: str | None,
+    log: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered."""
+    _allow_many_files()
+    server = ModelServer(Service(model, settings), listener, token, log)
+    server.run(sockets=[listener])
+    if server.service.failure is not None:
+        raise server.service.failure
+
+
+class ModelServer(uvicorn.Server):
+    """Uvicorn, which at the first signal refuses new work and ends when the requests that run are answered."""
+
+    def __init__(
+        self, service: Service, listener: socket.socket, token: str | None, log: Callable[[str], None]
+    ) -> None:
+        self.service = service
+        self._door = Door(application(service, token), service, token, log)
+        self._log, self._address = log, listener.getsockname()[:2]
+        self._was_ready = False
+        super().__init__(
+            uvicorn.Config(
+                self._door,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
+        if self.service.draining_since is not None:
+            self.should_exit = self.force_exit = True
+        self.service.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.start()
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        service = self.service
+        if service.state == "ready" and not self._was_ready:
+            self._was_ready = True
+            self._log(f"ready: {service.model.name}")
+        if service.draining_since is not None:
+            is_late = time.monotonic() - service.draining_since > service.settings.timeout_seconds + 1
+            self.should_exit |= is_late or not self._door.num_working
+        self.should_exit |= service.failure is not None
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self.service.close()
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files, each connection being one, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Door:
+    """Every request passes it, in and out."""
+
+    def __init__(self, app: ASGIApp, service: Service, token: str | None, log: Callable[[str], None]) -> None:
+        self._app, self._service, self._log = app, service, log
+        self._token = None if token is None else _digest(token.encode())
+        self.num_working = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.perf_counter(), _LEFT
+        is_work = scope["path"] in _WORK
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        self.num_working += is_work
+        try:
+            await self._within(scope, receive, send_on)
+        finally:
+            self.num_working -= is_work
+            seconds = time.perf_counter() - started
+            route = _route_of(scope["path"])
+            self._service.metrics.count_request(route, status, seconds)
+            self._log(_line(scope, route, status, seconds))
+
+    async def _within(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._admit(Request(scope))
+            await self._app(scope, receive, send)
+        except RequestFault as fault:
+            await _fault_response(fault)(scope, receive, send)
+
+    def _admit(self, request: Request) -> None:
+        """Raise RequestFault if the request may not enter."""
+        if self._token is None:
+            # A page of another site can make a browser on this machine send requests, under the name of that site.
+            host = request.headers.get("host", "")
+            if not _names_this_machine(host):
+                raise RequestFault(403, f"the host {quoted(host)} is not this machine; use localhost", "wrong_host")
+            origin = request.headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc != host:
+                raise RequestFault(403, "requests from pages of other sites are refused", "wrong_origin")
+        elif request.scope["path"] not in _OPEN:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            # Digests have one length, and comparing them takes the same time wherever they differ.
+            is_right = hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._token)
+            if scheme.lower() != "bearer" or not is_right:
+                message = "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
+                raise RequestFault(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+def _names_this_machine(host: str) -> bool:
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
+    return False
+
+
+def _route_of(path: str) -> str:
+    """Return the path as metrics and the log have it: nothing that a client can choose freely."""
+    if path in _ROUTES:
+        return path
+    return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+
+
+def _line(scope: Scope, route: str, status: int, seconds: float) -> str:
+    method = scope["method"] if scope["method"] in _METHODS else "-"
+    client = scope["client"][0] if scope.get("client") else "-"
+    details = scope["state"].get("details", "")
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{now} {client} {method} {route} {status} {1000 * seconds:.1f} ms{details}"
+
+
+def _fault_response(fault: RequestFault) -> Response:
+    return _json(fault.body, fault.status, fault.headers)
+
+
+def _json(body: BaseModel, status: int = 200, headers: dict[str, str] | None = None, full: bool = True) -> Response:
+    text = body.model_dump_json(by_alias=True, exclude_none=not full)
+    return Response(text, status, headers, "application/json")
+
+
+# The application.
+
+
+def application(service: Service, token: str | None) -> ASGIApp:
+    """Return what is behind the door."""
+    endpoints = Endpoints(service, token is not None)
+    routes = [
+        *(Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()),
+        Route("/healthz", endpoints.health),
+        Route("/readyz", endpoints.readiness),
+        Route("/metrics", endpoints.metrics),
+        Route("/openapi.json", endpoints.description),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{model}", endpoints.model),
+        Route("/v1/predict", endpoints.predict, methods=["POST"]),
+    ]
+    if service.model.recipe.inputs == "texts":
+        routes.append(Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]))
+        routes.append(Route("/v1/completions", endpoints.completions, methods=["POST"]))
+
+    async def handle_fault(_: Request, error: Exception) -> Response:
+        if isinstance(error, RequestFault):
+            return _fault_response(error)
+        if isinstance(error, Mistake):
+            return _fault_response(RequestFault(400, str(error)))
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=_LEFT)  # nobody reads it, but the log has the status
+        assert isinstance(error, HTTPException)  # of the router
+        words = {404: "no such path; see /openapi.json", 405: "this path needs another method; see /openapi.json"}
+        return _fault_response(
+            RequestFault(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
+        )
+
+    kinds = (RequestFault, Mistake, ClientDisconnect, HTTPException)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_fault))
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    content = (_PAGE / name).read_bytes()
+
+    async def endpoint(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return endpoint
+
+
+class Endpoints:
+    def __init__(self, service: Service, needs_token: bool) -> None:
+        self._service, self._needs_token = service, needs_token
+        self._bytes_held = 0
+
+    # About the service.
+
+    async def health(self, _: Request) -> Response:
+        is_stuck = self._service.is_stuck
+        return _json(ServiceState(status="stuck" if is_stuck else "ok"), 503 if is_stuck else 200)
+
+    async def readiness(self, _: Request) -> Response:
+        state = self._service.state
+        return _json(ServiceState(status=state), 200 if state == "ready" else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        service = self._service
+        gauges = {
+            "packtrain_ready": ("1 if requests are answered.", float(service.state == "ready")),
+            "packtrain_queue_inputs": ("Inputs that wait to be computed.", float(service.num_waiting)),
+            "packtrain_queue_limit": ("Inputs that may wait.", float(service.settings.queue)),
+            "packtrain_body_bytes": ("Bytes of requests in memory.", float(self._bytes_held)),
+        }
+        model = service.model
+        labels = {"model": model.name, "recipe": str(model.recipe.job.recipe), "form": model.form}
+        return Response(
+            service.metrics.text(gauges, {**labels, "precision": model.precision}),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    async def description(self, _: Request) -> Response:
+        return JSONResponse(self._description)
+
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        return openapi(self._service.entry, version("packtrain"), self._needs_token)
+
+    async def models(self, _: Request) -> Response:
+        return _json(ModelList(data=[self._service.entry]))
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return _json(self._service.entry)
+
+    def _check_model(self, name: str | None) -> None:
+        own = self._service.model.name
+        if name not in (None, own):
+            raise RequestFault(404, f"no model {quoted(str(name))}; this service has {own}", "model_not_found", "model")
+
+    # Packtrain's own interface.
+
+    async def predict(self, request: Request) -> Response:
+        deadline = self._begin()
+        async with self._body(request, deadline) as body:
+            asked, questions = self._asked(request, body)
+            options = DecodeOptions(**asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"}))
+            is_conversation = isinstance(questions[0].value, tuple)
+            manner = self._service.manner(options, asked.n_best, is_conversation)
+            answers = await self._answers(request, manner, questions, deadline)
+        predictions = [
+            PredictedOutput.model_validate(
+                {"output": one.prediction.text, **one.prediction.details, "note": one.prediction.note or None}
+            )
+            for one in answers
+        ]
+        return _json(PredictResponse(model=self._service.model.name, predictions=predictions), full=False)
+
+    def _asked(self, request: Request, body: bytes) -> tuple[PredictOptions, list[Question]]:
+        facts = self._service.entry.packtrain
+        if facts.inputs == "images" and _content_type(request).startswith("image/"):
+            return read_query(PredictOptions, dict(request.query_params)), [Question(body)]
+        if _content_type(request) != "application/json":
+            accepted = "application/json" + (" or image/*" if facts.inputs == "images" else "")
+            raise RequestFault(415, f"the content type must be {accepted}", "unsupported_media_type")
+        asked = read_message(PredictRequest, body)
+        if (asked.inputs is None) == (asked.turns is None):
+            raise RequestFault(400, "give either inputs or turns", param="inputs")
+        if asked.turns is not None:
+            if not facts.chat:
+                raise RequestFault(400, f"turns: {facts.recipe} does not support it; use inputs", param="turns")
+            return asked, [Question(tuple(_checked(asked.turns, "turns")))]
+        assert asked.inputs is not None
+        if facts.inputs == "images":
+            return asked, [Question(_decoded(one, number)) for number, one in enumerate(asked.inputs)]
+        return asked, [Question(one) for one in _checked(asked.inputs, "inputs")]
+
+    # OpenAI's.
+
+    async def chat_completions(self, request: Request) -> Response:
+        deadline = self._begin()
+        async with self._body(request, deadline) as body:
+            asked = self._openai_message(request, ChatRequest, body)
+            spoken = [one for one in asked.messages if one.role in ("user", "assistant")]
+            if not spoken or spoken[-1].role != "user":
+                raise RequestFault(400, "messages: the last one must be of the user", param="messages")
+            turns = _checked([one.text for one in spoken], "messages")
+            is_conversation = self._service.model.recipe.supports_chat
+            value = tuple(turns) if is_conversation else turns[-1]
+            rows = await self._completed(request, asked, [Question(value, asked.limit)], is_conversation, deadline)
+        [(written, usage)] = rows
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.model.name}
+        outputs = [_stopped(one, asked.stops) for one in written]
+        if not asked.stream:
+            choices = [
+                ChatChoice(index=index, message=AssistantMessage(content=text), finish_reason=finish)
+                for index, (text, finish) in enumerate(outputs)
+            ]
+            return _json(ChatCompletion.model_validate({**head, "choices": choices, "usage": usage}))
+        chunks: list[BaseModel] = []
+        for index, (text, finish) in enumerate(outputs):
+            for delta, reason in (({"role": "assistant", "content": text}, None), ({}, finish)):
+                choice = {"index": index, "delta": delta, "finish_reason": reason}
+                chunks.append(ChatChunk.model_validate({**head, "choices": [choice]}))
+        if asked.stream_options and asked.stream_options.include_usage:
+            chunks.append(ChatChunk.model_validate({**head, "choices": [], "usage": usage}))
+        return _events(chunks)
+
+    async def completions(self, request: Request) -> Response:
+        deadline = self._begin()
+        async with self._body(request, deadline) as body:
+            asked = self._openai_message(request, CompletionRequest, body)
+            prompts = _checked(asked.prompts, "prompt")
+            questions = [Question(one, asked.max_tokens) for one in prompts]
+            rows = await self._completed(request, asked, questions, False, deadline)
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.model.name}
+        outputs = [_stopped(one, asked.stops) for written, _ in rows for one in written]
+        usage = _sum([usage for _, usage in rows])
+        choices = [
+            TextChoice(index=index, text=text, finish_reason=finish) for index, (text, finish) in enumerate(outputs)
+        ]
+        if not asked.stream:
+            return _json(TextCompletion.model_validate({**head, "choices": choices, "usage": usage}))
+        chunks = [TextCompletion.model_validate({**head, "choices": [choice], "usage": None}) for choice in choices]
+        if asked.stream_options and asked.stream_options.include_usage:
+            chunks.append(TextCompletion.model_validate({**head, "choices": [], "usage": usage}))
+        return _events(chunks)
+
+    def _openai_message(self, request: Request, shape: type[Asked], body: bytes) -> Asked:
+        if _content_type(request) != "application/json":
+            raise RequestFault(415, "the content type must be application/json", "unsupported_media_type")
+        asked = read_message(shape, body)
+        self._check_model(asked.model)
+        return asked
+
+    async def _completed(
+        self,
+        request: Request,
+        asked: OpenAiRequest,
+        questions: Sequence[Question],
+        is_conversation: bool,
+        deadline: float,
+    ) -> list[tuple[list[Written], Usage]]:
+        """Return `n` outputs for each question, and the tokens of both."""
+        options, wanted = _sampling(asked), asked.n or 1
+        # Sampled outputs come from as many copies of the question; a beam search finds several for one.
+        copies = wanted if options.given else 1
+        manner = self._service.manner(options, None if copies == wanted else wanted, is_conversation)
+        repeated = [one for one in questions for _ in range(copies)]
+        answers = await self._answers(request, manner, repeated, deadline)
+        rows = []
+        for start in range(0, len(answers), copies):
+            own = answers[start : start + copies]
+            written = [output for one in own for output in one.outputs]
+            num_written = sum(one.num_tokens for one in written)
+            rows.append((written, _usage(own[0].tokens_read, num_written)))
+        return rows
+
+    # What all requests that compute share.
+
+    def _begin(self) -> float:
+        """Return when the time of a request is over; refuse it if the model is not ready."""
+        state = self._service.state
+        if state != "ready":
+            words = {"loading": "the model is being loaded", "draining": "the service is ending"}
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise RequestFault(503, f"{words.get(state, state)}; try again", "not_ready", headers=headers)
+        return asyncio.get_running_loop().time() + self._service.settings.timeout_seconds
+
+    @asynccontextmanager
+    async def _body(self, request: Request, deadline: float) -> AsyncIterator[bytes]:
+        """Read the body. It counts as held until the request is answered, so that all together stay within memory."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestFault(415, "compressed bodies are not accepted", "unsupported_media_type")
+        held = bytearray()
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._receive(request, held)
+            except TimeoutError:
+                raise RequestFault(408, "the body did not arrive in time", "timeout") from None
+            yield bytes(held)
+        finally:
+            self._bytes_held -= len(held)
+
+    async def _receive(self, request: Request, held: bytearray) -> None:
+        limit = self._service.settings.max_bytes
+        too_large = RequestFault(413, f"the body is larger than {show_bytes(limit)}", "too_large")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:  # before anything is read
+            raise too_large
+        async for part in request.stream():
+            if len(held) + len(part) > limit:
+                raise too_large
+            if self._bytes_held + len(part) > _BODIES * limit:
+                raise RequestFault(
+                    429, "too many bytes are being processed", "overloaded", headers={"Retry-After": "1"}
+                )
+            held += part
+            self._bytes_held += len(part)
+
+    async def _answers(
+        self, request: Request, manner: Manner, questions: Sequence[Question], deadline: float
+    ) -> list[Answer]:
+        limit = self._service.settings.queue
+        if len(questions) > limit:
+            raise RequestFault(
+                400, f"{len(questions)} inputs are more than the service accepts, {limit}", param="inputs"
+            )
+        try:
+            computed = asyncio.wrap_future(self._service.submit(manner, questions))
+        except QueueFull as full:
+            headers = {"Retry-After": str(full.retry_seconds)}
+            raise RequestFault(429, str(full), "queue_full", headers=headers) from None
+        batched = await self._waited(request, computed, deadline)
+        request.scope["state"]["details"] = f" {len(questions)} of {batched.batch_size} in the batch"
+        self._service.count_answers(batched.outputs)
+        return batched.outputs
+
+    async def _waited(
+        self, request: Request, computed: asyncio.Future[Batched[Answer]], deadline: float
+    ) -> Batched[Answer]:
+        """Wait for the answer, for the client to leave, or for the end of the time."""
+        left = asyncio.ensure_future(_disconnected(request.receive))
+        try:
+            seconds = max(0.0, deadline - asyncio.get_running_loop().time())
+            either: set[asyncio.Future[Any]] = {computed, left}
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if computed.cancelled():
+                raise RequestFault(503, "the service is ending; try again", "not_ready", headers={"Retry-After": "5"})
+            if computed.done():
+                return computed.result()
+            if left.done():
+                raise ClientDisconnect
+            raise RequestFault(504, "the answer took too long; send less, or try again later", "timeout")
+        except (Mistake, RequestFault, ClientDisconnect):
+            raise
+        except Exception as error:
+            # Where it happened, but not its message: that may repeat the input.
+            print("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__, file=sys.stderr, flush=True)
+            raise RequestFault(500, "a defect of the service; its log says where", "internal_error") from None
+        finally:
+            left.cancel()
+            computed.cancel()  # if it still waits, nobody computes it
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _checked(texts: Sequence[str], field: str) -> Sequence[str]:
+    for number, text in enumerate(texts):
+        if is_too_long(text):
+            raise RequestFault(
+                400, f"{field}.{number}: has more than {MAX_TEXT_BYTES:,} bytes; shorten it", param=f"{field}.{number}"
+            )
+    return texts
+
+
+def _decoded(text: str, number: int) -> bytes:
+    """Decode an image in base64, or in a data: URL as browsers make them."""
+    if text.startswith("data:"):
+        text = text.partition(";base64,")[2]
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestFault(400, f"inputs.{number}: not base64", param=f"inputs.{number}") from None
+
+
+def _sampling(asked: OpenAiRequest) -> DecodeOptions:
+    """Return the options for a temperature and `top_p`; without either the model searches as it was evaluated."""
+    is_sampled = asked.temperature or (asked.temperature is None and asked.top_p not in (None, 1.0))
+    if not is_sampled:
+        return DecodeOptions()
+    nucleus = 1.0 if asked.top_p is None else asked.top_p
+    temperature = 1.0 if asked.temperature is None else max(0.01, asked.temperature)
+    seed = None if asked.seed is None else asked.seed % 2**62
+    return DecodeOptions(nucleus=nucleus, temperature=temperature, seed=seed)
+
+
+def _stopped(written: Written, stops: Sequence[str]) -> tuple[str, Finish]:
+    places = [place for stop in stops if (place := written.text.find(stop)) >= 0]
+    if places:
+        return written.text[: min(places)], "stop"
+    return written.text, "length" if written.is_cut else "stop"
+
+
+def _usage(read: int, written: int) -> Usage:
+    return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+
+
+def _sum(parts: Sequence[Usage]) -> Usage:
+    return _usage(sum(one.prompt_tokens for one in parts), sum(one.completion_tokens for one in parts))
+
+
+def _events(chunks: Sequence[BaseModel]) -> Response:
+    """Return a stream of events: searches finish before they know their best output, so it comes at once."""
+    lines = [f"data: {one.model_dump_json()}\n\n" for one in chunks]
+    return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")

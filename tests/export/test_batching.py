@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from packtrain.export.batching import Batched, Batcher, BatchTimes, QueueFull
+from parts.service import wait_until
+
+
+class Computer:
+    """Doubles numbers when the gate is open; records what it was given."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.calls: list[tuple[str, list[int]]] = []
+
+    def __call__(self, key: str, inputs: Sequence[int]) -> list[int]:
+        self.calls.append((key, list(inputs)))
+        assert self.gate.wait(30)
+        if -1 in inputs:
+            raise ValueError("bad input")
+        return [2 * one for one in inputs]
+
+
+@contextmanager
+def batching(computer: Computer, batch: int = 8, queue: int = 100) -> Iterator[Batcher[str, int, int]]:
+    batcher: Batcher[str, int, int] = Batcher(computer, batch, queue, gather_seconds=0.0)
+    try:
+        yield batcher
+    finally:
+        computer.gate.set()
+        batcher.close()
+
+
+def busy(batcher: Batcher[str, int, int], computer: Computer) -> Future[Batched[int]]:
+    """Submit a first request and wait until it is being computed: what comes next has to queue."""
+    first = batcher.submit("a", [0])
+    wait_until(lambda: computer.calls, "the first request is computed")
+    return first
+
+
+def test_requests_that_came_meanwhile_are_computed_together_and_answered_in_order() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        first = busy(batcher, computer)
+        others = [batcher.submit("a", [number, 10 * number]) for number in range(1, 4)]
+        computer.gate.set()
+        assert first.result(30) == Batched([0], 1)
+        assert [one.result(30) for one in others] == [Batched([2 * n, 20 * n], 6) for n in range(1, 4)]
+        assert [len(inputs) for _, inputs in computer.calls] == [1, 6]
+
+
+def test_only_requests_with_the_same_settings_share_a_batch_and_the_oldest_goes_first() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        busy(batcher, computer)
+        asked = [batcher.submit(key, [number]) for number, key in enumerate("bababc", 1)]
+        computer.gate.set()
+        assert [one.result(30).outputs for one in asked] == [[2], [4], [6], [8], [10], [12]]
+        assert computer.calls[1:] == [("b", [1, 3, 5]), ("a", [2, 4]), ("c", [6])]
+
+
+def test_a_batch_has_at_most_its_size_unless_one_request_is_larger() -> None:
+    computer = Computer()
+    with batching(computer, batch=4) as batcher:
+        busy(batcher, computer)
+        asked = [batcher.submit("a", [1] * size) for size in (3, 2, 1, 6)]
+        computer.gate.set()
+        assert [one.result(30).batch_size for one in asked] == [4, 2, 4, 6]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    computer = Computer()
+    with batching(computer, queue=3) as batcher:
+        busy(batcher, computer)
+        batcher.submit("a", [1, 2])
+        with pytest.raises(QueueFull, match="try again in 1 s"):
+            batcher.submit("a", [3, 4])
+        assert batcher.submit("a", [3]), "the rest of the queue is still free"
+        assert batcher.num_waiting == 3
+
+
+def test_requests_whose_client_left_make_room_and_are_not_computed() -> None:
+    computer = Computer()
+    with batching(computer, queue=2) as batcher:
+        busy(batcher, computer)
+        left = batcher.submit("a", [1, 2])
+        assert left.cancel()
+        stayed = batcher.submit("a", [3])
+        computer.gate.set()
+        assert stayed.result(30).outputs == [6]
+        assert computer.calls == [("a", [0]), ("a", [3])]
+
+
+def test_a_bad_input_fails_its_own_request_alone() -> None:
+    computer = Computer()
+    with batching(computer, batch=32) as batcher:
+        busy(batcher, computer)
+        asked = [batcher.submit("a", [-1 if number == 5 else number]) for number in range(16)]
+        computer.gate.set()
+        for number, one in enumerate(asked):
+            if number == 5:
+                with pytest.raises(ValueError, match="bad input"):
+                    one.result(30)
+            else:
+                assert one.result(30).outputs == [2 * number]
+        assert len(computer.calls) < 12, "halves, not one by one"
+
+
+def test_an_idle_batcher_waits_for_company_until_the_gathering_time_is_over() -> None:
+    computer = Computer()
+    computer.gate.set()
+    seen: list[BatchTimes] = []
+    batcher: Batcher[str, int, int] = Batcher(computer, 2, 10, gather_seconds=3600.0, on_batch=seen.append)
+    asked = [batcher.submit("a", [number]) for number in (1, 2)]  # together they fill the batch: nobody waits an hour
+    assert [one.result(30).batch_size for one in asked] == [2, 2]
+    assert [(one.inputs, one.requests) for one in seen] == [(2, 2)]
+    batcher.close()
+
+
+def test_closing_cancels_what_waits() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        first = busy(batcher, computer)
+        waiting = batcher.submit("a", [1])
+        batcher.close()
+        assert waiting.cancelled()
+        computer.gate.set()
+        assert first.result(30).outputs == [0], "the batch that was being computed is finished"
+
+
+def test_a_batch_that_never_ends_is_noticed() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        assert batcher.is_working(0.0), "an idle thread is fine"
+        busy(batcher, computer)
+        assert batcher.is_working(3600.0)
+        assert not batcher.is_working(0.0)

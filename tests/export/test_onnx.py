@@ -1,0 +1,376 @@
+"""Every recipe in ONNX Runtime: it computes what torch does, for sizes other than those of the export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pack.corpus import job_of
+from packtrain.cli.template import InitRequest, write_job
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake
+from packtrain.export.onnx import OnnxForm, export_own, write_weights
+from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.pack.vocabulary import BOS, EOS, PAD
+from packtrain.recipes import Batch, Recipe, recipe_class
+from packtrain.recipes.caption.model import Captioner, TorchCaptioner
+from packtrain.recipes.decode import TorchText
+from packtrain.recipes.recipe import Decoding, Hypothesis
+from packtrain.recipes.resnet import ResNet, TorchClassifier
+from packtrain.recipes.transformer import Transformer
+from packtrain.recipes.translate import Translate
+from packtrain.start import load
+from parts.models import packed_run
+from recipes.captioned import with_larger_weights
+from recipes.small import SMALL
+
+ONE_LAYER = {"size": "tiny", "encoder_layers": 1, "decoder_layers": 1}
+
+
+@dataclass(frozen=True)
+class Exported:
+    recipe: Recipe
+    model: nn.Module
+    folder: Path
+
+    def written(self, precision: Any) -> Path:
+        """Return the model's folder, which is written once."""
+        folder = self.folder / precision
+        if not folder.exists():
+            OnnxForm().write(self.recipe, self.model, folder, precision)
+        return folder
+
+    def network(self, precision: str = "fp32") -> Any:
+        return OnnxForm().load(self.recipe, self.written(precision), 1)
+
+
+def made_in(folder: Path) -> Callable[..., Recipe]:
+    def make(**changes: Any) -> Recipe:
+        if changes.get("recipe", "translate") in ("translate", "chat"):
+            changes["model"] = ONE_LAYER
+        job = job_of(folder, **changes)
+        run = packed_run(folder, job)
+        return recipe_class(str(job.recipe))(job, Pack(run.store, run.pack_name(), folder / "cache"))
+
+    return make
+
+
+def untrained(recipe: Recipe) -> nn.Module:
+    """Return a model in which context matters, and whose batch norms have seen images."""
+    torch.manual_seed(1)
+    model = recipe.build_model()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if isinstance(model, Transformer) and "attention" in name and weights.ndim == 2:
+                weights.mul_(4)
+        for _ in range(3):
+            batch = {name: torch.from_numpy(rows) for name, rows in recipe.batch(np.arange(8), 0).items()}
+            recipe.loss(model, batch)
+    return with_larger_weights(model).eval() if isinstance(model, Captioner) else model.eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    known: dict[str, Exported] = {}
+
+    def export(name: str) -> Exported:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            recipe = SMALL[name](made_in(folder), folder)
+            known[name] = Exported(recipe, untrained(recipe), folder)
+        return known[name]
+
+    return export
+
+
+def tokens_of(found: list[list[Hypothesis]]) -> list[list[list[int]]]:
+    return [[one.tokens for one in own] for own in found]
+
+
+def scores_of(found: list[list[Hypothesis]]) -> list[float]:
+    return [one.score for own in found for one in own]
+
+
+# Texts.
+
+TEXTS = pytest.mark.parametrize("name", ["translate", "chat"])
+LIMIT = 16  # positions that a reply has; beyond the places of a new cache there is a test of its own
+
+
+@dataclass(frozen=True)
+class TextPair:
+    ours: TorchText
+    theirs: OnnxText
+    vocabulary: int
+
+    def sources(self, count: int, length: int) -> NDArray[np.int64]:
+        rows = np.random.default_rng(count).integers(EOS + 1, self.vocabulary, (count, length))
+        rows[::2, 1 + length // 2 :] = PAD
+        return rows
+
+
+@pytest.fixture
+def pair(exported: Callable[[str], Exported], name: str) -> TextPair:
+    one = exported(name)
+    assert isinstance(one.model, Transformer)
+    return TextPair(TorchText(one.model), one.network(), one.model.vocabulary)
+
+
+@TEXTS
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        Decoding(beam=1),
+        Decoding(beam=4, n_best=2),
+        Decoding(beam=12),  # asks for more candidates than a step returns
+        Decoding(beam=3, repetition=1.2, no_repeat=2),
+        Decoding(nucleus=0.9, temperature=1.5),
+    ],
+    ids=str,
+)
+def test_searches_find_what_they_find_in_torch(pair: TextPair, decoding: Decoding) -> None:
+    for count, length in ((1, 1), (5, 9)):
+        asked = pair.sources(count, length), np.arange(LIMIT - count, LIMIT), decoding, range(7, 7 + count)
+        ours, theirs = pair.ours.search(*asked), pair.theirs.search(*asked)
+        assert tokens_of(theirs) == tokens_of(ours)
+        assert scores_of(theirs) == pytest.approx(scores_of(ours), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["translate"])
+def test_an_output_may_be_longer_than_the_first_caches(pair: TextPair) -> None:
+    asked = pair.sources(2, 20), np.array([70, 50]), Decoding(beam=2), range(2)
+    ours, theirs = pair.ours.search(*asked), pair.theirs.search(*asked)
+    assert max(len(own[0].tokens) for own in ours) > 32
+    assert tokens_of(theirs) == tokens_of(ours)
+
+
+@TEXTS
+def test_losses_of_texts_are_those_of_torch(pair: TextPair) -> None:
+    target = pair.sources(150, 11)  # more tokens than are computed at once
+    target[:, 0] = BOS
+    source = pair.sources(150, 9)
+    assert pair.theirs.losses(source, target) == pytest.approx(pair.ours.losses(source, target), abs=1e-4)
+
+
+@TEXTS
+def test_nothing_in_is_nothing_out(pair: TextPair) -> None:
+    none = np.zeros((0, 4), np.int64)
+    assert pair.theirs.search(none, np.zeros(0, np.int64), Decoding(), []) == []
+    assert pair.theirs.losses(none, none).shape == (0,)
+
+
+# Images.
+
+
+def images(count: int, height: int, width: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(count).integers(0, 256, (count, height, width, 3)).astype(np.uint8)
+
+
+def test_logits_are_those_of_torch(exported: Callable[[str], Exported]) -> None:
+    one = exported("classify")
+    ours, theirs = TorchClassifier(one.model), one.network()
+    assert isinstance(theirs, OnnxClassifier)
+    for shape in ((1, 32, 32), (7, 48, 40)):
+        np.testing.assert_allclose(theirs.logits(images(*shape)), ours.logits(images(*shape)), atol=1e-4)
+    assert theirs.logits(images(0, 32, 32)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("name", "file"), [("classify", "classifier"), ("caption", "encoder")])
+def test_batch_norms_are_part_of_the_convolutions(exported: Callable[[str], Exported], name: str, file: str) -> None:
+    kinds = Counter(
+        node.op_type for node in onnx.load(exported(name).written("fp32") / "onnx" / f"{file}.onnx").graph.node
+    )
+    assert kinds["Conv"] > 0
+    assert kinds["BatchNormalization"] == 0
+
+
+def test_captions_losses_and_attention_are_those_of_torch(exported: Callable[[str], Exported]) -> None:
+    one = exported("caption")
+    assert isinstance(one.model, Captioner)
+    ours, theirs = TorchCaptioner(one.model), one.network()
+    assert isinstance(theirs, OnnxCaptioner)
+    captions = np.array([[BOS, 5, 6, EOS, PAD], [BOS, 7, 8, 9, EOS], [BOS, EOS, PAD, PAD, PAD], [BOS, 4, 4, EOS, PAD]])
+    for count, side in ((1, 32), (3, 64)):
+        pixels = images(count, side, side)
+        encoded, other = ours.encode(pixels), theirs.encode(pixels)
+        for beam, n_best in ((1, 1), (5, 3), (20, 1)):
+            expected, found = ours.search(encoded, beam, n_best), theirs.search(other, beam, n_best)
+            assert tokens_of(found) == tokens_of(expected)
+            assert scores_of(found) == pytest.approx(scores_of(expected), abs=1e-4)
+        rows = np.array([0, count - 1, count - 1, 0])
+        assert theirs.losses(other, rows, captions) == pytest.approx(ours.losses(encoded, rows, captions), abs=1e-4)
+        maps = theirs.attention(other, count - 1, [5, 6, 7])
+        np.testing.assert_allclose(maps, ours.attention(encoded, count - 1, [5, 6, 7]), atol=1e-4)
+    nothing = theirs.encode(images(0, 32, 32))
+    assert theirs.search(nothing, 5) == []
+    assert theirs.losses(nothing, np.zeros(0, np.int64), captions[:0]).shape == (0,)
+    assert theirs.attention(other, 0, []).shape == (0, 8, 8)
+
+
+# Quantization.
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.onnx"))
+
+
+@pytest.mark.parametrize("name", ["translate", "classify", "caption"])
+def test_int8_is_smaller_and_close(exported: Callable[[str], Exported], name: str) -> None:
+    one = exported(name)
+    whole, small = one.network(), one.network("int8")
+    assert size_of(one.written("int8")) < 0.5 * size_of(one.written("fp32"))
+    if isinstance(whole, OnnxText):
+        source = np.random.default_rng(1).integers(EOS + 1, 200, (6, 8))
+        target = np.concatenate([np.full((6, 1), BOS), source], axis=1)
+        expected, found = whole.losses(source, target), small.losses(source, target)
+    elif isinstance(whole, OnnxClassifier):
+        expected, found = (one.logits(images(6, 32, 32)) for one in (whole, small))
+    else:
+        captions = np.array([[BOS, 5, 6, EOS], [BOS, 7, 8, EOS]])
+        losses = (one.losses(one.encode(images(2, 32, 32)), np.arange(2), captions) for one in (whole, small))
+        expected, found = losses
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    assert np.abs(found - expected).max() > 0
+
+
+# At home.
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = sys.modules["onnx"] = sys.modules["onnxscript"] = None
+from pathlib import Path
+import numpy as np
+import packtrain.export.onnx
+from packtrain.export.onnx_networks import OnnxText, Session
+from packtrain.recipes.recipe import Decoding
+encoder, decoder = (Session(Path(sys.argv[1], "onnx", f"{name}.onnx")) for name in ("encoder", "decoder"))
+source = np.arange(4, 12).reshape(2, 4)
+found = OnnxText(encoder, decoder, int(sys.argv[2])).search(source, np.array([9, 9]), Decoding(), [0, 1])
+print([[one.tokens for one in own] for own in found])
+"""
+
+
+def test_the_runtime_needs_neither_torch_nor_the_exporter_and_is_silent(exported: Callable[[str], Exported]) -> None:
+    one = exported("translate")
+    assert isinstance(one.model, Transformer)
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(one.written("fp32")), str(one.model.vocabulary)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    source = np.arange(4, 12).reshape(2, 4)
+    expected = TorchText(one.model).search(source, np.array([9, 9]), Decoding(), [0, 1])
+    assert (done.stdout.strip(), done.stderr) == (str(tokens_of(expected)), "")
+
+
+def test_a_file_that_is_not_a_graph_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "encoder.onnx").write_bytes(b"nothing")
+    with pytest.raises(Mistake, match=r"encoder\.onnx: ONNX Runtime cannot load it: "):
+        Session(tmp_path / "encoder.onnx")
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_one_line(
+    exported: Callable[[str], Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    one = exported("classify")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Mistake, match=r"^export to ONNX needs more packages; run `pip install"):
+        OnnxForm().write(one.recipe, one.model, tmp_path, "fp32")
+    if package == "onnxruntime":
+        with pytest.raises(Mistake, match=r"^this model needs ONNX Runtime; run `pip install"):
+            OnnxForm().load(one.recipe, tmp_path)
+
+
+def test_weights_keep_the_names_of_torchvision(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    one = exported("classify")
+    found = load_file(write_weights(one.model, tmp_path))
+    assert {"conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "fc.bias"} <= found.keys()
+    assert isinstance(one.model, ResNet)
+    copy = one.recipe.build_model()
+    copy.load_state_dict(found)
+    np.testing.assert_array_equal(
+        TorchClassifier(copy.eval()).logits(images(2, 32, 32)), TorchClassifier(one.model).logits(images(2, 32, 32))
+    )
+
+
+# Own recipes.
+
+
+class Mean(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(vocabulary, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        mean = self.embedding(tokens).mean(1)
+        return {"scores": self.output(mean) * scale, "mean": mean}
+
+
+class Undecided(Mean):
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        if tokens.sum() > 10:  # which code runs depends on the data: no graph can hold both
+            scale = 2 * scale
+        return super().forward(tokens, scale)
+
+
+class Own(Translate):
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return torch.as_tensor(model(batch["source"], scale=3.0)["scores"].sum())
+
+
+@pytest.fixture(scope="module")
+def own(exported: Callable[[str], Exported]) -> Own:
+    return Own(exported("translate").recipe.job, exported("translate").recipe.pack)
+
+
+def test_the_model_of_an_own_recipe_is_exported_as_its_loss_calls_it(
+    own: Own, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Mean(len(own.pack.vocabulary)).eval()
+    graph = export_own(own, model, tmp_path)
+    assert capfd.readouterr() == ("", "")
+    [given] = graph.inputs
+    assert (given.name, given.type, given.shape) == ("tokens", "int64", ("batch", "any"))
+    assert [(one.type, one.shape) for one in graph.outputs] == [("float", ("batch", 2)), ("float", ("batch", 8))]
+    tokens = np.arange(4, 34).reshape(5, 6)
+    scores, mean = Session(tmp_path / "model.onnx")([one.name for one in graph.outputs], {"tokens": tokens})
+    expected = model(torch.from_numpy(tokens), scale=3.0)
+    np.testing.assert_allclose(scores, expected["scores"].detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(mean, expected["mean"].detach().numpy(), atol=1e-5)
+
+
+def test_a_model_that_cannot_be_exported_is_one_line_with_the_reason(own: Own, tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"^translate: torch cannot export this model to ONNX: .*data-dependent"):
+        export_own(own, Undecided(len(own.pack.vocabulary)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_does_not_call_the_model_cannot_be_exported(own: Own, tmp_path: Path) -> None:
+    class Around(Own):
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            return torch.as_tensor(model.get_submodule("embedding")(batch["source"]).sum())
+
+    with pytest.raises(Mistake, match=r"^translate: its loss does not call the model itself"):
+        export_own(Around(own.job, own.pack), Mean(len(own.pack.vocabulary)), tmp_path)
+
+
+def test_the_example_of_an_own_recipe_is_exported(tmp_path: Path) -> None:
+    write_job(InitRequest("own", tmp_path / "job.yaml", name="languages"))
+    loaded = load(tmp_path / "job.yaml")
+    run = packed_run(tmp_path, loaded.job)
+    recipe = recipe_class("languages:Languages", tmp_path)(
+        loaded.job, Pack(run.store, run.pack_name(), tmp_path / "cache")
+    )
+    graph = export_own(recipe, recipe.build_model(), tmp_path)
+    assert [one.shape[0] for one in (*graph.inputs, *graph.outputs)] == ["batch", "batch"]
