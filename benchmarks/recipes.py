@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import bench
-from packtrain.data.order import Ids
+from packtrain.data.order import Ids, spread
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
@@ -37,7 +37,6 @@ from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.engine import Ema
-from packtrain.train.evaluator import spread
 from packtrain.train.progress import Progress
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World

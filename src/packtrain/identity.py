@@ -42,14 +42,16 @@ def identity() -> str:
     return f"{number}-{digest.hexdigest()[:12]}"
 
 
-def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of Packtrain needs.
+def install_command(extra: str, *only: str) -> str:
+    """Return the command that installs what an extra of Packtrain needs, or only some of it.
 
     By the names of those packages, not as `packtrain` with an extra: on an index that name may be somebody else's.
     """
     needed = (requirement.partition(";") for requirement in distribution("packtrain").requires or ())
     marked = re.compile(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]")
-    return shlex.join(["pip", "install", *(name.strip() for name, _, marker in needed if marked.search(marker))])
+    packages = [name.strip() for name, _, marker in needed if marked.search(marker)]
+    chosen = [name for name in packages if not only or re.split(r"[^\w.-]", name)[0] in only]
+    return shlex.join(["pip", "install", *chosen])
 
 
 # Files that an installer adds to those of the wheel.

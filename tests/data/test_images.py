@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from packtrain.data.images import (
     random_crop_box,
     rectangular_plan,
     resize_into,
-    single_threaded_pool,
 )
 from packtrain.data.order import block, permutation, philox_words, share
 from packtrain.data.pack import Pack, SplitReader
@@ -286,22 +284,6 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         pytest.raises(PacktrainError, match="image 1 of the pack"),
     ):
         batches.centered(np.array([0, 1]), 32, 32)
-
-
-def test_torch_keeps_its_threads_outside_of_the_pool() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with single_threaded_pool(2) as pool:
-            assert {pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
-            assert torch.get_num_threads() == 2
-            later: list[int] = []
-            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-            thread.start()
-            thread.join()
-            assert later == [2]
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_plans_need_no_torch() -> None:

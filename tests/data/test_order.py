@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from packtrain.data.order import (
     repeats_of,
     share,
     sort_keys,
+    spread,
 )
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.vocabulary import Vocabulary
@@ -323,3 +324,22 @@ def test_pairs_are_sorted_by_their_longer_side_first() -> None:
     assert np.argsort(sort_keys(source, target)).tolist()[0] == 3
     assert np.argsort(sort_keys(source, target)).tolist()[1] == 2
     assert np.argsort(sort_keys(source, target)).tolist()[-1] == 4
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2000), st.integers(0, 2000))
+def test_evaluated_ids_are_evenly_spaced_and_unique(count: int, wanted: int) -> None:
+    ids = spread(count, wanted).tolist()
+    assert len(ids) == min(count, wanted)
+    assert ids == sorted(set(ids))
+    assert all(0 <= one < count for one in ids)
+    if ids:
+        gaps = {after - before for before, after in pairwise([*ids, count])}
+        assert ids[0] == 0
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_all_ids_are_chosen_if_all_are_wanted() -> None:
+    assert spread(7, 7).tolist() == list(range(7))
+    assert spread(7, 100).tolist() == list(range(7))
+    assert spread(0, 5).tolist() == []

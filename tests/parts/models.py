@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
-from packtrain.recipes import recipe_class
+from packtrain.recipes import Recipe, recipe_class
 from packtrain.run.checkpoint import Checkpoint, commit
 from packtrain.run.code import archive
 from packtrain.run.run import Run, create_run
@@ -41,11 +42,24 @@ def with_files(job: Job, store: Store) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"options": options})})
 
 
-def commit_model(run: Run, folder: Path, step: int, seed: int = 1, score: float | None = None, **of: Any) -> Checkpoint:
-    """Commit a checkpoint of an untrained model; `of` overrides what its description says."""
+def recipe_on(run: Run, folder: Path) -> Recipe:
+    """Return the recipe of a run on its pack."""
+    return recipe_class(str(run.job.recipe))(run.job, Pack(run.store, run.pack_name(), folder / "cache"))
+
+
+def commit_model(
+    run: Run,
+    folder: Path,
+    step: int,
+    seed: int = 1,
+    score: float | None = None,
+    trained: nn.Module | None = None,
+    **of: Any,
+) -> Checkpoint:
+    """Commit a checkpoint of a model, untrained if none is given; `of` overrides what its description says."""
     job, pack_name = run.job, run.pack_name()
     torch.manual_seed(seed)
-    model = recipe_class(str(job.recipe))(job, Pack(run.store, pack_name, folder / "cache")).build_model()
+    model = recipe_on(run, folder).build_model() if trained is None else trained
     traits = {"recipe": job.recipe, "pack": pack_name, "model": {"size": job.model.size, **job.model.options}, **of}
     description = Description(**traits, versions=versions(), progress=Progress(step))
     files = {MODEL_FILE: folder / MODEL_FILE, STATE_FILE: folder / STATE_FILE}

@@ -161,3 +161,28 @@ def test_every_input_has_a_prediction(any_recipe: Recipe, tmp_path: Path) -> Non
     assert len(found) == 3
     assert any_recipe.predict(model, [], Decoding(beam=2)) == []
     assert found[1].text == any_recipe.predict(model, inputs[1:2], Decoding(beam=2))[0].text
+
+
+def test_scores_are_functions_of_what_each_sample_contributes(any_recipe: Recipe) -> None:
+    ids = everything(any_recipe, "valid")[::-1]
+    request = EvaluationRequest("valid", ids, ids, beam=2, by_sample=True)
+    measured = any_recipe.measure(model_of(any_recipe), request)
+    scores = any_recipe.score("valid", ids, [measured])
+    statistics = any_recipe.statistics("valid", ids, measured)
+    assert any_recipe.best_metric in statistics
+    assert {len(one.rows) for one in statistics.values()} == {len(ids)}
+    without = {name for name in scores.values if name.startswith("distinct")}
+    assert scores.values.keys() - statistics.keys() == without
+    for name in scores.values.keys() - without:
+        assert statistics[name].value == pytest.approx(scores.values[name]), name
+
+
+def test_samples_are_measured_one_by_one_only_if_that_is_asked_for(any_recipe: Recipe) -> None:
+    ids, model = everything(any_recipe, "valid"), model_of(any_recipe)
+    plain = any_recipe.measure(model, EvaluationRequest("valid", ids, ids[:0]))
+    assert plain.rows == {}
+    rows = any_recipe.measure(model, EvaluationRequest("valid", ids, ids[:0], by_sample=True)).rows
+    alone = [any_recipe.measure(model, EvaluationRequest("valid", ids[one : one + 1], ids[:0])) for one in ids]
+    for name, values in rows.items():
+        assert sum(values) == pytest.approx(plain.sums[name], rel=1e-5)
+        assert values == pytest.approx([part.sums[name] for part in alone], rel=1e-4, abs=1e-5)

@@ -2,38 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from forking import WorkerForker
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import Tiny, tiny_engine, tiny_job
 from torch import nn
 
 from packtrain.data.order import Ids
 from packtrain.job import Job
 from packtrain.recipes import EvaluationRequest, Measurement, Scores
-from packtrain.train.evaluator import Evaluator, evaluate, spread
+from packtrain.train.evaluator import Evaluator, evaluate
 from packtrain.train.world import StopRequested, World
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2000), st.integers(0, 2000))
-def test_evaluated_ids_are_evenly_spaced_and_unique(count: int, wanted: int) -> None:
-    ids = spread(count, wanted).tolist()
-    assert len(ids) == min(count, wanted)
-    assert ids == sorted(set(ids))
-    assert all(0 <= one < count for one in ids)
-    if ids:
-        gaps = {after - before for before, after in pairwise([*ids, count])}
-        assert ids[0] == 0
-        assert max(gaps) - min(gaps) <= 1
-
-
-def test_all_ids_are_chosen_if_all_are_wanted() -> None:
-    assert spread(7, 7).tolist() == list(range(7))
-    assert spread(7, 100).tolist() == list(range(7))
-    assert spread(0, 5).tolist() == []
 
 
 def test_an_evaluation_is_repeatable_and_does_not_change_the_weights() -> None:

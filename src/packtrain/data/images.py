@@ -8,10 +8,7 @@ device, where a view with the channels in front (permute, no copy) is the input 
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +18,7 @@ from PIL import Image
 
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import SplitReader
+from packtrain.data.threads import has_torch, single_threaded_pool
 from packtrain.errors import PacktrainError
 from packtrain.pack.tiles import Box, Pixels, decode_crop
 from packtrain.system import usable_cores
@@ -128,7 +126,7 @@ def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None 
     With torch where it is loaded, which it is wherever a model trains; else with Pillow, whose result differs by at
     most 1 of 255 and takes up to seven times as long.
     """
-    if not _has_torch():
+    if not has_torch():
         resized = resize(pixels, *out.shape[:2])
         out[:] = resized[:, ::-1] if flip else resized
         return
@@ -152,11 +150,6 @@ def resize(pixels: Pixels, height: int, width: int) -> Pixels:
     if pixels.shape[:2] == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
-
-
-def _has_torch() -> bool:
-    # Loaded, not only installed: importing it for an evaluation at home would take longer than it saves.
-    return sys.modules.get("torch") is not None
 
 
 class ImageBatches:
@@ -217,25 +210,3 @@ class ImageBatches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def single_threaded_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool in whose threads torch starts no others; outside of it torch keeps its number of threads."""
-    if not _has_torch():
-        return ThreadPoolExecutor(threads, "images")
-    import torch
-
-    started = threading.Barrier(threads + 1)
-
-    def start() -> None:
-        torch.get_num_threads()  # first: the first call in a thread adopts the number of the process
-        torch.set_num_threads(1)
-        started.wait()
-
-    elsewhere = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "images")
-    for _ in range(threads):
-        pool.submit(start)
-    started.wait()
-    torch.set_num_threads(elsewhere)  # setting it in a thread has also set it for new threads
-    return pool

@@ -161,3 +161,9 @@ def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None) -> list[Ids
 def block(count: int, rank: int, num_ranks: int) -> range:
     """Return a rank's contiguous part of `count` items; the parts of all ranks cover each item once."""
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
+
+
+def spread(count: int, wanted: int) -> Ids:
+    """Choose `wanted` of `count` ids, evenly spaced and always the same, so that scores are comparable."""
+    wanted = min(count, wanted)
+    return np.arange(wanted, dtype=np.int64) * count // max(1, wanted)

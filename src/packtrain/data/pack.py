@@ -34,12 +34,19 @@ class Pack:
     """A pack whose files are in the cache in `directory`; each is checked against its hash on first use."""
 
     def __init__(
-        self, store: Store, name: str, directory: Path, cache_bytes: int | None = None, *, staged: bool = False
+        self,
+        store: Store,
+        name: str,
+        directory: Path,
+        cache_bytes: int | None = None,
+        *,
+        staged: bool = False,
+        manifest: Manifest | None = None,
     ) -> None:
-        """`staged`: files of a store in a directory are copied into the cache, too."""
+        """`staged`: files of a store in a directory are copied into the cache, too. Reads the manifest if not given."""
         self._store, self.name, self._staged = store, name, staged
         self._cache = FileCache(directory, cache_bytes)
-        self.manifest: Manifest = read_manifest(store, name)
+        self.manifest: Manifest = manifest or read_manifest(store, name)
         check_copies(self.manifest)
         self._hold: FileLock | None = None  # while it lives, the cache keeps the files of this pack
         self._splits: dict[str, SplitReader] = {}

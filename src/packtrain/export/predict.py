@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from packtrain.data.pack import Pack
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import Mistake, NotFinished, NotFound, quoted
 from packtrain.export.model import is_model, read_model
 from packtrain.identity import install_command
 from packtrain.pack.raw import is_text
 from packtrain.pack.tiles import Tiled
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
-from packtrain.recipes.images import ImageRecipe, in_threads
+from packtrain.recipes.images import ImageRecipe
 from packtrain.recipes.recipe import InputMistake, Network
 from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch
 from packtrain.run.run import Run
@@ -119,7 +120,7 @@ class Predictor:
                 return fault
 
         recipe, found = self.recipe, []
-        for path, image in zip(part, in_threads(read, part), strict=True):
+        for path, image in zip(part, in_threads(read, part, num_threads()), strict=True):
             if isinstance(image, Mistake):
                 skip(str(image))
             found.append((path, None if isinstance(image, Mistake) else image))

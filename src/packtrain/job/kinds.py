@@ -160,6 +160,14 @@ class Source(Part):
     def pack_kind(self) -> Any:
         """Return the kind of pack that is made of it: pairs, labels or captions. May look into the data."""
 
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:  # noqa: ARG003
+        """Return the paths of a source for those that a person names without a format; None if they look like another.
+
+        Files are told apart by their names, and folders by what is in them.
+        """
+        return None
+
     def named_files(self) -> Iterator[tuple[str, str | None]]:
         """Yield the name and path, or None if it is missing, of each file that the paths only name. A pack depends on
         their content, too."""

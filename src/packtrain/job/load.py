@@ -29,7 +29,12 @@ DefaultsOf = Callable[[str, Path], Mapping[str, object]]
 
 def read_document(path: str | Path) -> Document:
     """Return a job file as plain data with the lines of its fields, or raise one Mistake."""
-    return read_text(str(path), _decode(_read_bytes(path), str(path)))
+    return read_text(str(path), text_of(path))
+
+
+def text_of(path: str | Path) -> str:
+    """Return the text of a YAML file, or raise one Mistake."""
+    return _decode(_read_bytes(path), str(path))
 
 
 def _read_bytes(path: str | Path) -> bytes:

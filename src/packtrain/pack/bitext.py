@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,10 +17,11 @@ from packtrain.errors import Mistake, quoted
 from packtrain.job.kinds import Drop, Source
 from packtrain.job.part import Location, Ordinal
 from packtrain.pack.manifest import Kind
-from packtrain.pack.raw import MAX_LINE_BYTES, TextPair, read_lines
+from packtrain.pack.raw import MAX_LINE_BYTES, TextPair, is_text_file, read_lines
 
 Item = TypeVar("Item")
 
+_TSV = (".tsv", ".tsv.gz")
 _SGML = (".sgm", ".sgml", ".sgm.gz", ".sgml.gz")
 _TAG = re.compile(r"<(/?)(seg|doc)\b([^<>]*)>", re.IGNORECASE)
 _ATTRIBUTE = re.compile(r"""\b(id|docid)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
@@ -68,6 +69,13 @@ class BitextSource(PairSource):
     contents = frozenset({"pairs"})
     path_counts = (1, 2)
     example = "[train.en, train.de]"
+
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
+        if not all(map(is_text_file, paths)):
+            return None
+        are_aligned = len(paths) == 2 and not any(path.lower().endswith(_TSV) for path in paths)
+        return paths if len(paths) == 1 or are_aligned else None
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
         """Yield all pairs; refuse files of unequal length, invalid UTF-8 and lines without a tab."""

@@ -52,14 +52,24 @@ class PlainProgress:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """Classes, and vocabularies as JSON, of training data. A pack of later samples takes them over."""
+
+    classes: tuple[str, ...] = ()
+    vocabulary: str | None = None
+    target_vocabulary: str | None = None
+
+
+@dataclass(frozen=True)
 class Packing:
-    """Everything a packer needs. `name` is the name of the pack's folder."""
+    """Everything a packer needs. `name` is the name of the pack's folder; without `learned`, it learns from `data`."""
 
     name: str
     data: DataSettings
     store: Store
     workers: Workers
     progress: PackProgress
+    learned: Learned | None = None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ VizWiz marks captions that do not describe the image: `is_precanned` (a standard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
+from packtrain.job.part import is_address
 from packtrain.pack.archive import Locator, archive_members, split_member
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
@@ -23,6 +24,7 @@ from packtrain.pack.raw import (
     RawImage,
     check_inside,
     file_inside,
+    is_folder_or_archive,
     is_text,
     read_json,
 )
@@ -41,6 +43,15 @@ class CocoSource(ImageSource):
     path_counts = (2,)
     example = "[captions_train2014.json, train2014]"
 
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
+        listing, *images = paths
+        if not listing.lower().endswith((".json", ".json.gz")):
+            return None
+        if not images and not is_address(listing):
+            return listing, str(Path(listing).parent)  # the images are beside their captions
+        return paths if len(images) == 1 and is_folder_or_archive(images[0]) else None
+
     def pack_kind(self) -> Kind:
         return "captions"
 
@@ -52,6 +63,10 @@ class VizWizSource(CocoSource):
     """Captions in VizWiz's JSON, which has the same form, and its images in a folder, tar or zip."""
 
     example = "[train.json, train]"
+
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:  # noqa: ARG003
+        return None  # `coco` reads it as well
 
 
 def _read(annotations: str, images: str, links: bool, drop: Drop, filtered: Drop) -> Iterator[RawImage]:

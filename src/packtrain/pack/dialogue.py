@@ -15,9 +15,10 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
+from packtrain.job.part import is_address
 from packtrain.pack.archive import archive_members, is_archive
 from packtrain.pack.bitext import PairSource, read_tsv
-from packtrain.pack.raw import TextPair, encoding_of, file_inside, read_lines
+from packtrain.pack.raw import TextPair, encoding_of, file_inside, is_text_file, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
 MISSING_LINE = "conversation with an unknown line"
@@ -36,6 +37,22 @@ class DialogueSource(PairSource):
     contents = frozenset({"turns"})
     path_counts = (1, 2)
     example = "[movie_lines.txt, movie_conversations.txt]"
+
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
+        names = [path.rpartition("/")[2].removesuffix(".gz") for path in paths]
+        if names == [LINES, CONVERSATIONS]:
+            return paths
+        if len(paths) != 1:
+            return None
+        [path] = paths
+        if is_text_file(path):
+            return paths
+        if Path(path).is_dir():
+            found = (one.name for one in Path(path).iterdir())
+        else:
+            found = (one.name.rpartition("/")[2] for one in ([] if is_address(path) else archive_members(path)))
+        return paths if any(name.removesuffix(".gz") == LINES for name in found) else None
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:
         paths = self._cornell()

@@ -49,6 +49,10 @@ class FolderSource(ImageSource):
     path_counts = (1,)
     example = "samples.jsonl"
 
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
+        return paths if len(paths) == 1 and paths[0].lower().endswith((".jsonl", ".jsonl.gz")) else None
+
     @property
     def path(self) -> str:
         return self.paths[0]

@@ -35,7 +35,9 @@ from packtrain.pack.raw import (
     RawImage,
     check_link,
     class_number,
+    is_folder_or_archive,
     is_hidden,
+    is_text_file,
     read_lines,
     sorted_classes,
 )
@@ -61,6 +63,13 @@ class ImageNetSource(ImageSource):
     contents = frozenset({"labels"})
     path_counts = (1, 2, 3)
     example = "[ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz]"
+
+    @classmethod
+    def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
+        images, *truth = paths
+        # A second folder is one of images, too, unless it is the devkit.
+        is_truth = all(is_text_file(path) or "devkit" in Path(path).name.lower() for path in truth)
+        return paths if is_folder_or_archive(images) and is_truth and len(paths) in cls.path_counts else None
 
     def pack_kind(self) -> Kind:
         return "labels"

@@ -37,7 +37,11 @@ Read = Callable[[], Iterator[RawImage]]
 def pack_labels(packing: Packing) -> PackContents:
     """Pack images with labels; the classes are those of all training sources."""
     contents = empty_contents(packing.data)
-    classes = contents.classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
+    if packing.learned is not None:
+        classes = packing.learned.classes
+    else:
+        classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
+    contents.classes = classes
     if len(classes) < 2:
         raise FieldMistake("data.train", f"has only one class ({', '.join(classes)}); a classifier needs at least two")
     for split, sources in splits_of(packing.data).items():
@@ -49,7 +53,11 @@ def pack_labels(packing: Packing) -> PackContents:
 
 def pack_captions(packing: Packing) -> PackContents:
     contents = empty_contents(packing.data)
-    vocabulary = Vocabulary.fit(_training_captions(packing), packing.data.vocabulary).to_json()
+    if packing.learned is not None:
+        vocabulary = packing.learned.vocabulary
+        assert vocabulary is not None
+    else:
+        vocabulary = Vocabulary.fit(_training_captions(packing), packing.data.vocabulary).to_json()
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
     for split, sources in splits_of(packing.data).items():
         build = contents.splits[split]

@@ -51,14 +51,25 @@ def pack(
             progress.say(f"pack {folder} already exists")
             return existing
         progress.say(f"pack {folder} lacks {counted(len(missing), 'file')}, such as {missing[0]}; packing again")
-    contents = PACKERS[kind](Packing(folder, data, store, workers, progress))
+    return _made(Packing(folder, data, store, workers, progress), kind, settings, allow_drops)
+
+
+def pack_later(packing: Packing, kind: Kind, allow_drops: bool = False) -> Manifest:
+    """Pack the samples of a split other than `train` as those of the pack that has learned from its training data."""
+    assert packing.learned is not None and not packing.data.train
+    return _made(packing, kind, settings_of(packing.data, kind), allow_drops)
+
+
+def _made(packing: Packing, kind: Kind, settings: dict[str, Any], allow_drops: bool) -> Manifest:
+    folder, data, store, progress = packing.name, packing.data, packing.store, packing.progress
+    contents = PACKERS[kind](packing)
     splits: dict[str, Split] = {}
     for split, build in contents.splits.items():
         splits[split] = found = build.finish()
         _check_drops(split, found, allow_drops)
         progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found, shares=kind == 'pairs')}")
         splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
-    if kind == "pairs":
+    if kind == "pairs" and "train" in splits:
         _warn_of_filters(splits["train"], progress)
     _warn_of_overlap(contents, progress)
     manifest = Manifest(
@@ -118,11 +129,13 @@ def _check_drops(split: str, found: Split, allow_drops: bool) -> None:
         raise FieldMistake(
             f"data.{split}",
             f"{lost:,} of {lost + found.samples:,} samples are unusable, most often ({drops.count:,}): {reason},"
-            f" such as {drops.names[0]}; fix them, or pack with --allow-drops",
+            f" such as {drops.names[0]}; fix them, or pass --allow-drops",
         )
 
 
 def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:
+    if "train" not in contents.fingerprints:
+        return
     trained = np.frombuffer(contents.fingerprints["train"], np.uint64)
     for split in (name for name in contents.fingerprints if name != "train"):
         values = np.frombuffer(contents.fingerprints[split], np.uint64)

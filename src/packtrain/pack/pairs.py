@@ -17,6 +17,7 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     Advance,
+    Learned,
     PackContents,
     Packing,
     ShardTarget,
@@ -42,21 +43,31 @@ _SORTED_PARTS = 16  # parts of the fingerprints, each sorted by itself to save m
 
 def pack_pairs(packing: Packing) -> PackContents:
     contents = empty_contents(packing.data)
-    # First pass: lengths, and the fingerprints that find duplicates. The last pass, below, encodes.
-    with packing.progress.track("reading train", None) as advance:
-        characters = _survey(packing, contents, advance)
-    with packing.progress.track("learning the vocabulary", None) as advance:
-        source, target = _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
+    source, target = _learn(packing, contents) if packing.learned is None else _known(packing.learned)
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
     if not packing.data.joint:
         target_json = target.to_json().encode()
         contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_json)
-    again = repeated(contents.fingerprints["train"])
+    again = repeated(contents.fingerprints.get("train", array("Q")))
     for split, sources in splits_of(packing.data).items():
         chosen = _trained(packing, contents, again) if split == "train" else _evaluated(contents, split, sources)
         with packing.progress.track(f"packing {split}", len(again) if split == "train" else None) as advance:
             _make_shards(packing, contents, split, chosen, (source, target), advance)
     return contents
+
+
+def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabulary]:
+    # First pass: lengths, and the fingerprints that find duplicates. The last pass encodes.
+    with packing.progress.track("reading train", None) as advance:
+        characters = _survey(packing, contents, advance)
+    with packing.progress.track("learning the vocabulary", None) as advance:
+        return _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
+
+
+def _known(learned: Learned) -> tuple[Vocabulary, Vocabulary]:
+    assert learned.vocabulary is not None
+    source = Vocabulary.from_json(learned.vocabulary)
+    return source, source if learned.target_vocabulary is None else Vocabulary.from_json(learned.target_vocabulary)
 
 
 def _survey(packing: Packing, contents: PackContents, advance: Advance) -> int:

@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Source
-from packtrain.job.part import Boolean
-from packtrain.pack.archive import Locator, member_of, split_member
+from packtrain.job.part import Boolean, is_address
+from packtrain.pack.archive import Locator, is_archive, member_of, split_member
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
@@ -30,6 +30,8 @@ HIDDEN = "hidden or system file"
 _FIRST_NAMES = 10
 # Left by file managers, unpackers and file systems beside what a person put there.
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"}
+
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz")
 
 Encoding = Literal["utf-8", "windows-1252"]
 
@@ -96,6 +98,20 @@ def class_number(name: str, numbers: Mapping[str, int], where: str) -> int:
     if name not in numbers:
         raise Mistake(f"{where}: class {quoted(name)} is not among the {len(numbers):,} classes of the training data")
     return numbers[name]
+
+
+def is_folder_or_archive(path: str) -> bool:
+    """True for a folder, a tar or a zip, or for a folder in one; what is remote or in one is told by its name."""
+    archive, member = split_member(path)
+    if member:
+        return not Path(member).suffix
+    return archive.lower().endswith(_ARCHIVES) if is_address(archive) else Path(path).is_dir() or is_archive(path)
+
+
+def is_text_file(path: str) -> bool:
+    """True for a file that is neither an archive nor JSON, which a format has of its own."""
+    is_json = path.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
+    return not is_json and not is_folder_or_archive(path)
 
 
 def is_hidden(name: str) -> bool:

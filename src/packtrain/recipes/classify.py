@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan, resize
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import Mistake
 from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels, Tiled
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -30,6 +31,7 @@ from packtrain.recipes.recipe import (
     Scores,
     read_options,
 )
+from packtrain.recipes.statistics import Statistic, mean, rows_in_order
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -166,6 +168,7 @@ class Classify(ImageRecipe[ImageBatches]):
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
         guesses: dict[int, int] = {}
+        parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         batches = self.copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             request.on_batch()
@@ -175,11 +178,14 @@ class Classify(ImageRecipe[ImageBatches]):
             if number < len(counted):
                 labels = self._labels(split, settings.size, batch.ids)
                 right = best == labels[:, None]
-                sums["loss"] -= float(np.take_along_axis(log_softmax(logits), labels[:, None], 1).sum())
-                sums["top1"] += float(right[:, 0].sum())
-                sums["top5"] += float(right.sum())
+                losses = -np.take_along_axis(log_softmax(logits), labels[:, None], 1)[:, 0]
+                values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1)}
+                for name, column in values.items():
+                    sums[name] += float(column.sum())
+                parts.append((batch.ids, values))
+        rows = rows_in_order(request.ids, parts) if request.by_sample else {}
         names = [self.labels[guesses[sample]] for sample in shown.tolist()]
-        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)))
+        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)), rows)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
@@ -194,6 +200,10 @@ class Classify(ImageRecipe[ImageBatches]):
         inputs = [f"image {sample}" for sample in shown.tolist()]
         rows = zip(inputs, references, predictions, strict=False)
         return Scores(values, samples=tuple(Sample(*row) for row in rows))
+
+    def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:  # noqa: ARG002
+        rows = measured.rows
+        return {"loss": mean(rows["loss"]), "top1": mean(rows["top1"], 100), "top5": mean(rows["top5"], 100)}
 
     # Predictions.
 
@@ -214,18 +224,26 @@ class Classify(ImageRecipe[ImageBatches]):
         inputs: Sequence[ImageInput],
         decoding: Decoding,  # noqa: ARG002
     ) -> list[Prediction]:
-        network = _network(model)
-        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        network, images = _network(model), self.read_all(inputs)
         by_size: dict[tuple[int, int], list[int]] = {}
         for number, image in enumerate(images):
             by_size.setdefault(self._size_of(image), []).append(number)
+        parts = [
+            (size, numbers[start : start + EVALUATION_BATCH])
+            for size, numbers in by_size.items()
+            for start in range(0, len(numbers), EVALUATION_BATCH)
+        ]
+
+        def likely(part: tuple[tuple[int, int], list[int]]) -> NDArray[np.float64]:
+            size, numbers = part
+            crop = partial(_center, size=size)
+            # Where batches have threads of their own, the images of one batch need no more.
+            pixels = in_threads(crop, [images[number] for number in numbers], num_threads() // network.at_once)
+            return np.exp(log_softmax(network.logits(np.stack(list(pixels)))))
+
         found: dict[int, Prediction] = {}
-        for size, numbers in by_size.items():
-            for start in range(0, len(numbers), EVALUATION_BATCH):
-                part = numbers[start : start + EVALUATION_BATCH]
-                pixels = in_threads(partial(_center, size=size), [images[number] for number in part])
-                chances = np.exp(log_softmax(network.logits(np.stack(pixels))))
-                found.update(zip(part, map(self._top, chances), strict=True))
+        for (_, numbers), chances in zip(parts, in_threads(likely, parts, network.at_once), strict=True):
+            found.update(zip(numbers, map(self._top, chances), strict=True))
         return [found[number] for number in range(len(images))]
 
     def _size_of(self, image: Tiled) -> tuple[int, int]:

@@ -27,6 +27,7 @@ class TorchText(TextNetwork):
     def __init__(self, model: Transformer) -> None:
         self._model = model
         self._device = next(model.parameters()).device
+        self.at_once = at_once_on(self._device)
 
     @torch.inference_mode()
     def search(
@@ -81,6 +82,11 @@ class TorchSteps(Steps):
         last_R = written_RT[:: self._beam, -1] if self._is_first else written_RT[:, -1]
         last = torch.from_numpy(last_R.copy()).to(self._mask.device)
         return self._model.step(last, written_RT.shape[1] - 1, self._caches, self._mask).float()
+
+
+def at_once_on(device: torch.device) -> int:
+    """Return how many batches to compute at the same time: on a CPU, one on each core instead of one on all."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def sums_by_row(rows: Ids, values: Tensor, count: int) -> NDArray[np.float64]:

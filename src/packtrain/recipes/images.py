@@ -5,10 +5,8 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +18,16 @@ from numpy.typing import NDArray
 from packtrain.data.images import ImageBatches
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack, SplitReader
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import Mistake, printable
 from packtrain.job import Job
 from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
-from packtrain.recipes.recipe import Recipe
-from packtrain.system import usable_cores
+from packtrain.recipes.recipe import LAST_EPOCH, Recipe
 from packtrain.units import show_bytes
 
 _ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
-_LAST_EPOCH = 1 << 40  # beyond all phases of a schedule
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,8 @@ class ImageCopies(Generic[Batches]):
         name = self.split_name(split, size)
         with self._opening:  # two threads must not make two pools for one split
             if name not in self._open:
-                self._open[name] = self._make(self._pack.split(name), _num_threads())
+                self._open[name] = self._make(self._pack.split(name), num_threads())
             return self._open[name]
-
-
-def _num_threads() -> int:
-    """Return how many cores this worker may use: the launcher divides those of a machine among its workers."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(given)) if given.isdecimal() else usable_cores()
 
 
 class ImageRecipe(Recipe, Generic[Batches]):
@@ -124,10 +115,14 @@ class ImageRecipe(Recipe, Generic[Batches]):
         """Return an image that a user gives as a pack would have it."""
         return source if isinstance(source, Tiled) else read_image(source, self.prediction_side)
 
+    def read_all(self, inputs: Sequence[ImageInput]) -> list[Tiled]:
+        """Return all images that a user gives, so that a bad one is refused before any work."""
+        return list(in_threads(self.read, inputs, num_threads()))
+
     @property
     def final_settings(self) -> EpochSettings:
         """Settings of the last evaluation, which predictions use too."""
-        return self.job.train.in_epoch(_LAST_EPOCH)
+        return self.job.train.in_epoch(LAST_EPOCH)
 
     @property
     def costs(self) -> NDArray[np.int64]:
@@ -185,16 +180,3 @@ def _too_large(name: str, size: int) -> Mistake:
 
 def decode_box(image: Tiled, box: Box) -> Pixels:
     return decode_crop(image.jpeg, image.segments, image.width, image.height, box)
-
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-
-
-def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given]) -> list[Made]:
-    """Return what `make` returns for each input: in several threads, since decoding an image releases the GIL."""
-    threads = min(_num_threads(), len(inputs))
-    if threads < 2:
-        return [make(one) for one in inputs]
-    with ThreadPoolExecutor(threads, "images") as pool:
-        return list(pool.map(make, inputs))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import Column, pad
+from packtrain.data.threads import in_threads
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
@@ -32,6 +33,7 @@ from packtrain.recipes.recipe import (
     read_options,
     text_prediction,
 )
+from packtrain.recipes.statistics import Statistic, ratio, rows_in_order
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -116,6 +118,15 @@ class PairRecipe(Recipe):
     def grade(self, loss: float, references: Sequence[str], outputs: Sequence[str]) -> Scores:
         """Return the scores for a loss, and for outputs if there are any."""
 
+    def grade_statistics(
+        self,
+        rows: Mapping[str, Sequence[float]],  # noqa: ARG002
+        references: Sequence[str],  # noqa: ARG002
+        outputs: Sequence[str],  # noqa: ARG002
+    ) -> dict[str, Statistic]:
+        """Return what the scores of `grade` beside the loss are computed from; `rows` has loss and tokens."""
+        return {}
+
     @property
     def width(self) -> int:
         return self.shape_of(self.job).width
@@ -179,23 +190,36 @@ class PairRecipe(Recipe):
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network, pairs = _network(model), self.pairs[request.split]
         loss, tokens = 0.0, 0
+        parts = []
         for part in group_by_length(request.ids, pairs.target.lengths, _MEASURE_TOKENS):
             request.on_batch()
-            loss += float(network.losses(pad(pairs.source, part, PAD), pad(pairs.target, part, PAD)).sum())
-            tokens += int((pairs.target.lengths[part] - 1).sum())
+            losses = network.losses(pad(pairs.source, part, PAD), pad(pairs.target, part, PAD))
+            lengths = pairs.target.lengths[part] - 1
+            loss += float(losses.sum())
+            tokens += int(lengths.sum())
+            parts.append((part, {"loss": losses, "tokens": lengths}))
         decoding = replace(self.decoding, beam=request.beam)
         outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, request.on_batch)
-        return Measurement({"loss": loss, "tokens": float(tokens)}, [texts[0] for texts, _ in outputs])
+        rows = rows_in_order(request.ids, parts) if request.by_sample else {}
+        return Measurement({"loss": loss, "tokens": float(tokens)}, [texts[0] for texts, _ in outputs], rows)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         tokens = sum(part.sums["tokens"] for part in parts)
         loss = sum(part.sums["loss"] for part in parts) / max(1.0, tokens)
         outputs = [output for part in parts for output in part.outputs]
-        # Against the whole references: scores must not depend on how a model truncates its targets.
-        references = self._texts(self._untruncated[split].target, decode_ids) if outputs else []
+        references = self._references(split, decode_ids) if outputs else []
         inputs = self._texts(self.pairs[split].source, decode_ids[:SHOWN_SAMPLES])
         samples = tuple(Sample(*texts) for texts in zip(inputs, references, outputs, strict=False))
         return replace(self.grade(loss, references, outputs), samples=samples)
+
+    def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
+        rows = measured.rows
+        graded = self.grade_statistics(rows, self._references(split, ids), measured.outputs)
+        return {"loss": ratio(rows["loss"], rows["tokens"]), **graded}
+
+    def _references(self, split: str, ids: Ids) -> list[str]:
+        # Whole references: scores must not depend on how a model truncates its targets.
+        return self._texts(self._untruncated[split].target, ids)
 
     def _texts(self, rows: Ragged | Column, ids: Ids) -> list[str]:
         return [self._text(rows[sample].tolist()) for sample in ids.tolist()]
@@ -218,10 +242,14 @@ class PairRecipe(Recipe):
     ) -> list[tuple[list[str], list[float]]]:
         """Return the texts for each source, the best first, and their scores."""
         found: dict[int, tuple[list[str], list[float]]] = {}
-        for part in group_by_length(ids, source.lengths, network.search_tokens // decoding.beam):
-            on_batch()
+        parts = group_by_length(ids, source.lengths, network.search_tokens // decoding.beam)
+
+        def search(part: Ids) -> list[list[Hypothesis]]:
             limits = self.max_lengths(source.lengths[part])
-            hypotheses = network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+            return network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+
+        for part, hypotheses in zip(parts, in_threads(search, parts, network.at_once), strict=True):
+            on_batch()
             texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))
             for sample, own in zip(part.tolist(), hypotheses, strict=True):
                 found[sample] = [next(texts) for _ in own], [one.score for one in own]

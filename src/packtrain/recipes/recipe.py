@@ -21,6 +21,7 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.manifest import Kind
+from packtrain.recipes.statistics import Statistic
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ Batch = dict[str, "Tensor"]
 
 SHOWN_SAMPLES = 5
 """Samples of an evaluation that reports show."""
+LAST_EPOCH = 1 << 40
+"""Beyond all phases of a schedule: an epoch whose settings are those of a trained model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class EvaluationRequest:
 
     `ids` are the samples whose loss counts, `decode_ids` those that need a free output. `epoch` is the epoch training
     is in, for settings that change with it. Call `on_batch` before every batch: it may raise to end the evaluation.
+    `by_sample` asks for the rows of a measurement.
     """
 
     split: str
@@ -47,14 +51,19 @@ class EvaluationRequest:
     beam: int = 1
     epoch: int = 0
     on_batch: Callable[[], None] = lambda: None
+    by_sample: bool = False
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One worker's result of an evaluation: sums that add up over workers, and the outputs it decoded."""
+    """One worker's result of an evaluation: sums that add up over workers, and the outputs it decoded.
+
+    `rows` has what was summed, by sample, if the request asked for it: a number for each of its `ids`, in their order.
+    """
 
     sums: dict[str, float]
     outputs: list[str]
+    rows: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,9 @@ class Network(ABC):  # noqa: B024 - each recipe has an interface of its own belo
 
     The form of the model is behind it: torch's module of a run, or a file of another runtime (export/).
     """
+
+    at_once: int = 1
+    """Batches that may be computed at the same time, in threads with one core each; most runtimes have their own."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,8 @@ class Recipe(ABC):
     """Fields of `decoding` that `packtrain predict` may change."""
     supports_chat: ClassVar[bool] = False
     """True if `converse` is implemented."""
+    score_packages: ClassVar[Sequence[str]] = ()
+    """Packages that its scores need, beyond those of the base install."""
 
     forms: ClassVar[tuple[str, ...]] = ("onnx",)
     """Forms that its model can be exported in, the fastest first (export/model.py)."""
@@ -260,6 +274,13 @@ class Recipe(ABC):
     @abstractmethod
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """Combine the parts of all workers; their outputs, in order, belong to `decode_ids`. Runs on rank 0."""
+
+    def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:  # noqa: ARG002
+        """Return what each score is computed from, sample by sample; scores without it have no confidence interval.
+
+        `measured` is the result of a request with these `ids` to count and to decode, `by_sample`.
+        """
+        return {}
 
     # Predictions.
 

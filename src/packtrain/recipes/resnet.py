@@ -24,6 +24,7 @@ from packtrain.errors import Mistake
 from packtrain.pack.shard import check_header
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes.classify import ClassifierNetwork
+from packtrain.recipes.decode import at_once_on
 from packtrain.recipes.images import ResNetShape
 
 _MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on a scale of 0 to 1: what pretrained weights expect
@@ -155,6 +156,7 @@ class ResNet(nn.Module):
 class TorchClassifier(ClassifierNetwork):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.at_once = at_once_on(next(model.parameters()).device)
 
     @torch.inference_mode()
     def logits(self, pixels: Pixels) -> NDArray[np.float32]:

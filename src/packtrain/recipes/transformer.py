@@ -112,8 +112,8 @@ class DecoderLayer(nn.Module):
         return self._rest(x_BTD + self.dropout(attended), *self.memory_attention.project(memory_BSD), mask)
 
     def start(self, memory_BSD: Tensor) -> DecoderCache:
-        # Not len(), which torch.export takes for a constant.
-        written = memory_BSD.new_empty(memory_BSD.shape[0], 0, 2 * memory_BSD.shape[2])  # nothing has been written yet
+        batch, _, width = memory_BSD.shape  # not len(), which would fix the size of an exported graph
+        written = memory_BSD.new_empty(batch, 0, 2 * width)  # nothing has been written yet
         return DecoderCache(*self.memory_attention.project(memory_BSD), written)
 
     def step(self, x_R1D: Tensor, cache: DecoderCache, mask: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class DecoderLayer(nn.Module):
         # No causal mask: the cache has no later positions.
         x_R1D = x_R1D + self.attention(normed, *self.attention.divide(cache.written), None)
         # The hypotheses of a source attend to its memory together, as if they were positions of one text.
-        x_BKD = x_R1D.reshape(len(cache.memory_keys), -1, x_R1D.shape[2])
+        x_BKD = x_R1D.reshape(cache.memory_keys.shape[0], -1, x_R1D.shape[2])
         return self._rest(x_BKD, cache.memory_keys, cache.memory_values, mask).reshape(x_R1D.shape)
 
     def _rest(self, x_BTD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from packtrain.job import Job
 from packtrain.pack.words import count_letters
 from packtrain.recipes.pairs import PairRecipe, TransformerShape, read_shape
 from packtrain.recipes.recipe import Scores
+from packtrain.recipes.statistics import Statistic, bleu_rows, bleu_statistic, chrf_statistic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +31,7 @@ SIZES: Mapping[str, TransformerShape] = {
 class Translate(PairRecipe):
     contents = frozenset({"pairs"})
     best_metric = "bleu"
+    score_packages = ("sacrebleu",)
     forms = ("ctranslate2", "onnx")
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     defaults: ClassVar[Mapping[str, object]] = {
@@ -68,6 +70,15 @@ class Translate(PairRecipe):
         values = {name: metric.corpus_score(outputs, [references]).score for name, metric in metrics.items()}
         signatures = {name: str(metric.get_signature()) for name, metric in metrics.items()}
         return Scores({"loss": loss, **values}, signatures)
+
+    def grade_statistics(
+        self,
+        rows: Mapping[str, Sequence[float]],  # noqa: ARG002
+        references: Sequence[str],
+        outputs: Sequence[str],
+    ) -> dict[str, Statistic]:
+        counts = bleu_rows(outputs, [[text] for text in references], bleu_tokenizer(references))
+        return {"bleu": bleu_statistic(counts), "chrf": chrf_statistic(outputs, references)}
 
 
 def bleu_tokenizer(references: Sequence[str]) -> str:

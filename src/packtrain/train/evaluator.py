@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from pydantic import TypeAdapter
 
-from packtrain.data.order import Ids, block
+from packtrain.data.order import Ids, block, spread
 from packtrain.recipes import EvaluationRequest, Measurement, Recipe, Scores
 from packtrain.train.engine import Engine
 from packtrain.train.world import StopRequested, World
@@ -117,9 +117,3 @@ def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: i
     """Return the scores of the model, equal on all ranks."""
     found = Evaluator(engine, recipe, world, beam).evaluate(split, decode)
     return None if found is None else found.scores
-
-
-def spread(count: int, wanted: int) -> Ids:
-    """Choose `wanted` of `count` ids, evenly spaced and always the same, so that scores are comparable."""
-    wanted = min(count, wanted)
-    return np.arange(wanted, dtype=np.int64) * count // max(1, wanted)

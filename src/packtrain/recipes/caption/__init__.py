@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from packtrain.data.images import Crop, ImageBatches, random_crops, resize
 from packtrain.data.order import Ids, Stream, philox_words
 from packtrain.data.pack import Pack, pad
+from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, Cider, bleu
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, in_threads
+from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu, bleu_counts
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -35,6 +36,7 @@ from packtrain.recipes.recipe import (
     read_options,
     text_prediction,
 )
+from packtrain.recipes.statistics import Statistic, bleu_statistic, mean, ratio, rows_in_order
 from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
@@ -157,6 +159,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     contents = frozenset({"captions"})
     kind = "captions"
     best_metric = "cider"
+    score_packages = ("sacrebleu",)
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
     decode_options = frozenset({"beam", "n_best"})
@@ -261,17 +264,23 @@ class Caption(ImageRecipe[CaptionBatches]):
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network = _network(model)
         loss, tokens = 0.0, 0
+        parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         outputs: list[str] = []
         for part, encoded in self._encode(network, request, request.ids):
             rows = [self._captions(request.split, sample) for sample in part.tolist()]
             captions = _padded([row for own in rows for row in own])
             images = np.repeat(np.arange(len(part)), [len(own) for own in rows])
-            loss += float(network.losses(encoded, images, captions).sum())
-            tokens += int((captions[:, 1:] != PAD).sum())
+            losses = network.losses(encoded, images, captions)
+            lengths = (captions[:, 1:] != PAD).sum(axis=1)
+            loss += float(losses.sum())
+            tokens += int(lengths.sum())
+            own = {name: np.bincount(images, values) for name, values in (("loss", losses), ("tokens", lengths))}
+            parts.append((part, own))
         for _, encoded in self._encode(network, request, request.decode_ids):
             found = network.search(encoded, request.beam)
             outputs += self.pack.vocabulary.decode([best.tokens for best, *_ in found])
-        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs)
+        samples = rows_in_order(request.ids, parts) if request.by_sample else {}
+        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs, samples)
 
     def _encode(
         self, network: CaptionNetwork[Encoded], request: EvaluationRequest, ids: Ids
@@ -305,6 +314,22 @@ class Caption(ImageRecipe[CaptionBatches]):
         )
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
 
+    def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
+        rows, outputs, known = measured.rows, measured.outputs, self.references(split)
+        references = [known.texts[sample] for sample in ids.tolist()]
+        counts = bleu_counts(outputs, references)
+        found = {f"bleu{order}": bleu_statistic(counts, order, smooth=False) for order in range(1, ORDERS + 1)}
+        found["loss"] = ratio(rows["loss"], rows["tokens"])
+        found["cider"] = mean([known.cider.score_of(*texts) for texts in zip(outputs, references, strict=True)])
+        for name, (samples_of_source, cider) in known.by_source.items():
+            # A resample has any number of samples of a source: those of others count nothing.
+            mine = np.array([sample in samples_of_source for sample in ids.tolist()])
+            found[f"bleu4_{name}"] = bleu_statistic(counts * mine[:, None], smooth=False)
+            texts = zip(mine, outputs, references, strict=True)
+            scores = [cider.score_of(output, own) if is_mine else 0.0 for is_mine, output, own in texts]
+            found[f"cider_{name}"] = ratio(scores, mine)
+        return found
+
     def references(self, split: str) -> CaptionReferences:
         """Return the captions of a whole split, however few of its samples are decoded."""
         if split not in self._references:
@@ -332,11 +357,12 @@ class Caption(ImageRecipe[CaptionBatches]):
     def predict(self, model: nn.Module | Network, inputs: Sequence[ImageInput], decoding: Decoding) -> list[Prediction]:
         """Return a caption for each image, with the attention of each word."""
         network, size = _network(model), self.final_settings.size
-        images = in_threads(self.read, inputs)  # all of them, so that a bad one is refused before any work
+        images = self.read_all(inputs)
         predictions: list[Prediction] = []
         for start in range(0, len(images), _EVALUATION_BATCH):
             part = images[start : start + _EVALUATION_BATCH]
-            encoded = network.encode(np.stack(in_threads(lambda image: resize(_whole(image), size, size), part)))
+            pixels = in_threads(lambda image: resize(_whole(image), size, size), part, num_threads())
+            encoded = network.encode(np.stack(list(pixels)))
             found = network.search(encoded, decoding.beam, decoding.n_best)
             for number, (image, own) in enumerate(zip(part, found, strict=True)):
                 attention = network.attention(encoded, number, own[0].tokens)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from packtrain.pack.words import spaced
+from packtrain.recipes.statistics import Floats, bleu_rows
 
 Ngram = tuple[str, ...]
 
@@ -40,8 +41,7 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[f
 
     if not outputs:
         return (0.0,) * ORDERS
-    said = [" ".join(words(text)) for text in outputs]
-    known = [[" ".join(words(text)) for text in texts] for texts in references]
+    said, known = _spelled(outputs), [_spelled(texts) for texts in references]
     # SacreBLEU wants equally many references for every output; repeating one changes neither counts nor lengths.
     streams = [[texts[min(at, len(texts) - 1)] for texts in known] for at in range(max(map(len, known)))]
     found = BLEU(tokenize="none", smooth_method="none", max_ngram_order=ORDERS).corpus_score(said, streams)
@@ -49,6 +49,16 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[f
         BLEU.compute_bleu(found.counts, found.totals, found.sys_len, found.ref_len, max_ngram_order=order).score
         for order in range(1, ORDERS + 1)
     )
+
+
+def bleu_counts(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Floats:
+    """Return the row of each output that BLEU is computed from (recipes/statistics.py)."""
+    said, known = _spelled(outputs), [_spelled(texts) for texts in references]
+    return bleu_rows(said, known, tokenize="none")
+
+
+def _spelled(texts: Sequence[str]) -> list[str]:
+    return [" ".join(words(text)) for text in texts]
 
 
 @dataclass(frozen=True)

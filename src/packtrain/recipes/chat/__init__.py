@@ -24,6 +24,7 @@ from packtrain.pack.vocabulary import EOS
 from packtrain.pack.words import split_words
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
 from packtrain.recipes.recipe import Decoding, Network, Prediction, Scores
+from packtrain.recipes.statistics import Statistic, perplexity
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,6 +100,15 @@ class Chat(PairRecipe):
         if outputs:
             values |= {"distinct_1": distinct(outputs, 1), "distinct_2": distinct(outputs, 2)}
         return Scores(values)
+
+    def grade_statistics(
+        self,
+        rows: Mapping[str, Sequence[float]],
+        references: Sequence[str],  # noqa: ARG002
+        outputs: Sequence[str],  # noqa: ARG002
+    ) -> dict[str, Statistic]:
+        # The share of distinct n-grams is not a function of sums: repeating a sample adds no new ones.
+        return {"perplexity": perplexity(rows["loss"], rows["tokens"])}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._last(row) for row in super().encode(texts)]

@@ -1,0 +1,435 @@
+"""Scores of trained models, on their own splits or on data that came later: with confidence intervals, and compared.
+
+A model is a run, which needs torch, or an exported folder, which does not.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.data.order import spread
+from packtrain.data.pack import Pack
+from packtrain.errors import FieldMistake, Mistake, PacktrainError, printable
+from packtrain.export.bootstrap import RESAMPLES, SEED, Difference, Interval, difference_of, interval_of, resampled
+from packtrain.export.model import ExportedModel, read_model
+from packtrain.export.predict import Choice, candidates, load_model, recipe_for
+from packtrain.identity import install_command
+from packtrain.job.kinds import Source
+from packtrain.pack.build import Learned, Packing, PackProgress
+from packtrain.pack.fetch import local_source
+from packtrain.pack.given import read_sources
+from packtrain.pack.manifest import Manifest, find_manifest
+from packtrain.pack.packing import pack_later
+from packtrain.pack.workers import Workers
+from packtrain.recipes import EvaluationRequest, Recipe
+from packtrain.recipes.recipe import LAST_EPOCH
+from packtrain.recipes.statistics import Floats, Statistic
+from packtrain.run.records import Sample
+from packtrain.run.run import Run
+from packtrain.run.trust import Accept, refuse
+from packtrain.store import Store, open_store
+from packtrain.system import cache_directory
+
+LATER = "test"
+"""The split that has the data of `--data`."""
+_PER_TOKEN = frozenset({"loss", "perplexity"})  # they depend on how a vocabulary divides a text
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The samples to evaluate on. `data` are values of `--data`; None leaves the choice to the model and its job."""
+
+    data: Sequence[str] = ()
+    split: str | None = None
+    samples: int | None = None
+    beam: int | None = None
+    allow_drops: bool = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, and the step of its weights."""
+
+    model: Any
+    step: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate. `recipe` has its own splits, unless `absent` says why it has not.
+
+    `load` is called when it is needed, so that two large models are not in memory together.
+    """
+
+    name: str
+    recipe: Recipe
+    load: Callable[[], Loaded]
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class SampledScore:
+    """`interval` is None if the recipe does not say what a score is computed from, sample by sample."""
+
+    value: float
+    interval: Interval | None
+    signature: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelScores:
+    """`samples` of the `available` ones were evaluated; `resamples` has each score on resamples of them."""
+
+    subject: Subject
+    step: int
+    split: str
+    samples: int
+    available: int
+    beam: int
+    seconds: float
+    scores: Mapping[str, SampledScore]
+    shown: Sequence[Sample]
+    notes: Sequence[str] = ()
+    resamples: Mapping[str, Floats] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        recipe = self.subject.recipe
+        return {
+            "model": self.subject.name,
+            "recipe": recipe.job.recipe,
+            "step": self.step,
+            "split": self.split,
+            "samples": self.samples,
+            "available": self.available,
+            "beam": self.beam if "beam" in recipe.decode_options else None,
+            "seconds": round(self.seconds, 3),
+            "bootstrap": {"resamples": RESAMPLES, "seed": SEED},
+            "scores": {
+                name: {
+                    "value": score.value,
+                    "interval": None if score.interval is None else [score.interval.low, score.interval.high],
+                    "signature": score.signature,
+                }
+                for name, score in self.scores.items()
+            },
+            "notes": list(self.notes),
+            "examples": [asdict(sample) for sample in self.shown],
+        }
+
+
+# The models.
+
+
+def run_subject(run: Run, choice: Choice = "last", accept: Accept = refuse) -> Subject:
+    recipe = recipe_for(run, accept, "evaluate")
+    candidates(run, choice)  # before data is packed: without a checkpoint there is nothing to evaluate
+
+    def load() -> Loaded:
+        # Accepted above, so a person is not asked twice.
+        _, model, checkpoint = load_model(run, choice, accept=lambda _: None, purpose="evaluate")
+        return Loaded(model, checkpoint.step)
+
+    return Subject(run.name, recipe, load)
+
+
+def folder_subject(folder: Path, store: Callable[[], Store]) -> Subject:
+    """Return the model of a folder; `store` opens the one that may have the splits of its run."""
+    model = read_model(folder)
+    home, origin = model.recipe, model.manifest.origin
+    pack = _own_pack(model, store)
+    absent = f"the splits of {origin.run} are not in this store; pass --data, or --store with pack {origin.pack}"
+
+    def load() -> Loaded:
+        return Loaded(model.network(), origin.step)
+
+    if pack is None:
+        return Subject(str(folder), home, load, absent)
+    return Subject(str(folder), type(home)(home.job, pack), load)
+
+
+def _own_pack(model: ExportedModel, store: Callable[[], Store]) -> Pack | None:
+    """Return the pack that the model was trained on, if the store has it."""
+    name, home = model.manifest.origin.pack, model.recipe.pack
+    try:
+        opened = store()
+        manifest = find_manifest(opened, name)
+    except PacktrainError:  # at home there is often no store
+        return None
+    if manifest is None:
+        return None
+    # Classes by their number: an exported model may have them in words.
+    if _digest(manifest) != _digest(home.manifest) or len(manifest.classes) != len(home.manifest.classes):
+        raise Mistake(f"pack {name} in {opened.url} has another vocabulary or other classes than {model.folder}")
+    return SamplePack(opened, manifest, cache_directory() / "packs", home)
+
+
+def _digest(manifest: Manifest) -> str | None:
+    return manifest.vocabulary.sha256 if manifest.vocabulary else None
+
+
+class SamplePack(Pack):
+    """Samples for a model that is not from their pack: files that its job names stay those of its own."""
+
+    def __init__(self, store: Store, manifest: Manifest, directory: Path, own: Pack) -> None:
+        super().__init__(store, manifest.name, directory, manifest=manifest)
+        self._own = own
+
+    def given_file(self, path: str) -> Path:
+        return self._own.given_file(path)
+
+
+# The data.
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """A recipe with the samples to evaluate, and remarks about them."""
+
+    recipe: Recipe
+    split: str
+    notes: Sequence[str] = ()
+
+
+def _own_task(subject: Subject, wanted: str | None) -> EvaluationTask:
+    if subject.absent:
+        raise Mistake(f"{subject.name}: {subject.absent}")
+    for split in (wanted,) if wanted else ("test", "valid"):
+        if subject.recipe.count(split):
+            return EvaluationTask(subject.recipe, split)
+    if wanted is None:
+        raise Mistake(f"{subject.name} has neither a test nor a valid split; pass --data")
+    others = [split for split in ("test", "valid") if subject.recipe.count(split)]
+    advice = f"pass --split {others[0]}, or --data" if others else "pass --data"
+    raise Mistake(f"--split {wanted}: {subject.name} has no such split; {advice}")
+
+
+class _LaterData:
+    """Packs data that came later, in a temporary store, for each model as it needs it."""
+
+    def __init__(self, folder: Path, options: EvaluateOptions, progress: PackProgress, workers: Workers) -> None:
+        self._options, self._progress, self._workers = options, progress, workers
+        self._folder = folder
+        self._store = open_store(str(folder / "store"), create=True)
+        self._packed: dict[tuple[object, ...], Manifest] = {}
+
+    def task(self, subject: Subject) -> EvaluationTask:
+        recipe = subject.recipe
+        sources = tuple(self._local(source) for source in self._sources(recipe))
+        for source in sources:
+            if (kind := source.pack_kind()) != recipe.kind:
+                place = printable(source.paths[0], 200)
+                raise Mistake(f"--data: {place} has {kind}, but {recipe.job.recipe} needs {recipe.kind}")
+        data = recipe.job.data.model_copy(update={"train": (), "valid": (), LATER: sources})
+        learned = _learned(recipe.pack)
+        # Two models that learned the same can share a pack.
+        key = learned, data.sizes
+        if key not in self._packed:
+            name = f"later-{len(self._packed)}"
+            packing = Packing(name, data, self._store, self._workers, self._progress, learned)
+            try:
+                self._packed[key] = pack_later(packing, recipe.kind, self._options.allow_drops)
+            except FieldMistake as mistake:
+                raise Mistake(f"--data: {mistake.fault}") from None
+        pack = SamplePack(self._store, self._packed[key], self._folder / "cache", recipe.pack)
+        job = recipe.job.model_copy(update={"data": data})
+        return EvaluationTask(type(recipe)(job, pack), LATER, _class_notes(pack))
+
+    def _sources(self, recipe: Recipe) -> tuple[Source, ...]:
+        return read_sources("--data", self._options.data, str(recipe.job.recipe), recipe.contents)
+
+    def _local(self, source: Source) -> Source:
+        if any(path.startswith("store:") for path in source.paths):
+            raise Mistake("--data: store: names no store here; pass a path, or an s3:// or https:// URL")
+        return local_source(source, self._store, cache_directory() / "sources", self._progress.say)
+
+
+def _learned(pack: Pack) -> Learned:
+    manifest = pack.manifest
+    return Learned(
+        tuple(manifest.classes),
+        pack.vocabulary.to_json() if manifest.vocabulary else None,
+        pack.target_vocabulary.to_json() if manifest.target_vocabulary else None,
+    )
+
+
+def _class_notes(pack: Pack) -> list[str]:
+    classes = pack.manifest.classes
+    if not classes:
+        return []
+    found = len(np.unique(pack.split(LATER).plain("label")))
+    return [] if found == len(classes) else [f"the data has {found:,} of the {len(classes):,} classes of the model"]
+
+
+# Evaluations.
+
+
+def evaluate(
+    subjects: Sequence[Subject], options: EvaluateOptions, progress: PackProgress, workers: Workers
+) -> list[ModelScores]:
+    """Evaluate models of one recipe on the same samples."""
+    first = subjects[0]
+    for subject in subjects:
+        _check(subject, first, options)
+    with tempfile.TemporaryDirectory(prefix="packtrain-evaluate-") as folder:
+        if options.data:
+            later = _LaterData(Path(folder), options, progress, workers)
+            tasks = [later.task(subject) for subject in subjects]
+        else:
+            tasks = [_own_task(first, options.split)]
+            tasks += [_own_task(subject, tasks[0].split) for subject in subjects[1:]]
+            for subject, task in zip(subjects, tasks, strict=True):
+                _check_samples(first, tasks[0], subject, task)
+        return [_evaluated(*pair, options, progress) for pair in zip(subjects, tasks, strict=True)]
+
+
+def _check(subject: Subject, first: Subject, options: EvaluateOptions) -> None:
+    recipe, other = subject.recipe, first.recipe
+    if recipe.job.recipe != other.job.recipe:
+        raise Mistake(
+            f"--against: {subject.name} is a model of {recipe.job.recipe} and {first.name} one of {other.job.recipe};"
+            " compare models of the same recipe"
+        )
+    if options.beam is not None and "beam" not in recipe.decode_options:
+        raise Mistake(f"--beam: {recipe.job.recipe} does not support it")
+    if options.data and options.split:
+        raise Mistake("--split: chooses among the model's own data; remove it, or --data")
+    missing = [package for package in recipe.score_packages if find_spec(package) is None]
+    if missing:
+        command = install_command("train", *missing)
+        raise Mistake(f"evaluate needs {', '.join(missing)} for the scores of {recipe.job.recipe}; run `{command}`")
+
+
+def _check_samples(first: Subject, task: EvaluationTask, other: Subject, its: EvaluationTask) -> None:
+    """Refuse splits that were not packed from the same raw data."""
+    one, two = task.recipe.pack.manifest, its.recipe.pack.manifest
+    sources = [manifest.settings.get("splits", {}).get(task.split) for manifest in (one, two)]
+    same = sources[0] == sources[1] and task.recipe.count(task.split) == its.recipe.count(task.split)
+    if one.name != two.name and not same:
+        raise Mistake(
+            f"--against: the {task.split} splits of {first.name} and {other.name} have different data; pass --data"
+        )
+
+
+def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions, progress: PackProgress) -> ModelScores:
+    recipe, split = task.recipe, task.split
+    count = recipe.count(split)
+    ids = spread(count, count if options.samples is None else options.samples)
+    beam = options.beam or recipe.job.evaluate.beam
+    loaded = subject.load()
+    started = time.perf_counter()
+    with progress.track(f"evaluating {subject.name} in batches", None) as advance:
+        request = EvaluationRequest(split, ids, ids, beam, LAST_EPOCH, lambda: advance(1), by_sample=True)
+        measured = recipe.measure(loaded.model, request)
+    scores = recipe.score(split, ids, [measured])
+    seconds = time.perf_counter() - started
+    statistics = recipe.statistics(split, ids, measured) if measured.rows else {}
+    found = resampled(_matching(statistics, scores.values))
+    return ModelScores(
+        subject,
+        loaded.step,
+        split,
+        len(ids),
+        count,
+        beam,
+        seconds,
+        {
+            name: SampledScore(
+                value, interval_of(found[name]) if name in found else None, scores.signatures.get(name, "")
+            )
+            for name, value in scores.values.items()
+        },
+        scores.samples,
+        task.notes,
+        found,
+    )
+
+
+def _matching(statistics: Mapping[str, Statistic], values: Mapping[str, float]) -> dict[str, Statistic]:
+    """Return the statistics of these scores; a recipe derived from another may define a score of that name anew."""
+    return {
+        name: statistic
+        for name, statistic in statistics.items()
+        if name in values and np.isclose(statistic.value, values[name], rtol=1e-6, atol=1e-9)
+    }
+
+
+# Comparisons.
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two models on the same samples; a difference is what the other has more."""
+
+    own: ModelScores
+    other: ModelScores
+    differences: Mapping[str, Difference]
+    verdict: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "against": self.other.as_json(),
+            "differences": {
+                name: {
+                    "value": one.value,
+                    "interval": [one.interval.low, one.interval.high],
+                    "p_value": one.p_value,
+                    "significant": one.is_significant,
+                }
+                for name, one in self.differences.items()
+            },
+            "verdict": self.verdict,
+        }
+
+
+def compare(own: ModelScores, other: ModelScores) -> Comparison:
+    """Compare by paired bootstrap resampling: both models on the same resamples."""
+    manifests = [one.subject.recipe.pack.manifest for one in (own, other)]
+    unlike = frozenset() if _digest(manifests[0]) == _digest(manifests[1]) else _PER_TOKEN
+    differences = {
+        name: difference_of(
+            own.resamples[name], other.resamples[name], other.scores[name].value - own.scores[name].value
+        )
+        for name in own.resamples
+        if name in other.resamples and name not in unlike
+    }
+    return Comparison(own, other, differences, _verdict(own, other, differences))
+
+
+def _verdict(own: ModelScores, other: ModelScores, differences: Mapping[str, Difference]) -> str:
+    """Return a sentence about the score that decides which checkpoint of such a model is the best."""
+    recipe = own.subject.recipe
+    name = recipe.job.checkpoint.best_by or recipe.best_metric
+    if name not in differences:
+        name = recipe.best_metric
+    if name not in differences:
+        return f"{name} cannot be compared: it has no interval, or is per token of different vocabularies"
+    found = differences[name]
+    # From the point of view of the better model, so that the numbers are positive.
+    other_leads = (found.value > 0) != (name in recipe.lower_is_better)
+    low, high = found.interval.low, found.interval.high
+    if found.value < 0:
+        low, high = -high, -low
+    figures = f"95 % interval {show(low)} to {show(high)}, p = {found.p_value:.3f}"
+    if not found.is_significant:
+        return f"no difference beyond noise: {show(abs(found.value))} {name} ({figures})"
+    winner = other if other_leads else own
+    return f"{winner.subject.name} is better by {show(abs(found.value))} {name} ({figures})"
+
+
+def show(value: float) -> str:
+    """Return a score with three digits or more, and two decimals at most unless it is small."""
+    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+
+
+def report(evaluations: Sequence[ModelScores], data: Sequence[str]) -> dict[str, Any]:
+    """Return everything for scripts; new data is of no split."""
+    first = evaluations[0].as_json() | ({"data": list(data), "split": None} if data else {"data": []})
+    return first | (compare(*evaluations).as_json() if len(evaluations) == 2 else {})

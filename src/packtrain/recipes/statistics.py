@@ -1,0 +1,132 @@
+"""Scores as functions of sums over samples, so that a score of any resample costs one product of matrices.
+
+The formulas of BLEU and chrF are SacreBLEU's, for many corpora at once. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from packtrain.data.order import Ids
+
+Floats = NDArray[np.float64]
+
+BLEU_ORDERS = 4
+CHRF_ORDERS = 6
+_CHRF_BETA = 2
+_MAX_EXPONENT = 700.0  # beyond that, exp overflows
+
+
+@dataclass(frozen=True, eq=False)
+class Statistic:
+    """The parts of a score: a row for each sample, and the score as a function of sums of rows.
+
+    `score` takes sums [corpora, columns] and returns scores [corpora].
+    """
+
+    rows: Floats
+    score: Callable[[Floats], Floats]
+
+    @property
+    def value(self) -> float:
+        """The score of all samples."""
+        return float(self.score(self.rows.sum(axis=0, keepdims=True))[0])
+
+
+def ratio(parts: ArrayLike, wholes: ArrayLike, scale: float = 1.0) -> Statistic:
+    """Return the statistic of a mean: the sum of the parts divided by that of the wholes."""
+    return Statistic(_columns(parts, wholes), lambda sums: scale * _quotient(sums[:, 0], sums[:, 1]))
+
+
+def mean(values: ArrayLike, scale: float = 1.0) -> Statistic:
+    return ratio(values, np.ones_like(np.asarray(values, np.float64)), scale)
+
+
+def perplexity(losses: ArrayLike, tokens: ArrayLike) -> Statistic:
+    def score(sums: Floats) -> Floats:
+        found: Floats = np.exp(np.minimum(_quotient(sums[:, 0], sums[:, 1]), _MAX_EXPONENT))
+        return found
+
+    return Statistic(_columns(losses, tokens), score)
+
+
+def bleu_statistic(rows: Floats, order: int = BLEU_ORDERS, smooth: bool = True) -> Statistic:
+    """Return BLEU up to an order, smoothed as mteval does (SacreBLEU's `exp`) or not at all.
+
+    A row is the length of the output, that of its reference, the matching n-grams of each order, and all n-grams.
+    """
+
+    def score(sums: Floats) -> Floats:
+        said, known = sums[:, 0], sums[:, 1]
+        correct, total = sums[:, 2 : 2 + order], sums[:, 2 + BLEU_ORDERS : 2 + BLEU_ORDERS + order]
+        # The n-th order without a match counts as if it had 1 / 2 ** n of one.
+        smoothed = 0.5 ** np.cumsum((correct == 0) & (total > 0), axis=1) if smooth else 0.0
+        precisions = _quotient(np.where(correct == 0, smoothed, correct), total)
+        with np.errstate(divide="ignore"):  # a precision of 0 makes the score 0
+            logarithms = np.log(precisions).mean(axis=1)
+            penalty = np.minimum(0.0, 1 - np.where(said > 0, known / np.where(said > 0, said, 1), np.inf))
+        found: Floats = np.where(correct.any(axis=1), 100 * np.exp(penalty + logarithms), 0.0)
+        return found
+
+    return Statistic(rows, score)
+
+
+def bleu_rows(outputs: Sequence[str], references: Sequence[Sequence[str]], tokenize: str) -> Floats:
+    """Return the row of each output, which has one reference or more, for `bleu_statistic`."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    # The effective order concerns the score of a sentence, not its counts; without it, SacreBLEU warns.
+    metric = BLEU(tokenize=tokenize, max_ngram_order=BLEU_ORDERS, effective_order=True)
+    found = [metric.sentence_score(output, known) for output, known in zip(outputs, references, strict=True)]
+    rows = [[one.sys_len, one.ref_len, *one.counts, *one.totals] for one in found]
+    return np.array(rows, np.float64).reshape(-1, 2 + 2 * BLEU_ORDERS)
+
+
+def chrf_statistic(outputs: Sequence[str], references: Sequence[str]) -> Statistic:
+    """Return chrF2 over characters without spaces."""
+    rows = [_chrf_row(*texts) for texts in zip(outputs, references, strict=True)]
+
+    def score(sums: Floats) -> Floats:
+        said, known, matching = (sums[:, which::3] for which in range(3))
+        counted = ((said > 0) & (known > 0)).astype(np.float64)
+        orders = counted.sum(axis=1)
+        precision = _quotient((_quotient(matching, said) * counted).sum(axis=1), orders)
+        recall = _quotient((_quotient(matching, known) * counted).sum(axis=1), orders)
+        return 100 * _quotient((1 + _CHRF_BETA**2) * precision * recall, _CHRF_BETA**2 * precision + recall)
+
+    return Statistic(np.array(rows, np.float64).reshape(-1, 3 * CHRF_ORDERS), score)
+
+
+def rows_in_order(ids: Ids, parts: Sequence[tuple[Ids, Mapping[str, ArrayLike]]]) -> dict[str, list[float]]:
+    """Return the values of samples, which were measured in any order, in that of `ids`."""
+    places = {sample: place for place, sample in enumerate(one for part, _ in parts for one in part.tolist())}
+    order = [places[sample] for sample in ids.tolist()]
+    names = parts[0][1] if parts else ()
+    columns = {name: np.concatenate([np.asarray(values[name], np.float64) for _, values in parts]) for name in names}
+    return {name: column[order].tolist() for name, column in columns.items()}
+
+
+def _chrf_row(output: str, reference: str) -> list[int]:
+    """Return the n-grams of the output, of its reference, and of both, for each order."""
+    row: list[int] = []
+    texts = ["".join(text.split()) for text in (output, reference)]
+    for order in range(1, CHRF_ORDERS + 1):
+        said, known = (Counter(text[at : at + order] for at in range(len(text) - order + 1)) for text in texts)
+        # SacreBLEU leaves out what has no reference of that length to match.
+        row += [said.total() if known else 0, known.total(), (said & known).total()]
+    return row
+
+
+def _columns(*columns: ArrayLike) -> Floats:
+    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+
+
+def _quotient(parts: Floats, wholes: Floats) -> Floats:
+    """Return 0 where the whole is 0."""
+    found: Floats = np.divide(parts, wholes, out=np.zeros(np.broadcast(parts, wholes).shape), where=wholes > 0)
+    return found
