@@ -56,7 +56,7 @@ def export(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a run for machines without torch, check that it scores the same, and deliver it."""
+    """Write the model of a run for machines without torch."""
     from packtrain.cli.copies import CopyBars
     from packtrain.export.deliver import deliver, destination_of, untracked
     from packtrain.export.export import ExportOptions, export_run

@@ -22,7 +22,8 @@ NameArgument = Annotated[
     str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
 ]
 VariantOption = Annotated[
-    str, typer.Option(
+    str,
+    typer.Option(
         metavar="cpu|cuda|jetson|serve",
         help="Which build of torch; jetson uses that of its base image, serve has none and serves a model.",
     ),

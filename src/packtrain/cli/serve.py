@@ -47,7 +47,7 @@ def serve(
     max_bytes: Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Maximum size of a request.")] = "20 MB",
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",
 ) -> None:
-    """Serve an exported model over HTTP: a page to try it, a JSON interface, and OpenAI's interface for texts."""
+    """Serve an exported model over HTTP, with a page to try it."""
     try:
         from packtrain.export.serve import is_loopback
         from packtrain.export.serve import serve as serve_model
