@@ -290,7 +290,7 @@ class ServiceLimits(_Said):
 
 
 class ModelFacts(_Said):
-    """What this model is and accepts; OpenAI's clients ignore it."""
+    """The model and the inputs and options that it accepts; clients of OpenAI ignore these facts."""
 
     recipe: str
     form: str
