@@ -290,7 +290,7 @@ class ServiceLimits(_Said):
 
 
 class ModelFacts(_Said):
-    """The name, recipe and options of the model; OpenAI's clients ignore them."""
+    """The model and the inputs and options that it accepts; clients of OpenAI ignore these facts."""
 
     recipe: str
     form: str
