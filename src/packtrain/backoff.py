@@ -1,11 +1,18 @@
-"""Pauses between tries of something that fails for now: they double, up to a limit, and vary at random."""
+"""Pauses between tries of something that fails for now: they double, up to a limit, and vary at random.
+
+A person who waits for it is told: see `SlowAnswers`.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, Timer
+
+_SLOW_SECONDS = 4.0  # without an answer, until a person is told
 
 
 class Backoff:
@@ -52,3 +59,45 @@ class Backoff:
         if seconds is not None:
             self._sleep(seconds)
         return seconds is not None
+
+
+class SlowAnswers:
+    """Tells a person that a server does not answer, once until it does. Without `tell`, as on machines, nobody is."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[str], None] | None = None
+        self._told: set[str] = set()
+        self._lock = Lock()
+
+    @contextmanager
+    def watched(self, place: str, limit_seconds: float) -> Iterator[None]:
+        """Watch a request to a place. It may hang inside of a library, so that only another thread can tell."""
+        if self.tell is None:
+            yield
+            return
+        timer = Timer(_SLOW_SECONDS, self.late, (place, limit_seconds))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self.answered(place)
+
+    def late(self, place: str, limit_seconds: float) -> None:
+        with self._lock:
+            is_new = place not in self._told
+            self._told.add(place)
+        if is_new and self.tell is not None:
+            self.tell(f"{place} does not answer; trying again for up to {limit_seconds:.0f} s")
+
+    def answered(self, place: str) -> None:
+        with self._lock:
+            was_told = place in self._told
+            self._told.discard(place)
+        if was_told and self.tell is not None:
+            self.tell(f"{place} answers again")
+
+
+SLOW_ANSWERS = SlowAnswers()
+"""Those of this process: a client has one terminal, whatever number of stores it opens."""

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 (the networks below ignore most of what they are given)
 """A real server on loopback and real clients; the network echoes its input, so that answers are known."""
 
 from __future__ import annotations
@@ -5,15 +6,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,15 +27,18 @@ from openapi_spec_validator import validate
 from PIL import Image
 
 from pack.corpus import job_of
+from pack.pictures import with_size
+from packtrain.cli.serve import serve as serve_command
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.export.export import ExportOptions, export_run
 from packtrain.export.service import ServedModel, ServiceSettings
 from packtrain.recipes import Decoding, Recipe, recipe_class
 from packtrain.recipes.caption import CaptionNetwork
 from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.pairs import TextNetwork
 from packtrain.recipes.recipe import Hypothesis, Network
-from parts.models import packed_run
+from parts.models import commit_model, packed_run
 from parts.service import RunningService, running, wait_until
 from recipes.small import SMALL
 
@@ -57,17 +58,17 @@ class EchoText(TextNetwork):
         self.defect: Exception | None = None
 
     def search(
-        self, source_BS: NDArray[np.int64], limits_B: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
+        self, source: NDArray[np.int64], limits: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
     ) -> list[list[Hypothesis]]:
-        self.batches.append((len(source_BS), decoding))
+        self.batches.append((len(source), decoding))
         assert self.gate.wait(30)
         if self.defect:
             raise self.defect
-        rows = [[token for token in row if token > 3] for row in source_BS.tolist()]
+        rows = [[token for token in row if token > 3] for row in source.tolist()]
         return [[Hypothesis(row, -0.5 - place) for place in range(decoding.n_best)] for row in rows]
 
-    def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.zeros(len(source_BS))
+    def losses(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.zeros(len(source))
 
     @property
     def sizes(self) -> list[int]:
@@ -140,6 +141,13 @@ def service(recipes: Callable[[str], Recipe], echo: EchoText) -> Iterator[Runnin
 def client(service: RunningService) -> Iterator[httpx.Client]:
     with service.client() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def shared(recipes: Callable[[str], Recipe]) -> Iterator[httpx.Client]:
+    """A client of one service, for tests that leave no trace in it."""
+    with running(served(recipes("translate"), EchoText())) as one, one.client() as client:
+        yield client
 
 
 @contextmanager
@@ -224,24 +232,24 @@ def test_a_seed_is_used_as_given_and_without_one_every_request_samples_anew(
         (json.dumps({"inputs": ["good " * 3000]}).encode(), "the input has 3,002 tokens, more than 1,000; shorten it"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused_in_one_line(client: httpx.Client, body: bytes, fault: str) -> None:
-    response = client.post("/v1/predict", content=body, headers=JSON)
+def test_a_wrong_request_is_refused_in_one_line(shared: httpx.Client, body: bytes, fault: str) -> None:
+    response = shared.post("/v1/predict", content=body, headers=JSON)
     assert response.status_code == 400
     assert error_of(response).startswith(fault)
 
 
-def test_other_types_of_bodies_are_refused(client: httpx.Client) -> None:
+def test_other_types_of_bodies_are_refused(shared: httpx.Client) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "image/png", ""):
-        response = client.post("/v1/predict", content=b'{"inputs": ["a"]}', headers={"Content-Type": kind})
+        response = shared.post("/v1/predict", content=b'{"inputs": ["a"]}', headers={"Content-Type": kind})
         assert (response.status_code, error_of(response)) == (415, "the content type must be application/json")
-    packed = client.post("/v1/predict", content=b"x", headers={**JSON, "Content-Encoding": "gzip"})
+    packed = shared.post("/v1/predict", content=b"x", headers={**JSON, "Content-Encoding": "gzip"})
     assert (packed.status_code, error_of(packed)) == (415, "compressed bodies are not accepted")
 
 
-def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
-    assert client.get("/nothing").status_code == 404
-    assert client.get("/../../etc/passwd").status_code == 404
-    response = client.get("/v1/predict")
+def test_other_paths_and_methods_are_refused(shared: httpx.Client) -> None:
+    assert shared.get("/nothing").status_code == 404
+    assert shared.get("/../../etc/passwd").status_code == 404
+    response = shared.get("/v1/predict")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
@@ -315,10 +323,22 @@ def test_a_slow_model_gives_504_and_others_are_answered_after_it(
 
 
 def test_a_body_that_does_not_arrive_gives_408(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
-    with serving(recipes("translate"), echo, timeout_seconds=0.3) as one:
-        with raw(one, "Content-Length: 100") as connection:
-            connection.sendall(b'{"inp')
-            assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+    with (
+        serving(recipes("translate"), echo, timeout_seconds=0.3) as one,
+        raw(one, "Content-Length: 100") as connection,
+    ):
+        connection.sendall(b'{"inp')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_sends_no_whole_request_is_closed(service: RunningService) -> None:
+    service.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]
+    port = int(service.url.rpartition(":")[2])
+    for start in (b"", b"POST /v1/pre", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(start)
+            received = b"".join(iter(lambda: connection.recv(1000), b""))
+            assert received.startswith(b"HTTP/1.1 200 ") == start.startswith(b"GET")
 
 
 @contextmanager
@@ -375,11 +395,11 @@ def test_a_defect_gives_500_without_the_input_in_answer_or_log(
 # Who may enter.
 
 
-def test_without_a_token_only_the_names_of_this_machine_are_accepted(client: httpx.Client) -> None:
+def test_without_a_token_only_the_names_of_this_machine_are_accepted(shared: httpx.Client) -> None:
     for host in ("localhost", "localhost:8000", "127.0.0.1", "127.0.0.53:80", "[::1]:8000", "model.localhost"):
-        assert client.get("/v1/models", headers={"Host": host}).status_code == 200, host
+        assert shared.get("/v1/models", headers={"Host": host}).status_code == 200, host
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "192.168.0.7", "", "[::1", "::1"):
-        response = client.get("/v1/models", headers={"Host": host})
+        response = shared.get("/v1/models", headers={"Host": host})
         assert response.status_code == 403, host
         assert "is not this machine" in error_of(response)
 
@@ -519,9 +539,9 @@ def test_outputs_end_at_the_limit_and_at_a_stop(client: httpx.Client) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(
-    client: httpx.Client, path: str, body: dict[str, Any], status: int, fault: str
+    shared: httpx.Client, path: str, body: dict[str, Any], status: int, fault: str
 ) -> None:
-    response = client.post(f"/v1/{path}", json=body)
+    response = shared.post(f"/v1/{path}", json=body)
     assert (response.status_code, error_of(response)[: len(fault)]) == (status, fault)
 
 
@@ -555,15 +575,10 @@ def test_captions_say_where_they_looked(recipes: Callable[[str], Recipe]) -> Non
         assert len(made["n_best"]) == 2
 
 
-def bomb() -> bytes:
-    """A PNG of a few bytes whose header promises 4 billion pixels."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", 65000, 65000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
-
-
 def test_what_is_no_usable_picture_is_refused(recipes: Callable[[str], Recipe]) -> None:
+    bomb = with_size(picture("red", "JPEG"), 65_000, 65_000)
     with serving(recipes("classify"), BrightClassifier()) as one, one.client() as client:
-        for data, fault in ((b"", "empty"), (b"hello", "not an image"), (bomb(), "too many pixels")):
+        for data, fault in ((b"", "empty"), (b"hello", "not an image"), (bomb, "too many pixels")):
             response = client.post("/v1/predict", content=data, headers={"Content-Type": "image/png"})
             assert response.status_code == 400
             assert fault in error_of(response)
@@ -658,15 +673,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_service(recipes: Callable[[str],
         assert str(one.server.service.failure) == "its weights are damaged"
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(client: httpx.Client) -> None:
-    page = client.get("/")
+def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(shared: httpx.Client) -> None:
+    page = shared.get("/")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         assert path.startswith("/"), path
-        assert client.get(path).status_code == 200, path
-    texts = [client.get(path).text for path in ("/", "/page.js", "/style.css")]
+        assert shared.get(path).status_code == 200, path
+    texts = [shared.get(path).text for path in ("/", "/page.js", "/style.css")]
     assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write", "".join(texts))
     assert " style=" not in page.text, "the policy forbids it"
     assert "<script>" not in page.text
@@ -675,31 +690,37 @@ def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(client: h
 # The end of the process.
 
 PROGRAM = """
-import sys, time
+import socket, sys
 from pathlib import Path
-sys.path[:0] = {path!r}
-from export.test_serve import EchoText, served
 from packtrain.data.pack import Pack
 from packtrain.export.serve import serve
-from packtrain.export.service import ServiceSettings
+from packtrain.export.service import ServedModel, ServiceSettings
 from packtrain.recipes import recipe_class
+from packtrain.recipes.pairs import TextNetwork
+from packtrain.recipes.recipe import Hypothesis
 from packtrain.run.run import open_run
 from packtrain.store import open_store
-import socket
 
-class Slow(EchoText):
-    def search(self, *arguments):
-        found = super().search(*arguments)
-        if len(self.batches) > 1:  # not the warm-up
+class Slow(TextNetwork):
+    search_tokens = 1000
+    is_warm = False
+
+    def search(self, source, limits, decoding, numbers):
+        if self.is_warm:
             print("computing", flush=True)
             sys.stdin.readline()
-        return found
+        self.is_warm = True
+        return [[Hypothesis([token for token in row if token > 3], 0.0)] for row in source.tolist()]
 
-run = open_run(open_store({store!r}), None)
-recipe = recipe_class(run.job.recipe)(run.job, Pack(run.store, run.pack_name(), Path({cache!r})))
+    def losses(self, source, target):
+        return source
+
+run = open_run(open_store(sys.argv[1]), None)
+recipe = recipe_class(run.job.recipe)(run.job, Pack(run.store, run.pack_name(), Path(sys.argv[2])))
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
-serve(served(recipe, Slow()), ServiceSettings(), listener, None, lambda line: print(line, flush=True))
+model = ServedModel("greetings-1", recipe, Slow, "slow", "fp32", 10, 0.0)
+serve(model, ServiceSettings(), listener, None, lambda line: print(line, flush=True))
 print("ended", flush=True)
 """
 
@@ -709,10 +730,8 @@ def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     packed_run(tmp_path, job_of(tmp_path))
-    code = PROGRAM.format(path=sys.path, store=str(tmp_path / "store"), cache=str(tmp_path / "cache"))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(tmp_path / "cache")]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert process.stdin and process.stdout
     try:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -739,30 +758,69 @@ def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
 # The command.
 
 
-def command(*arguments: str, **environment: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "packtrain", "serve", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stderr
-
-
 def test_the_command_refuses_what_would_be_open_to_all_or_cannot_be_served(tmp_path: Path) -> None:
     short, missing = tmp_path / "token", tmp_path / "none"
     short.write_text("short\n")
     short.chmod(0o600)
-    cases = [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines may reach this address; set $PACKTRAIN_SERVE_TOKEN"),
-        (["--token-file", str(short)], "a token must have 16 or more ASCII characters without spaces"),
-        (["--token-file", str(missing)], "cannot read: No such file or directory"),
-        (["--timeout", "soon"], "--timeout: 'soon' is not a number with a unit"),
-        ([], "not an exported model; there is no model.json"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0: other machines may reach this address; set $PACKTRAIN_SERVE_TOKEN"),
+        ({"host": "no.such.host.invalid"}, "other machines may reach this address"),
+        ({"token_file": short}, "a token must have 16 or more ASCII characters without spaces"),
+        ({"token_file": missing}, "cannot read: No such file or directory"),
+        ({"timeout": "soon"}, "--timeout: 'soon' is not a number with a unit"),
+        ({"max_bytes": "20"}, "--max-bytes: '20' is not a number with a unit"),
+        ({}, "not an exported model; there is no model.json"),
     ]
-    for arguments, fault in cases:
-        code, written = command(str(tmp_path), *arguments)
-        assert code in (2, 102)
-        assert fault in written
-        assert written.count("\n") == 1
+    for options, fault in cases:
+        with pytest.raises(PacktrainError, match=re.escape(fault)):
+            serve_command(tmp_path, **options)
+
+
+WITHOUT_TORCH = 'import sys; sys.modules["torch"] = None; from packtrain.cli import main; main()'
+
+
+def test_an_exported_model_is_served_without_torch_until_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PACKTRAIN_SERVE_TOKEN", TOKEN)
+    run = packed_run(tmp_path, job_of(tmp_path))
+    commit_model(run, tmp_path, 10)
+    exported = export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
+    texts = ["good morning", "how are you today"]
+    expected = exported.recipe.predict(exported.network(1), texts, exported.recipe.decoding)
+    arguments = ["serve", str(tmp_path / "model"), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        assert line.startswith("greetings-1 (ctranslate2 fp32): http://127.0.0.1:")
+        url = line.split()[3]
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as client:
+            wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
+            assert outputs(client.post("/v1/predict", json={"inputs": texts})) == [one.text for one in expected]
+            sampled = client.post("/v1/completions", json={"prompt": "hello", "temperature": 1})
+            assert sampled.status_code == 400
+            assert "does not sample" in error_of(sampled)
+        process.terminate()
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "ready: greetings-1" in log
+        assert "Traceback" not in log
+        assert TOKEN not in log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    run = packed_run(tmp_path, job_of(tmp_path))
+    commit_model(run, tmp_path, 10)
+    export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Mistake, match=rf"^cannot listen on '127.0.0.1', port {port}: Address already in use$"):
+            serve_command(tmp_path / "model", port=port)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,15 +81,30 @@ LARGE = ("model.width=256", "model.feedforward=8192")  # so that a checkpoint ta
 SHORT = ("train.duration=30 steps", "checkpoint.every=5 steps", "fleet.local.machines=1")
 
 
+@pytest.fixture(scope="module")
+def killed_uploads(
+    moto_server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    """Both at the same time: they mostly wait."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("directory", "bucket")}
+    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(2) as pool:
+        moto_server.enter(monkeypatch)
+        yield {kind: pool.submit(kill_during_an_upload, kind, folder, moto_server) for kind, folder in folders.items()}
+
+
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
 def test_nothing_but_commits_is_left_of_a_run_that_was_killed_during_an_upload(
-    kind: str, tmp_path: Path, s3_environment: S3Server
+    kind: str, killed_uploads: dict[str, Future[None]]
 ) -> None:
+    killed_uploads[kind].result()
+
+
+def kill_during_an_upload(kind: str, tmp_path: Path, bucket: S3Server) -> None:
     sandbox = make_sandbox(tmp_path, fresh_location() if kind == "bucket" else None)
 
     def unfinished() -> list[str]:
         if kind == "bucket":
-            return s3_environment.uploads(sandbox.store)
+            return bucket.uploads(sandbox.store)
         return [str(path) for path in Path(sandbox.store).rglob("files/.tmp-*")]
 
     try:

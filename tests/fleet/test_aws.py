@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import calendar
 import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,13 +23,15 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import release
+from packtrain.fleet.aws.checks import quota_code
 from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
 from packtrain.fleet.aws.lookup import trouble_of
-from packtrain.fleet.aws.policy import policy
+from packtrain.fleet.aws.policy import ALL_RUNS, policy
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of
 from packtrain.fleet.cloud import StillInUse, label_of, remove
+from packtrain.fleet.doctor import examine
 from packtrain.fleet.down import remove_found, take_inventory
-from packtrain.fleet.fleet import silent
+from packtrain.fleet.fleet import Check, silent
 from packtrain.job.job import BudgetSettings
 from packtrain.job.part import faults
 from packtrain.pack.build import PlainProgress
@@ -80,7 +84,9 @@ def kinds_of(region: AwsRegion, run: Run | None = None) -> list[str]:
 @contextmanager
 def hooked(region: AwsRegion, event: str, handler: Callable[..., Any]) -> Iterator[None]:
     """Call a handler at an event of the SDK's clients, which all regions of this name share."""
-    events = [region.client(service).meta.events for service in ("ec2", "autoscaling", "iam", "ssm")]
+    events = [
+        region.client(service).meta.events for service in ("ec2", "autoscaling", "iam", "ssm", "sts", "service-quotas")
+    ]
     for one in events:
         one.register(event, handler)
     try:
@@ -120,9 +126,9 @@ def test_a_launch_creates_a_group_of_machines_and_down_leaves_nothing(region: Aw
 def test_a_second_start_creates_nothing_twice_and_takes_the_new_job(region: AwsRegion, s3_store: Store) -> None:
     run = run_on(s3_store, {"machines": 1})
     start(run, tied=False, say=silent)
-    before = region.resources(label_of(run))
+    before = [one.title for one in region.resources(label_of(run))]
     start(run, tied=False, say=silent)
-    assert region.resources(label_of(run)) == before
+    assert [one.title for one in region.resources(label_of(run))] == before
     versions = region.ask("ec2", "describe-launch-template-versions", LaunchTemplateName=label_of(run))
     assert len(versions["LaunchTemplateVersions"]) == 2
 
@@ -131,13 +137,37 @@ def test_a_resumed_run_has_the_end_of_its_new_budget(region: AwsRegion, s3_store
     """An old tag would make it look expired, and an old action would end it."""
     run = run_on(s3_store, {}, budget={"hours": 1})
     start(run, tied=False, say=silent)
-    job = run.job.model_copy(update={"budget": BudgetSettings()})
-    start(run.changed(job), tied=False, say=silent)
-    actions = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=label_of(run))
-    assert actions["ScheduledUpdateGroupActions"] == []
+    start(run.changed(run.job.model_copy(update={"budget": BudgetSettings(hours=3)})), tied=False, say=silent)
     expires = {one.kind: one.expires for one in region.resources(label_of(run))}
-    # moto never changes the tags of a template.
-    assert (expires["Auto Scaling group"], expires["security group"]) == ("never", "never")
+    hours = (end_of(expires["Auto Scaling group"]) - time.time()) / 3600
+    assert 2.9 < hours < 3.1
+    assert expires["security group"] == expires["Auto Scaling group"]  # moto never changes the tags of a template
+    [action] = scheduled(region, run)
+    assert 2.9 < (action["StartTime"].timestamp() - time.time()) / 3600 < 3.2
+
+
+def end_of(text: str) -> float:
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def scheduled(region: AwsRegion, run: Run) -> list[dict[str, Any]]:
+    asked = {"AutoScalingGroupName": label_of(run)}
+    found: list[dict[str, Any]] = region.ask("autoscaling", "describe-scheduled-actions", **asked)[
+        "ScheduledUpdateGroupActions"
+    ]
+    return found
+
+
+def test_aws_ends_machines_of_a_run_without_a_budget_after_a_limit(region: AwsRegion, s3_store: Store) -> None:
+    """If their role may not make the group smaller, the group would replace the machines of an ended run for ever."""
+    said: list[str] = []
+    run = run_on(s3_store, {"limit": "2 days"})
+    start(run, tied=False, say=said.append)
+    assert "no budget: AWS ends the machines after 2 d 00 h at the latest (fleet.aws.limit)" in said
+    [action] = scheduled(region, run)
+    assert (action["MaxSize"], action["DesiredCapacity"]) == (0, 0)
+    assert 47 < (action["StartTime"].timestamp() - time.time()) / 3600 < 49
+    assert 47 < (end_of(region.resources(label_of(run))[0].expires) - time.time()) / 3600 < 49
 
 
 @pytest.mark.parametrize(("status", "left"), [("finished", False), ("failed", True)])
@@ -370,7 +400,6 @@ def test_the_budget_in_dollars_is_an_end_that_aws_keeps(region: AwsRegion, s3_st
     run = new_run(s3_store, job)
     end = requests_of(run)["put-scheduled-update-group-action"]
     assert (end["MaxSize"], end["DesiredCapacity"]) == (0, 0)
-    assert "put-scheduled-update-group-action" not in requests_of(run_on(s3_store, {}))
 
 
 def test_the_plan_is_valid_for_the_aws_command(region: AwsRegion, s3_store: Store) -> None:
@@ -392,8 +421,8 @@ def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region:
         "secrets": {"A": "ssm:/team/a", "B": "secretsmanager:team/b"},
         "volume": {"name": "imagenet", "snapshot": "snap-0123456789abcdef0"},
     }
-    run = run_on(s3_store, asked)
-    statements = {one["Sid"]: one for one in policy(run, run.job.fleet.kind, region)["Statement"]}  # type: ignore[arg-type]
+    rights = policy(s3_store.url, ALL_RUNS, settings_of(**asked), region)
+    statements = {one["Sid"]: one for one in rights["Statement"]}
     assert statements["ReadAndWriteTheStore"]["Resource"] == f"arn:aws:s3:::{s3_store.url.removeprefix('s3://')}/*"
     assert statements["ReadSecretsOfSsm"]["Resource"] == [f"arn:aws:ssm:{REGION}:*:parameter/team/a"]
     assert statements["ReadSecretsOfSecretsmanager"]["Resource"] == [
@@ -401,7 +430,7 @@ def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region:
     ]
     unbounded = {name for name, one in statements.items() if one["Resource"] == "*"}
     assert unbounded == {"SeeTheGroup", "SeeVolumes", "AttachToTheMachine"}
-    assert "create-policy" in requests_of(run), "a dry run prints it for whoever manages the role"
+    assert "create-policy" in requests_of(run_on(s3_store, asked)), "a dry run prints it for whoever manages the role"
 
 
 def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:
@@ -597,8 +626,8 @@ def test_without_capacity_the_group_keeps_trying_and_ls_says_why(
     ):
         start(run, tied=False, say=said.append)
         state = run.job.fleet.kind.build().queue(run)
-    assert "AWS has no free machines" in said[0]
-    assert "the group keeps trying" in said[0]
+    assert "AWS has no free machines" in said[-1]
+    assert "the group keeps trying" in said[-1]
     assert state is not None
     assert state.startswith("no machine of 2: AWS has no free machines")
     assert "Auto Scaling group" in kinds_of(region, run)
@@ -692,3 +721,113 @@ def test_a_region_that_is_not_set_is_asked_for(no_aws: None) -> None:
     with pytest.raises(ValidationError) as error:
         AwsSettings.model_validate({"instances": ["g5.xlarge"], "role": "nodes"})
     assert faults(error.value)[0][1] == "is not set; write one, such as us-east-1, or set AWS_REGION"
+
+
+# Doctor.
+
+QUOTA = {"Quota": {"QuotaName": "Running On-Demand G and VT instances", "Value": 8.0}}
+
+
+def judged(*actions: str, decision: str = "allowed") -> dict[str, Any]:
+    """Return an answer of IAM's policy simulator."""
+    results = [{"EvalActionName": action, "EvalDecision": decision} for action in actions]
+    return {"EvaluationResults": results, "IsTruncated": False}
+
+
+def checks_of(store: Store | None, **given: Any) -> dict[str, Check]:
+    return {check.step: check for check in AwsFleet(settings_of(**given)).checks(store)}
+
+
+def test_doctor_asks_aws_for_everything_that_a_launch_needs_and_creates_nothing(
+    region: AwsRegion, s3_store: Store
+) -> None:
+    with suppress(AwsRefusal):
+        region.ask("iam", "create-role", RoleName="nodes", AssumeRolePolicyDocument="{}")
+        region.ask("iam", "add-role-to-instance-profile", InstanceProfileName="nodes", RoleName="nodes")
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),
+    ):
+        checks = checks_of(s3_store, machines=2)
+    assert all(check.ok and not check.advice for check in checks.values()), checks
+    assert [*checks] == [
+        "credentials", "region", "image", "instances", "subnets", "role", "quota", "store", "rights", "policies",
+        "leftovers",
+    ]  # fmt: skip
+    assert checks["credentials"].detail.startswith("arn:aws:")
+    assert checks["instances"].detail.startswith("g5.xlarge in us-east-1")
+    assert checks["quota"].detail.endswith("8 vCPUs, 0 in use; the run needs 8")
+    assert region.resources(None) == []
+
+
+def test_doctor_says_what_aws_lacks_and_forbids(region: AwsRegion, directory_store: Store) -> None:
+    def forbid(**_: Any) -> Any:
+        raise ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, "RunInstances")
+
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("autoscaling:SetDesiredCapacity", decision="implicitDeny")),
+        hooked(region, "before-call.ec2.RunInstances", forbid),
+    ):
+        checks = checks_of(directory_store, machines=3, key="lost", instances=["g5.xlarge", "c5.large"])
+    failed = {step: (check.detail, check.advice) for step, check in checks.items() if not check.ok}
+    assert "no key pair lost" in failed["key"][0]
+    assert "ask for more of L-" in failed["quota"][1]
+    assert "machines of aws do not have the directory" in failed["store"][0]
+    assert failed["rights"] == (
+        f"aws ec2 run-instances in {REGION}: not allowed",
+        "ask for the right to ec2:RunInstances",
+    )
+    assert failed["policies"][0] == "not allowed: autoscaling:SetDesiredCapacity"
+    assert checks["image"].ok
+
+
+def test_doctor_knows_no_more_than_aws_tells_this_user(region: AwsRegion, s3_store: Store) -> None:
+    def forbid(**_: Any) -> Any:
+        raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "any")
+
+    with (
+        hooked(region, "before-call.*.GetServiceQuota", forbid),
+        hooked(region, "before-call.*.SimulatePrincipalPolicy", forbid),
+    ):
+        checks = checks_of(s3_store)
+    hidden = {step for step, check in checks.items() if check.skipped}
+    assert hidden >= {"quota", "policies"}
+    assert all(check.ok or check.skipped for check in checks.values()), checks
+
+
+@pytest.mark.parametrize(
+    ("name", "spot", "code"),
+    [
+        ("g5.xlarge", False, "L-DB2E81BA"), ("p4d.24xlarge", True, "L-7212CCBC"), ("p5.48xlarge", True, "L-C4BD4855"),
+        ("m7i.large", False, "L-1216C47A"), ("trn1.2xlarge", False, "L-2C3B7624"), ("mac2.metal", False, None),
+    ],
+)  # fmt: skip
+def test_an_instance_type_counts_for_the_quota_of_its_family(name: str, spot: bool, code: str | None) -> None:
+    assert quota_code(name, spot) == code
+
+
+def test_doctor_stops_at_a_region_or_credentials_that_aws_does_not_know(
+    region: AwsRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert region.place == REGION
+    assert [*checks_of(None, region="us-nowhere-1")] == ["region"]
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    checks = checks_of(None)
+    assert [*checks] == ["credentials"]
+    assert "aws configure" in checks["credentials"].advice
+
+
+def test_doctor_checks_the_store_from_here_and_a_cloud_without_machines(region: AwsRegion, s3_store: Store) -> None:
+    given = settings_of(image="ami-00000000")
+    with (
+        answering(region, "GetServiceQuota", QUOTA),
+        answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),
+    ):
+        checks = {check.step: check for check in examine(given, s3_store.url)}
+    assert checks["atomic create"].ok
+    assert [step for step, check in checks.items() if not check.ok] == ["image"]
+    assert "no image ami-00000000" in checks["image"].detail
+    assert region.resources(None) == []
+    assert s3_store.list("scratch/") == []

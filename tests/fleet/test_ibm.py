@@ -21,6 +21,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.fleet.cloud import label_of
 from packtrain.fleet.down import remove_found, take_inventory
+from packtrain.fleet.fleet import Check
 from packtrain.fleet.ibm import IbmFleet, IbmSettings
 from packtrain.fleet.ibm_account import IbmAccount
 from packtrain.job import Job
@@ -531,3 +532,43 @@ def test_nothing_is_left_after_a_client_that_was_killed(
     assert account.orders == []
     assert take_inventory(["ibm"]).resources == []
     assert left_on(network) == []
+
+
+# Doctor.
+
+
+def checks_of(store: Store | None = None, **given: Any) -> dict[str, Check]:
+    return {check.step: check for check in IbmFleet(settings(**given)).checks(store)}
+
+
+def test_doctor_asks_ibm_for_everything_that_an_order_needs_and_orders_nothing(cloud: SoftLayerCloud) -> None:
+    checks = checks_of(keys=["laptop"])
+    assert all(check.ok and not check.advice for check in checks.values()), checks
+    assert [*checks] == ["credentials", "price list", "datacenter", "flavor", "os", "key", "order", "leftovers"]
+    assert checks["credentials"].detail == "user someone"
+    assert ORDER not in cloud.calls
+
+
+def test_doctor_says_what_ibm_does_not_sell_or_know(
+    cloud: SoftLayerCloud, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CANCEL_KEY", raising=False)
+    given = {"flavor": "B1_2X4X52", "keys": ["lost"], "cancel_with": ["HOME", "CANCEL_KEY"]}
+    checks = checks_of(directory_store, **given)
+    assert "did you mean 'B1_2X4X25'?" in checks["flavor"].advice
+    assert "no ssh key 'lost'" in checks["key"].detail
+    assert checks["cancel_with"].detail == "CANCEL_KEY is not set here"
+    assert checks["store"].skipped
+    assert not checks["order"].ok
+    assert checks["datacenter"].ok
+    assert all(check.advice for check in checks.values() if not check.ok)
+    assert ORDER not in cloud.calls
+
+
+def test_doctor_stops_at_credentials_that_ibm_refuses(cloud: SoftLayerCloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SL_USERNAME", "someone")
+    monkeypatch.setenv("SL_API_KEY", "wrong")
+    checks = checks_of()
+    assert [*checks] == ["credentials"]
+    assert "check SL_USERNAME" in checks["credentials"].advice
+    assert ORDER not in cloud.calls

@@ -72,10 +72,23 @@ def test_variants_differ_in_torch_and_in_what_the_driver_needs(index: None, tmp_
     assert ImageRequest("cuda", python="3.12").base_image == "docker.io/library/python:3.12-slim"
 
 
+def test_the_image_for_serving_has_no_torch_and_needs_a_token(index: None, tmp_path: Path) -> None:
+    request = ImageRequest("serve", "linux/arm64")
+    context = write_context(request, tmp_path / "serve", PINNED, silent)
+    names = {wheel.name for wheel in context.wheels.wheels}
+    assert {"ctranslate2", "onnxruntime", "starlette", "uvicorn", "numpy"} <= names
+    assert not names & {"torch", "sacrebleu", "tensorboard"}
+    text = (context.directory / "Dockerfile").read_text()
+    assert 'CMD ["serve", "/model", "--host", "0.0.0.0", "--port", "8000"]' in text
+    assert "HEALTHCHECK" in text
+    assert "NVIDIA" not in text
+    assert "aarch64, without torch" in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--variant", "cud"], "must be cpu, cuda or jetson"),
+        (["--variant", "cud"], "must be cpu, cuda, jetson or serve"),
         (["--variant", "jetson", "--platform", "linux/amd64"], "linux/arm64"),
         (["--platform", "linux/arm"], "did you mean 'linux/arm64'"),
         (["--python", "3.9"], "3.11 or later"),

@@ -16,6 +16,7 @@ from fleet.jobs import packtrain
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import states_of
 from packtrain.fleet.cloud import label_of
+from packtrain.fleet.fleet import Check
 from packtrain.fleet.kubernetes.cluster import PODS, Cluster, Namespace, RequestRefused
 from packtrain.fleet.kubernetes.fleet import KubernetesFleet, KubernetesSettings
 from packtrain.fleet.kubernetes.manifests import CODE, LABEL, as_yaml, documents, role
@@ -732,3 +733,64 @@ def test_a_plan_is_what_kubectl_would_be_given(directory_store: Store) -> None:
     assert plan.script is not None
     assert yaml.safe_load(plan.script) == the_job(run)
     assert "#   verbs: [create, get, list, delete]" in plan.script.splitlines()
+
+
+# Doctor.
+
+NAMED: dict[str, Any] = {
+    "pull_secrets": ["registry"], "service_account": "trainer", "mounts": [{"path": "/data", "claim": "imagenet"}],
+    "resources": {"cpu": 4},
+}  # fmt: skip
+
+
+def prepare_cluster(server: ApiServer) -> None:
+    """Create what NAMED names."""
+    server.handler[f"get /api/v1/namespaces/{NAMESPACE}"] << {"metadata": {"name": NAMESPACE}}  # not kmock's own
+    server.put("v1/secrets", "registry")
+    server.put("v1/serviceaccounts", "trainer")
+    server.put("v1/persistentvolumeclaims", "imagenet")
+    server.put(NODE, "big", namespace=None, status={"allocatable": {"cpu": "8"}})
+
+
+def checks_of(fields: dict[str, Any], store: Store | None = None) -> dict[str, Check]:
+    return {check.step: check for check in KubernetesFleet(settings_of(**fields)).checks(store)}
+
+
+def test_doctor_asks_a_cluster_for_everything_that_a_run_needs_and_creates_nothing(
+    server: ApiServer, s3_store: Store
+) -> None:
+    prepare_cluster(server)
+    checks = checks_of(NAMED, s3_store)
+    assert [check for check in checks.values() if not check.ok or check.advice] == []
+    assert [*checks] == [
+        "configuration", "API server", "namespace", "jobs.batch", "pods", "pods/exec", "events", "Secret",
+        "PersistentVolumeClaim", "ServiceAccount", "nodes", "store",
+    ]  # fmt: skip
+    assert checks["jobs.batch"].detail == "may create, get, list, delete"
+    assert not any(line.startswith(("POST", "DELETE")) and "accessreviews" not in line for line in server.asked())
+
+
+def test_doctor_says_what_a_cluster_lacks_and_forbids(server: ApiServer, directory_store: Store) -> None:
+    server.put(NODE, "small", namespace=None, status={"allocatable": {"cpu": "2"}})
+    server.forbidden.add(("delete", "jobs"))
+    server.refuse("GET", "v1/serviceaccounts", 403, 'User "me" cannot get resource "serviceaccounts"')
+    checks = checks_of(NAMED, directory_store)
+    failed = {step: (check.detail, check.advice) for step, check in checks.items() if not check.ok}
+    assert failed["namespace"] == (f"there is no namespace {NAMESPACE}", "create it, or correct the job")
+    assert failed["jobs.batch"][0] == "may not delete"
+    assert "Role that `packtrain run --dry-run` prints" in failed["jobs.batch"][1]
+    assert failed["Secret"][0] == "there is no Secret registry"
+    assert failed["nodes"][0] == "no node of the cluster has 4 of cpu"
+    assert "pods cannot write to the store" in failed["store"][0]
+    assert checks["ServiceAccount"].skipped, "who may not look does not know"
+    assert all(advice for _, advice in failed.values())
+
+
+def test_doctor_of_a_cluster_that_does_not_answer_asks_nothing_else(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "nowhere", "http://127.0.0.1:9")))
+    checks = checks_of(NAMED)
+    assert [*checks] == ["configuration", "API server"]
+    assert "does not answer" in checks["API server"].detail
+    assert server.asked() == []

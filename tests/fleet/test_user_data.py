@@ -99,14 +99,25 @@ def test_the_script_has_the_values_of_the_run_and_only_names_of_secrets(
     monkeypatch.setenv("WANDB_API_KEY", "canary")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
     run = new_run(directory_store)
-    text = boot_script(run, settings, None)
+    text = boot_script(run, settings, 1_800_000_000.0)
     assert "canary" not in text
     assert "declare -A secrets=([WANDB_API_KEY]=ssm:/team/wandb)" in text
     assert "volume=(imagenet Size=600 VolumeType=gp3 Iops=18000)" in text
     assert "mounts=('fs-0123:/ /data')" in text
     assert f"command=(-m packtrain node {run.name} --store {run.store.url}" in text
-    assert "\nends=''\n" in text
+    assert "\nends=1800000000\n" in text
     assert "\nlinger=600\n" in text
+
+
+def test_a_machine_that_may_not_end_says_so_in_the_store(settings: AwsSettings, directory_store: Store) -> None:
+    """Its group replaces it until somebody looks, or the scheduled end."""
+    script = boot_script(new_run(directory_store), settings, 1_800_000_000.0)
+    function = script[script.index("end_machine() {") : script.index("linger() {")]
+    stubs = 'say() { :; }; power_off() { echo off; }; aws() { [ "$1" != terminate ] && printf "%s\\n" "$@"; }; run=r-1'
+    done = subprocess.run(["bash", "-c", f"{stubs}\n{function}\nend_machine end"], capture_output=True, text=True)
+    told = done.stdout.splitlines()
+    assert (told[0], told[1], told[-1]) == ("tell", "r-1", "off"), done
+    assert "run `packtrain down`, and add to its role the policy that `packtrain run --dry-run` prints" in told[2]
 
 
 def test_the_environment_in_the_store_is_what_the_script_expects(
@@ -117,7 +128,7 @@ def test_the_environment_in_the_store_is_what_the_script_expects(
     monkeypatch.setenv("PACKTRAIN_STORE", run.store.url)
     fetch(run.key("environment.tar"), str(tmp_path / "fetched"))
     digest = subprocess.run(["sha256sum", tmp_path / "fetched"], capture_output=True, text=True).stdout.split()[0]
-    assert f"\ndigest={digest}\n" in boot_script(run, settings, None)
+    assert f"\ndigest={digest}\n" in boot_script(run, settings, 1_800_000_000.0)
     listed = subprocess.run(["tar", "-tf", tmp_path / "fetched"], capture_output=True, text=True).stdout
     assert {"create.sh", "identity.py", "constraints.txt"} <= set(listed.split())
     assert machine.exists()

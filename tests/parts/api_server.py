@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _KINDS = (
 class ApiServer:
     handler: kmock.KubernetesEmulator
     url: str
+    forbidden: set[tuple[str, str]] = field(default_factory=set)  # verbs and resources, for access reviews
 
     def objects(self, kind: str) -> list[dict[str, Any]]:
         """Return what there is of a kind, such as `v1/pods`."""
@@ -99,6 +100,12 @@ def api_server() -> Iterator[ApiServer]:
         servers[0].handler.objects[request.resource, request.namespace, None].delete()
         raise NotImplementedError
 
+    def review(request: kmock.Request) -> dict[str, Any]:
+        wanted = request.data["spec"]["resourceAttributes"]
+        assert wanted["namespace"] == NAMESPACE
+        servers[0].handler.objects[request.resource, request.namespace, None].delete()  # a review is not kept
+        return {"status": {"allowed": (wanted["verb"], wanted["resource"]) not in servers[0].forbidden}}
+
     async def serve() -> None:
         async with kmock.KubernetesEmulator() as handler, kmock.Server(handler) as server:
             dry_run = kmock.params({"dryRun": "All"})
@@ -107,6 +114,7 @@ def api_server() -> Iterator[ApiServer]:
             for kind in _KINDS:
                 handler.resources[kind] = {}
                 handler[kmock.action.LIST, kmock.resource(kind)] ** -1 << listing(kind)
+            handler["post /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"] << review
             servers.append(ApiServer(handler, str(server.url).rstrip("/")))
             loops.append(asyncio.get_running_loop())
             started.set()

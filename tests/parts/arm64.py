@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import io
 import os
 import subprocess
@@ -55,6 +56,7 @@ def install(place: Path) -> None:
     """Unpack the wheel of this packtrain, for `python_on_arm64`."""
     with zipfile.ZipFile(io.BytesIO(own_wheel()[1])) as wheel:
         wheel.extractall(place)
+    compileall.compile_dir(place, quiet=1)  # of use there if this Python is a 3.11, too
 
 
 def python_on_arm64(words: Sequence[str], work: Path, packages: Path) -> subprocess.CompletedProcess[str]:

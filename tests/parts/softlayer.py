@@ -176,6 +176,9 @@ class SoftLayerCloud:
         found = [one.record for one in self._guests.values()]
         return [one for one in found if one["hostname"].startswith(wanted.removeprefix("^= "))]
 
+    def _user(self, request: Any) -> dict[str, Any]:  # noqa: ARG002
+        return {"id": 1, "username": USER}
+
     def _keys(self, request: Any) -> list[dict[str, Any]]:  # noqa: ARG002
         return [{"id": 7, "label": "laptop"}, {"id": 8, "label": "desk"}]
 
@@ -195,6 +198,7 @@ class SoftLayerCloud:
         "Virtual_Guest.powerOn": _power_on,
         "Virtual_Guest.deleteObject": _delete,
         "Account.getVirtualGuests": _list,
+        "Account.getCurrentUser": _user,
         "Account.getSshKeys": _keys,
         "Account.getPrivateBlockDeviceTemplateGroups": _private_images,
         "Virtual_Guest_Block_Device_Template_Group.getPublicImages": lambda _cloud, _request: [],

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.backoff import SLOW_ANSWERS
 from packtrain.errors import Mistake
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.uploads import UploadClient
@@ -280,6 +281,42 @@ def test_ctrl_c_interrupts_the_wait_for_a_failing_server(s3_proxy: Proxy, s3_loc
     _, errors = waiting.communicate()
     assert time.monotonic() - begin < 3
     assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.parametrize("fault", [REFUSE, HANG])
+def test_a_person_is_told_once_that_the_server_does_not_answer_and_when_it_does(
+    fault: str, s3_proxy: Proxy, s3_location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("packtrain.backoff._SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(SLOW_ANSWERS, "tell", told.append)
+    store = patient(s3_location, outage_seconds=20, answer_seconds=1)
+    s3_proxy.hang_seconds = 1.5
+    s3_proxy.fault = lambda *_: PASS if told else fault
+    store.put("a", b"1")
+    assert told == [f"{store.url} does not answer; trying again for up to 20 s", f"{store.url} answers again"]
+    assert store.get("a") == b"1"
+    assert len(told) == 2
+
+
+def test_a_client_tells_and_a_node_does_not(s3_proxy: Proxy, s3_location: str) -> None:
+    """A line for a person, who may wait for a minute; hundreds of nodes only keep trying."""
+    s3_proxy.fault = lambda *_: REFUSE
+    code = (
+        "import sys, packtrain.backoff as b; b._SLOW_SECONDS = 0.1; from packtrain.cli import main;"
+        "sys.argv = ['packtrain', *sys.argv[1:]]; main()"
+    )
+    client = python(code, "ls", "--store", s3_location)
+    node = python(code, "node", "run-1", "--store", s3_location)
+    assert client.stderr is not None
+    line = client.stderr.readline()
+    client.kill()
+    client.communicate()
+    assert line == f"packtrain: {s3_location} does not answer; trying again for up to 60 s\n"
+    while len(s3_proxy.requests) < 8:
+        assert node.poll() is None
+    node.kill()
+    assert "does not answer; trying" not in node.communicate()[1]
 
 
 def test_the_error_says_that_the_server_cannot_be_reached(s3_location: str, monkeypatch: pytest.MonkeyPatch) -> None:

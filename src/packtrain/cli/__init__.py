@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
@@ -32,13 +33,20 @@ def _print_version(given: bool) -> None:
         raise typer.Exit
 
 
+def _complain(text: str) -> None:
+    print(f"packtrain: {text}", file=sys.stderr, flush=True)
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     _: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Pack your data once, train it anywhere, bring the model home."""
+    if context.invoked_subcommand != "node":  # a node reports to the store, and there may be hundreds of them
+        SLOW_ANSWERS.tell = _complain
 
 
 for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages):
@@ -52,7 +60,7 @@ def main() -> None:
             try:
                 app()
             except PacktrainError as error:
-                print(f"packtrain: {error}", file=sys.stderr)
+                _complain(str(error))
                 sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited; closing keeps Python from complaining
         sys.stderr.close()

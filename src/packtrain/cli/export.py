@@ -56,8 +56,9 @@ def export(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a run for machines without torch, check that it scores the same, and deliver it."""
-    from packtrain.export.deliver import deliver, destination_of
+    """Write the model of a run for machines without torch."""
+    from packtrain.cli.copies import CopyBars
+    from packtrain.export.deliver import deliver, destination_of, untracked
     from packtrain.export.export import ExportOptions, export_run
     from packtrain.export.predict import choice_of
 
@@ -73,7 +74,8 @@ def export(
         folder = output or (Path("model") if to is None else Path(scratch, "model"))
         model = export_run(run, folder, options, say, trusting(trust_code))
         if to is not None:
-            deliver(folder, to, say)
+            deliver(folder, to, say, untracked if as_json else CopyBars(screen).track)
+            say(f"Delivered to {to}")
         if as_json:
             from dataclasses import asdict
 

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
 
+ChangeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage; repeatable.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command()(init)
@@ -140,14 +149,7 @@ def run(
 def resume(
     name: RunArgument = None,
     store: StoreOption = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Change fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage; repeatable.",
-        ),
-    ] = None,
+    overrides: ChangeOption = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
     trust_code: TrustOption = False,

@@ -29,11 +29,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from packtrain.fleet.cloud import Resource
-    from packtrain.fleet.doctor import Check
+    from packtrain.fleet.fleet import Check
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
     from packtrain.run.run import Run
+
+StoreIdOption = Annotated[
+    str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
+]
+AddressOption = Annotated[
+    str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
+]
+InterfaceOption = Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
+]
+PowerOffOption = Annotated[
+    bool, typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job.")
+]
+CodeOption = Annotated[
+    str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
+]
+IdentityOption = Annotated[
+    str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
+]
 
 _MOUNT_SECONDS = 60.0
 _SHOWN_CHARACTERS = 500  # of a line from the store
@@ -90,6 +111,9 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
             return kind, place, (), False
         except ValidationError as error:
             location, text, missing = faults(error)[0]
+            if not hosts:  # such as a cloud, whose settings are in a job
+                advice = "give a job file that sets it, local, or ssh:host,host"
+                raise Mistake(f"--fleet {fleet}: needs {location[-1]}; {advice}") from None
             raise Mistake(f"--fleet {fleet}: {f'{location[-1]} ' if missing else ''}{text}") from None
     if not Path(fleet).exists():
         raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
@@ -272,27 +296,13 @@ def _confirm(lines: Sequence[str], question: str, reason: str, yes: bool) -> Non
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
-    store_id: Annotated[
-        str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
-    ] = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
-    ] = None,
-    power_off: Annotated[
-        bool,
-        typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job."),
-    ] = False,
-    code: Annotated[
-        str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
-    ] = None,
+    store_id: StoreIdOption = None,
+    address: AddressOption = None,
+    interface: InterfaceOption = None,
+    workers: WorkersOption = None,
+    power_off: PowerOffOption = False,
+    code: CodeOption = None,
+    identity: IdentityOption = None,
     trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""

@@ -80,7 +80,7 @@ def predict(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Use a trained model: the last checkpoint of a run, or an exported model.
+    """Use a trained model: that of a run, or an exported one.
 
     It translates text, replies to a prompt, or classifies or captions images.
     """

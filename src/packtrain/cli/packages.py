@@ -1,4 +1,4 @@
-"""Commands that carry Packtrain to other machines: image, bundle."""
+"""Commands that carry Packtrain to other machines: image, bundle, unit."""
 
 from __future__ import annotations
 
@@ -13,49 +13,69 @@ from packtrain.cli.common import JobArgument, SetOption, console
 if TYPE_CHECKING:
     from packtrain.fleet.bundle import BundleWriter
     from packtrain.fleet.image import ImageBuilder, ImageRequest
+    from packtrain.fleet.wheels import WheelTarget
+    from packtrain.run.run import Run
     from packtrain.start import PreparedJob
+    from packtrain.store import Store
 
+NameArgument = Annotated[
+    str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
+]
+VariantOption = Annotated[
+    str,
+    typer.Option(
+        metavar="cpu|cuda|jetson|serve",
+        help="Which build of torch; jetson uses that of its base image, serve has none and serves a model.",
+    ),
+]
+TorchOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Which build of torch.")]
+PlatformOption = Annotated[str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")]
+BaseOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")]
 RequirementsOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="More packages, as pip's requirements; for your own programs.")
 ]
 PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Python version there. Default: this one.")]
+BuilderOption = Annotated[
+    str | None, typer.Option(metavar="docker|podman|buildah", help="Default: the first that works here.")
+]
+WriteOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and what it needs, here.")
+]
+LoadOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
+]
+SaveOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the image as an archive.")]
+PushOption = Annotated[
+    str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
+]
+TakeRunOption = Annotated[
+    str | None, typer.Option("--run", metavar="RUN", help="Also take this run, to resume its newest checkpoint.")
+]
 
 
 def register(app: typer.Typer) -> None:
     app.command()(image)
     app.command()(bundle)
+    app.command()(unit)
 
 
 def image(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
-    ] = None,
-    variant: Annotated[
-        str, typer.Option(metavar="cpu|cuda|jetson", help="Which build of torch; jetson uses that of its base image.")
-    ] = "cpu",
-    platform: Annotated[
-        str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")
-    ] = None,
+    name: NameArgument = None,
+    variant: VariantOption = "cpu",
+    platform: PlatformOption = None,
+    base: BaseOption = None,
     python: PythonOption = None,
     requirements: RequirementsOption = None,
-    builder: Annotated[
-        str | None, typer.Option(metavar="docker|podman|buildah", help="Default: the first that works here.")
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and what it needs, here.")
-    ] = None,
-    load: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the image as an archive.")] = None,
-    push: Annotated[
-        str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
-    ] = None,
+    builder: BuilderOption = None,
+    write: WriteOption = None,
+    load: LoadOption = None,
+    save: SaveOption = None,
+    push: PushOption = None,
 ) -> None:
-    """Build a container image for Kubernetes. It has no job in it: one serves all."""
+    """Build a container image, for Kubernetes or to serve models. It has no job and no model in it: one serves all."""
     from packtrain.errors import Mistake
     from packtrain.fleet.image import ImageRequest, check_name, default_name, find_builder
 
@@ -72,17 +92,16 @@ def image(
         _write(request, write, builder)
         return
     found = find_builder(builder, _print_line)
-    screen = console()
     if load is not None:
         name = found.load(load)
-        screen.say("Loaded ", (name, "bold"))
+        console().say("Loaded ", (name, "bold"))
     else:
         _build(request, name, found)
     if save is not None:
         found.save(name, save)
-        screen.say(f"Saved {save}")
+        console().say(f"Saved {save}")
     if push is not None:
-        screen.say("Pushed ", (found.push(name, push), "bold"))
+        console().say("Pushed ", (found.push(name, push), "bold"))
 
 
 def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
@@ -125,26 +144,20 @@ def _check_requirements(path: Path | None) -> None:
 
 def bundle(
     job: JobArgument,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
-    ] = None,
+    output: OutputOption = None,
     overrides: SetOption = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Also take this run, to resume its newest checkpoint.")
-    ] = None,
-    variant: Annotated[str, typer.Option(metavar="cpu|cuda", help="Which build of torch.")] = "cpu",
-    platform: Annotated[
-        str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")
-    ] = None,
+    run: TakeRunOption = None,
+    variant: TorchOption = "cpu",
+    platform: PlatformOption = None,
     python: PythonOption = None,
     requirements: RequirementsOption = None,
 ) -> None:
     """Write a job with its wheels, code and pack, for use offline."""
     from packtrain.cli.packs import ProgressBars
-    from packtrain.errors import Mistake, nearest, quoted
-    from packtrain.fleet.bundle import add_pack, add_run, add_wheels, new_bundle
-    from packtrain.fleet.image import PLATFORMS, scratch
-    from packtrain.fleet.wheels import WheelTarget, download
+    from packtrain.errors import Mistake
+    from packtrain.fleet.bundle import add_wheels, new_bundle
+    from packtrain.fleet.image import scratch
+    from packtrain.fleet.wheels import download
     from packtrain.identity import identity
     from packtrain.run.run import open_run
     from packtrain.start import load, prepare
@@ -152,12 +165,7 @@ def bundle(
     from packtrain.units import show_bytes
 
     _check_requirements(requirements)
-    if platform is not None and platform not in PLATFORMS:
-        raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
-    if variant not in ("cpu", "cuda"):
-        raise Mistake(f"--variant {quoted(variant)}: must be cpu or cuda")
-    machine = PLATFORMS[platform] if platform is not None else WheelTarget.machine
-    target = WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
+    target = _wheel_target(variant, platform, python)
     loaded, screen = load(job, overrides or ()), console()
     name = f"{loaded.job.name}-bundle"
     file = output or Path(f"{name}.tar")
@@ -170,16 +178,36 @@ def bundle(
         wheels = download(target, directory, requirements, _print_line)
         add_wheels(writer, wheels, target, identity(), taken.name if taken is not None else None)
         _add_job(writer, prepared, loaded.job.code if loaded.job.has_own_code else None)
-        for key in prepared.files:
-            writer.add_object(store, key, PurePosixPath(key).name)
-        if prepared.pack is not None:
-            add_pack(writer, store, prepared.pack)
-        if taken is not None:
-            checkpoint = add_run(writer, taken)
-            step = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "no checkpoint yet"
-            _print_line(f"took {taken.name} with {step}")
+        _add_data(writer, prepared, store, taken)
     screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
     screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))
+
+
+def _wheel_target(variant: str, platform: str | None, python: str | None) -> WheelTarget:
+    from packtrain.errors import Mistake, nearest, quoted
+    from packtrain.fleet.image import PLATFORMS
+    from packtrain.fleet.wheels import WheelTarget
+
+    if platform is not None and platform not in PLATFORMS:
+        raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
+    if variant not in ("cpu", "cuda"):
+        raise Mistake(f"--variant {quoted(variant)}: must be cpu or cuda")
+    machine = PLATFORMS[platform] if platform is not None else WheelTarget.machine
+    return WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
+
+
+def _add_data(writer: BundleWriter, prepared: PreparedJob, store: Store, taken: Run | None) -> None:
+    """Add the files that the model options name, the pack, and the run to resume."""
+    from packtrain.fleet.bundle import add_pack, add_run
+
+    for key in prepared.files:
+        writer.add_object(store, key, PurePosixPath(key).name)
+    if prepared.pack is not None:
+        add_pack(writer, store, prepared.pack)
+    if taken is not None:
+        checkpoint = add_run(writer, taken)
+        step = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "no checkpoint yet"
+        _print_line(f"took {taken.name} with {step}")
 
 
 def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> None:
@@ -199,3 +227,23 @@ def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> N
 
 def _print_line(text: str) -> None:
     console().say(f"  {text}")
+
+
+def unit(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model on this machine.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="The unit is packtrain-NAME. Default: the folder's.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; other than loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token of clients.")
+    ] = None,
+) -> None:
+    """Print a systemd unit that serves a model on this machine."""
+    from packtrain.export.unit import UnitRequest
+    from packtrain.export.unit import unit as unit_of
+
+    print(unit_of(UnitRequest(model, name, host, port, token_file)), end="")

@@ -40,14 +40,14 @@ def serve(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, max=1024, help="Cores to use. Default: all.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=1024, help="Maximum inputs to compute together.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=1024, help="Maximum inputs to compute together.")] = 64,
     queue: Annotated[
         int, typer.Option("--queue", min=1, max=100_000, help="Maximum inputs that wait; more get status 429.")
     ] = 1024,
     max_bytes: Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Maximum size of a request.")] = "20 MB",
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",
 ) -> None:
-    """Serve an exported model over HTTP: a page to try it, a JSON interface, and OpenAI's interface for texts."""
+    """Serve an exported model over HTTP, with a page to try it."""
     try:
         from packtrain.export.serve import is_loopback
         from packtrain.export.serve import serve as serve_model
@@ -110,4 +110,6 @@ def _listening(host: str, port: int) -> socket.socket:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=kind, backlog=2048)
     except OSError as error:
-        raise Mistake(f"cannot listen on {quoted(host)}, port {port}: {error.strerror or error}") from None
+        # Python adds the address to the error of bind; that of a name that cannot be resolved has a negative number.
+        fault = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
+        raise Mistake(f"cannot listen on {quoted(host)}, port {port}: {fault}") from None

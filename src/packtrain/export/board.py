@@ -128,7 +128,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class _Found:
-    """What `_LOOK` says. `free_bytes` is None if there is no df."""
+    """The answer of `_LOOK`. `free_bytes` is None if there is no df."""
 
     words: frozenset[str]
     there: Mapping[str, str]

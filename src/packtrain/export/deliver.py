@@ -87,7 +87,7 @@ class Destination(ABC):
 
 
 @contextmanager
-def _untracked(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
+def untracked(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
     yield lambda _: None
 
 
@@ -95,7 +95,7 @@ def deliver(
     folder: Path,
     where: str,
     say: Callable[[str], None],
-    track: Track = _untracked,
+    track: Track = untracked,
     pauses: Backoff | None = None,
 ) -> int:
     """Bring the model in `folder` to `where`, and return how many bytes had to be sent."""

@@ -121,8 +121,9 @@ class TextEncoder(nn.Module):
 
     def forward(self, source_BS: Tensor) -> tuple[Tensor, ...]:
         memory_BSD, mask_B11S = self.model.encode(source_BS)
-        caches = self.model.start(memory_BSD)
-        return mask_B11S, *(one for cache in caches for one in (cache.memory_keys, cache.memory_values))
+        # Not Transformer.start: it takes the number of sources as a plain integer, which would be fixed in the graph.
+        layers = [cast(DecoderLayer, layer) for layer in self.model.decoder]
+        return mask_B11S, *(one for layer in layers for one in layer.memory_attention.project(memory_BSD))
 
 
 class TextDecoder(nn.Module):

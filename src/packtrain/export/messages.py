@@ -290,7 +290,7 @@ class ServiceLimits(_Said):
 
 
 class ModelFacts(_Said):
-    """What this model is and accepts; OpenAI's clients ignore it."""
+    """The name, recipe and options of the model; OpenAI's clients ignore them."""
 
     recipe: str
     form: str

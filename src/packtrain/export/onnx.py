@@ -12,6 +12,7 @@ import copy
 import inspect
 import io
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -129,6 +130,10 @@ def write_graph(graph: Graph, path: Path) -> None:
             output_names=list(graph.outputs),
         )
         assert program is not None
+        for value, one in zip(program.model.graph.inputs, graph.inputs.values(), strict=True):
+            # Torch fixes a size without a word if the model uses it as a plain integer.
+            assert value.shape is not None
+            assert not any(isinstance(value.shape[place], int) for place in one.free), f"{value.name} has a fixed size"
         program.save(path, external_data=_size(graph.module) > _MAX_FILE_BYTES)
 
 
@@ -231,7 +236,7 @@ class _Call:
     samples: int
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    returned: list[Tensor]
+    returned: dict[str, Tensor]
 
     @property
     def given(self) -> list[Tensor]:
@@ -259,6 +264,7 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
                 dynamo=True,
                 verbose=False,
                 dynamic_shapes=_free_sizes(few, more, model),
+                output_names=list(few.returned),
             )
             assert program is not None
             program.save(path, external_data=_size(model) > _MAX_FILE_BYTES)
@@ -270,7 +276,7 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
         if not difference <= _OWN_TOLERANCE:  # or it is not a number
             path.unlink()
             raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
-    pairs = (session.inputs, few.given, more.given), (session.outputs, few.returned, more.returned)
+    pairs = (session.inputs, few.given, more.given), (session.outputs, few.returned.values(), more.returned.values())
     inputs, outputs = (
         tuple(
             replace(value, shape=_sizes(one, other, few, more))
@@ -284,12 +290,13 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
 def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
     """Return how the loss of a batch calls the model."""
     import torch
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import keystr, tree_flatten_with_path
 
     calls: list[_Call] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        calls.append(_Call(len(ids), arguments, keywords, tree_leaves(output)))
+        returned = {_name(keystr(path)): one for path, one in tree_flatten_with_path(output)[0]}
+        calls.append(_Call(len(ids), arguments, keywords, returned))
 
     handle = model.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -299,7 +306,16 @@ def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
         handle.remove()
     if not calls:
         raise Mistake(f"{recipe.job.recipe}: its loss does not call the model itself, so there is nothing to export")
+    for one in calls[0].returned.values():
+        if not isinstance(one, torch.Tensor):
+            raise Mistake(f"{recipe.job.recipe}: its model returns {type(one).__name__}; only tensors can be exported")
     return calls[0]
+
+
+def _name(path: str) -> str:
+    """Return the name of an output: its key or field, or its number in a tuple."""
+    name = re.sub(r"\W+", "_", path).strip("_")
+    return name if name[:1].isalpha() else f"output_{name}".rstrip("_")
 
 
 def _free_sizes(few: _Call, more: _Call, model: nn.Module) -> dict[str, Any]:
@@ -333,13 +349,17 @@ def _difference(session: Session, call: _Call) -> float:
     """Return the largest difference between what torch returned and what ONNX Runtime does."""
     inputs = {value.name: one.numpy() for value, one in zip(session.inputs, call.given, strict=True)}
     found = session([value.name for value in session.outputs], inputs)
-    pairs = zip(found, call.returned, strict=True)
+    pairs = zip(found, call.returned.values(), strict=True)
     return max(float(np.abs(one - other.numpy()).max(initial=0.0)) for one, other in pairs)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the innermost error, which names the operator or the line of code."""
+    """Return the first sentence of the innermost error, which names the operator, and the line of the model's code."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line for line in harmless(str(error), keep="\n").splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    text = harmless(str(error), keep="\n").strip()
+    first, _, rest = text.partition("\n")
+    reason = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+    return f"{type(error).__name__}: {reason}{where}"

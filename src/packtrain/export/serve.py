@@ -24,6 +24,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import cached_property
@@ -41,6 +42,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from packtrain.errors import Mistake, quoted
 from packtrain.export.batching import Batched, QueueFull
@@ -101,6 +103,7 @@ _LEFT = 499  # the status in the log if the client left, as nginx has it
 _BODIES = 16  # bodies of the largest size that may be in memory at once
 _MAX_CONNECTIONS = 2000
 _FILES_PER_PROCESS = 4096
+_IDLE_SECONDS = 15
 _SHUTDOWN_SECONDS = 5
 
 
@@ -140,13 +143,14 @@ class ModelServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._door,
-                http="h11",
+                http=PatientProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 limit_concurrency=_MAX_CONNECTIONS,
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             )
         )
@@ -176,6 +180,44 @@ class ModelServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         self.service.close()
+
+
+class PatientProtocol(H11Protocol):
+    """A connection that is closed if the head of a request does not arrive in time.
+
+    Uvicorn's own timer runs only between requests: connections that say nothing, or a byte now and then, would
+    otherwise stay until they are too many.
+    """
+
+    _impatience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()  # the endpoint limits the time of a request
+        elif self._impatience is None:  # later bytes of the head do not extend its time
+            self._impatience = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+
+    def _give_up(self) -> None:
+        self._impatience = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 def _allow_many_files() -> None:
@@ -378,7 +420,9 @@ class Endpoints:
         deadline = self._begin()
         async with self._body(request, deadline) as body:
             asked, questions = self._asked(request, body)
-            options = DecodeOptions(**asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"}))
+            options = DecodeOptions(
+                **asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"})
+            )
             is_conversation = isinstance(questions[0].value, tuple)
             manner = self._service.manner(options, asked.n_best, is_conversation)
             answers = await self._answers(request, manner, questions, deadline)
@@ -542,20 +586,19 @@ class Endpoints:
                 400, f"{len(questions)} inputs are more than the service accepts, {limit}", param="inputs"
             )
         try:
-            computed = asyncio.wrap_future(self._service.submit(manner, questions))
+            submitted = self._service.submit(manner, questions)
         except QueueFull as full:
             headers = {"Retry-After": str(full.retry_seconds)}
             raise RequestFault(429, str(full), "queue_full", headers=headers) from None
-        batched = await self._waited(request, computed, deadline)
+        batched = await self._waited(request, submitted, deadline)
         request.scope["state"]["details"] = f" {len(questions)} of {batched.batch_size} in the batch"
         self._service.count_answers(batched.outputs)
         return batched.outputs
 
-    async def _waited(
-        self, request: Request, computed: asyncio.Future[Batched[Answer]], deadline: float
-    ) -> Batched[Answer]:
+    async def _waited(self, request: Request, submitted: Future[Batched[Answer]], deadline: float) -> Batched[Answer]:
         """Wait for the answer, for the client to leave, or for the end of the time."""
         left = asyncio.ensure_future(_disconnected(request.receive))
+        computed = asyncio.wrap_future(submitted)
         try:
             seconds = max(0.0, deadline - asyncio.get_running_loop().time())
             either: set[asyncio.Future[Any]] = {computed, left}
@@ -575,7 +618,8 @@ class Endpoints:
             raise RequestFault(500, "a defect of the service; its log says where", "internal_error") from None
         finally:
             left.cancel()
-            computed.cancel()  # if it still waits, nobody computes it
+            # If it still waits, nobody computes it. Not through asyncio, which would do so only after the response.
+            submitted.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal, cast
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -34,7 +34,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 class ServiceSettings:
     """Sizes of a batch and of the queue are numbers of inputs."""
 
-    batch: int = 32
+    batch: int = 64
     queue: int = 1024
     max_bytes: int = 20_000_000
     timeout_seconds: float = 30.0
@@ -98,7 +98,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was made of a question: `outputs` has the best text first, and more with `n_best`."""
+    """The result of a question: `outputs` has the best text first, and more with `n_best`."""
 
     prediction: Prediction
     tokens_read: int
@@ -209,16 +209,17 @@ class Service:
         return self._answers(self._network, manner, questions)
 
     def _answers(self, network: Network, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
-        recipe, values = self.model.recipe, [one.value for one in questions]
+        recipe = self.model.recipe
+        values: list[Any] = [one.value for one in questions]  # of the one kind that the recipe and the manner take
         if recipe.inputs == "images":
             return [Answer(one, 0, ()) for one in recipe.predict(network, values, manner.decoding)]
         if manner.is_conversation:
-            made = recipe.reply(network, cast("list[tuple[str, ...]]", values), manner.decoding)
+            made = recipe.reply(network, values, manner.decoding)
         else:
             made = recipe.predict(network, values, manner.decoding)
         # Tokens are counted here and not where requests are answered: a tokenizer belongs to one thread.
         vocabulary = recipe.pack.vocabulary
-        asked = [(one,) if isinstance(one, str) else cast("tuple[str, ...]", one) for one in values]
+        asked = [one if manner.is_conversation else (one,) for one in values]
         read = iter(vocabulary.encode([text for texts in asked for text in texts]))
         counts = [sum(len(next(read)) for _ in texts) for texts in asked]
         rows = zip(questions, made, counts, strict=True)

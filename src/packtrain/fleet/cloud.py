@@ -153,9 +153,13 @@ def label_of(run: Run) -> str:
     return f"packtrain-{run.name[:40].rstrip('-')}-{digest[:8]}"
 
 
-def tags_of(run: Run) -> dict[str, str]:
-    """Return the tags of everything that the run has at a provider, by their names there."""
+def tags_of(run: Run, limit_seconds: float | None = None) -> dict[str, str]:
+    """Return the tags of everything that the run has at a provider, by their names there.
+
+    `limit_seconds` is how long a run without a budget may last.
+    """
     left = budget_seconds(run)
+    left = limit_seconds if left is None else left
     return {
         LABEL_TAG: label_of(run),
         _RUN_TAG: run.name,

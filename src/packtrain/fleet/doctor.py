@@ -15,31 +15,19 @@ from typing import Any
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.fleet.facts import Facts, visible_object
-from packtrain.fleet.fleet import Target, passed_variables, values_of
+from packtrain.fleet.fleet import Check, Fleet, Target, passed_variables, tried, values_of
 from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
 from packtrain.fleet.remote import Unreachable, verb_command
 from packtrain.fleet.ssh import store_advice
 from packtrain.identity import identity, install_command
 from packtrain.job.kinds import FleetKind
-from packtrain.store import open_store
+from packtrain.store import Store, open_store
 from packtrain.units import show_bytes, show_seconds
 
 DISK_BYTES = 2_000_000_000
 CLOCK_SECONDS = 30.0
 _FACTS_SECONDS = 120.0
 _LINK_PROBE_SECONDS = 2 * RENDEZVOUS_SECONDS + SECONDS
-
-
-@dataclass(frozen=True)
-class Check:
-    """One step on one machine; `advice` says what to do if it is not `ok`. A skipped step is never ok."""
-
-    machine: str
-    step: str
-    ok: bool
-    detail: str
-    advice: str = ""
-    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +51,9 @@ def examine(
     if not all(found.values()):
         yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
+    if fleet.rents:
+        yield from _examine_rented(fleet, location)
+        return
     secrets = values_of(passed_variables(environment_names, location))
     with ExitStack() as stack:
         try:
@@ -85,6 +76,21 @@ def examine(
         elif kind.machines.most > 1:
             detail = f"only {count} of {kind.machines} machines can take part"
             yield Check("all machines", "link probe", False, detail, "fix the machines above", skipped=True)
+
+
+def _examine_rented(fleet: Fleet, location: str) -> Iterator[Check]:
+    """Check what can be checked from here: these machines exist only while a run rents them."""
+
+    def reach() -> tuple[Store, bool]:
+        store = open_store(location, create=True, outage_seconds=10.0, answer_seconds=5.0)
+        with visible_object(store):
+            return store, store.supports_put_if_absent()
+
+    check, reached = tried("this machine", "store", reach, lambda _: "reachable")
+    yield check
+    if reached is not None:
+        yield _atomic_create("this machine", reached[1])
+    yield from fleet.checks(reached[0] if reached else None)
 
 
 def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) -> tuple[list[Check], Usable | None]:
@@ -146,10 +152,13 @@ def judge(name: str, facts: Facts, offset_seconds: float, store: str) -> list[Ch
         _check(name, "store", not facts.store_error, facts.store_error or "reachable", store_advice(store)),
     ]
     if facts.atomic_create is not None:
-        detail = "ok" if facts.atomic_create else "not supported by the store"
-        advice = "use another store to run on more than one machine"
-        checks.append(_check(name, "atomic create", facts.atomic_create, detail, advice))
+        checks.append(_atomic_create(name, facts.atomic_create))
     return checks
+
+
+def _atomic_create(machine: str, works: bool) -> Check:
+    detail = "ok" if works else "not supported by the store"
+    return _check(machine, "atomic create", works, detail, "use another store to run on more than one machine")
 
 
 def _check(machine: str, step: str, ok: bool, detail: str, advice: str) -> Check:

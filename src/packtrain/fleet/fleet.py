@@ -7,11 +7,11 @@ import os
 import subprocess
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from packtrain.backoff import Backoff
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
@@ -30,6 +30,7 @@ JOINED = "has joined"  # in the log of a node that takes part
 _DOWN_SECONDS = 120.0  # to wait for the end of nodes that commit first
 JOIN_SECONDS = 30.0  # to wait for that: a busy machine takes its time to start Python
 
+Answer = TypeVar("Answer")
 Say = Callable[[str], None]
 """Prints a line for the user who starts a run."""
 
@@ -104,6 +105,30 @@ class Machine:
 def states_of(machines: Sequence[Machine]) -> str:
     """Return the number of machines in each state: `2 RUNNING, 1 PENDING (Resources)`."""
     return ", ".join(f"{count} {state}" for state, count in Counter(machine.state for machine in machines).items())
+
+
+@dataclass(frozen=True)
+class Check:
+    """One step of `doctor` on one machine; `advice` says what to do if it is not `ok`. A skipped step is never ok."""
+
+    machine: str
+    step: str
+    ok: bool
+    detail: str
+    advice: str = ""
+    skipped: bool = False
+
+
+def tried(
+    machine: str, step: str, ask: Callable[[], Answer], tell: Callable[[Any], str]
+) -> tuple[Check, Answer | None]:
+    """Return a check of what may be refused, and the answer. The second part of an error is what to do about it."""
+    try:
+        answer = ask()
+        return Check(machine, step, True, tell(answer)), answer
+    except PacktrainError as error:
+        fault, _, advice = str(error).partition("; ")
+        return Check(machine, step, False, fault, advice), None
 
 
 class Target(ABC):
@@ -195,7 +220,11 @@ class Fleet(ABC):
 
     @abstractmethod
     def targets(self) -> builtins.list[Target]:
-        """Return the machines for `doctor` to check."""
+        """Return the machines for `doctor` to check; none for machines that do not exist before a run."""
+
+    def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
+        """Check what a start would need, without starting anything. `store` is None if it cannot be reached."""
+        yield from ()
 
 
 def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None = None) -> tuple[str, ...]:

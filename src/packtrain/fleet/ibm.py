@@ -24,6 +24,7 @@ import xmlrpc.client
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet.cloud import CloudFleet, Provider, StillInUse, label_of, tags_of, wait_until_left
 from packtrain.fleet.fleet import (
+    Check,
     Fleet,
     LaunchPlan,
     Machine,
@@ -45,6 +47,7 @@ from packtrain.fleet.fleet import (
     passed_variables,
     silent,
     states_of,
+    tried,
 )
 from packtrain.fleet.ibm_account import IbmAccount, IbmRefusal, Server, number_of
 from packtrain.fleet.prices import list_price
@@ -248,7 +251,7 @@ class IbmFleet(CloudFleet):
             *(word for tag in allowed_tags(run) for word in ("--tag", tag)),
         )
 
-    def _order(self, run: Run, account: IbmAccount) -> dict[str, Any]:
+    def _order(self, tags: Mapping[str, str], account: IbmAccount) -> dict[str, Any]:
         """Return what all servers of the run have in common, as the SDK takes it."""
         settings = self._settings
         given = {
@@ -269,7 +272,7 @@ class IbmFleet(CloudFleet):
             "ssh_keys": account.key_ids(settings.keys) or None,
             "transient": settings.transient or None,
             "post_uri": settings.post_install,
-            "userdata": json.dumps(tags_of(run)),
+            "userdata": json.dumps(tags),
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -281,7 +284,7 @@ class IbmFleet(CloudFleet):
             say(f"{store.url} is a directory: the servers have to mount it, by image or post_install; or use a bucket")
         account = self.provider()
         first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")
-        account.verify({**self._order(first, account), "hostname": f"{label_of(first)}-1"}, self._settings)
+        account.verify({**self._order(tags_of(first), account), "hostname": f"{label_of(first)}-1"}, self._settings)
 
     def create(self, run: Run, plans: Sequence[LaunchPlan], say: Say) -> None:
         account = self.provider()
@@ -306,7 +309,7 @@ class IbmFleet(CloudFleet):
         wanted = [number for number in range(1, settings.machines.most + 1) if number not in there]
         if not wanted:
             return
-        order = self._order(run, account)
+        order = self._order(tags_of(run), account)
         account.verify({**order, "hostname": f"{label}-{wanted[0]}"}, settings)
         for number in wanted:
             say(f"ordering {settings.flavor or 'a virtual server'} in {settings.datacenter}: {label}-{number}")
@@ -471,7 +474,41 @@ class IbmFleet(CloudFleet):
         return self._over_ssh(run, servers).shell(run, named[0] if named else machine)
 
     def targets(self) -> builtins.list[Target]:
-        raise Mistake("there are no servers before a run orders them; `packtrain run --dry-run` shows the orders")
+        return []
+
+    def checks(self, store: Store | None) -> Iterator[Check]:
+        """Ask IBM for everything that an order would need; nothing is ordered."""
+        place, settings, account = "ibm", self._settings, self.provider()
+        check, user = tried(place, "credentials", account.user, lambda user: f"user {user}")
+        yield check
+        if user is None:
+            return
+        check, words = tried(place, "price list", lambda: account.unknown_words(settings), lambda _: "readable")
+        yield check
+        for field, mistake in (words or {}).items():
+            fault, _, advice = str(mistake or "").partition("; ")
+            yield Check(place, field, mistake is None, fault or f"{getattr(settings, field)} is sold", advice)
+        for label in settings.keys:
+            yield tried(place, "key", partial(account.key_ids, [label]), f"{label}: {{0[0]}}".format)[0]
+        if settings.image is not None:
+            yield tried(place, "image", lambda: account.image_guid(str(settings.image)), str)[0]
+        for name in settings.cancel_with or ():
+            advice = "" if name in os.environ else "export it before the run"
+            yield Check(place, "cancel_with", not advice, f"{name} is {'not ' if advice else ''}set here", advice)
+        yield tried(place, "order", lambda: self._verify_order(account), lambda _: "IBM would accept it")[0]
+        yield tried(place, "leftovers", lambda: account.servers(None), _left_words)[0]
+        if store is not None and store.is_directory:
+            advice = "mount it by image or post_install, or use a bucket"
+            yield Check(place, "store", False, f"{store.url}: not known if servers have it", advice, skipped=True)
+
+    def _verify_order(self, account: IbmAccount) -> None:
+        order = self._order({}, account)
+        account.verify({**order, "hostname": "packtrain-doctor-00000000-1"}, self._settings)
+
+
+def _left_words(servers: Sequence[Server]) -> str:
+    names = ", ".join(one.hostname for one in servers)
+    return f"servers of runs: {names}; see `packtrain down --all`" if names else "nothing"
 
 
 def known_hosts(run: Run) -> Path:

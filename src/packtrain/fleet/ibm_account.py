@@ -219,22 +219,36 @@ class IbmAccount(Provider):
                 self._explain(settings)
             raise refused from None
 
+    def user(self) -> str:
+        """Return the name of the user whose key this is."""
+        found = self._ask(lambda manager: manager.client.call("Account", "getCurrentUser", mask="mask[username]"))
+        return harmless(str(found.get("username") or "unknown"))
+
     def _explain(self, settings: IbmSettings) -> None:
         """Raise a mistake that names the field, if IBM does not know the word in it."""
+        for mistake in self.unknown_words(settings).values():
+            if mistake is not None:
+                raise mistake
+
+    def unknown_words(self, settings: IbmSettings) -> dict[str, FieldMistake | None]:
+        """Return the mistake, if there is one, in each field that has a word of IBM's price list."""
         found = self._ask(lambda manager: manager.guest.getCreateObjectOptions())
         templates = [one.get("template", {}) for kind in found.values() for one in kind if isinstance(one, Mapping)]
         flavors = {one.get("supplementalCreateObjectOptions", {}).get("flavorKeyName") for one in templates}
-        systems = {one.get("operatingSystemReferenceCode") for one in templates}
         known: dict[str, set[str | None]] = {
             "datacenter": {one.get("datacenter", {}).get("name") for one in templates},
             "flavor": flavors,
-            "os": systems,
+            "os": {one.get("operatingSystemReferenceCode") for one in templates},
         }
+        mistakes: dict[str, FieldMistake | None] = {}
         for field, words in known.items():
-            given = getattr(settings, field)
-            names = {word for word in words if word}
-            if given is not None and names and given not in names and not given.endswith("_LATEST"):
-                raise FieldMistake(f"fleet.ibm.{field}", f"IBM sells no {given!r}; {_near(given, names)}")
+            given, names = getattr(settings, field), {word for word in words if word}
+            if given is None:
+                continue
+            fault = f"IBM sells no {given!r}; {_near(given, names)}"
+            is_known = not names or given in names or given.endswith("_LATEST")
+            mistakes[field] = None if is_known else FieldMistake(f"fleet.ibm.{field}", fault)
+        return mistakes
 
     def key_ids(self, labels: Sequence[str]) -> list[int]:
         from SoftLayer import SshKeyManager

@@ -2,7 +2,8 @@
 
 The wheels are downloaded here, and the build itself has no network: nothing of this person's configuration of pip, with
 its passwords, enters the image, and the same context builds on a network without internet. One image serves every job,
-because nodes take code and job from the store.
+because nodes take code and job from the store. That of the variant `serve` has no torch: it serves an exported model
+that is mounted at /model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from packtrain.fleet.wheels import INSTALL, LOCK, SBOM, Torch, WheelSet, WheelTa
 from packtrain.identity import identity
 from packtrain.system import cache_directory, sha256_of
 
-VARIANTS: dict[str, Torch] = {"cpu": "cpu", "cuda": "cuda", "jetson": "base"}
+VARIANTS: dict[str, Torch] = {"cpu": "cpu", "cuda": "cuda", "jetson": "base", "serve": "none"}
 """Kinds of images, and where their torch comes from."""
 BUILDERS = ("docker", "podman", "buildah")
 PLATFORMS = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
@@ -68,9 +69,16 @@ ENV PATH=/opt/packtrain/bin:$PATH HOME=/home/packtrain USER=packtrain PYTHONUNBU
 WORKDIR /home/packtrain
 USER {user}:{user}
 ENTRYPOINT ["packtrain"]
-CMD ["--help"]
+{command}
 LABEL {labels}
 """
+
+# Any address: it is the container's own, and other machines reach it by a published port only. They need a token.
+_SERVE = """\
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \\
+    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+CMD ["serve", "/model", "--host", "0.0.0.0", "--port", "8000"]"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class ImageRequest:
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
-            raise Mistake(f"--variant {quoted(self.variant)}: must be cpu, cuda or jetson")
+            raise Mistake(f"--variant {quoted(self.variant)}: must be cpu, cuda, jetson or serve")
         if self.platform not in PLATFORMS:
             raise Mistake(f"--platform {quoted(self.platform)}: {nearest(self.platform, PLATFORMS)}")
         if self.variant == "jetson" and self.platform != "linux/arm64":
@@ -167,8 +175,9 @@ def dockerfile(request: ImageRequest, base: str, wheels: WheelSet) -> str:
         pip=wheels.pip.file,
         own=wheels.own.file,
         own_digest=wheels.own.sha256,
-        variables="" if request.variant == "cpu" else gpu,
+        variables=gpu if target.torch in ("cuda", "base") else "",
         user=_USER,
+        command=_SERVE if target.torch == "none" else 'CMD ["--help"]',
         labels=" \\\n      ".join(f"{name}={json.dumps(text)}" for name, text in labels(base, wheels).items()),
     )
 

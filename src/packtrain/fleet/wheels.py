@@ -1,4 +1,4 @@
-"""The wheels that another machine needs to train, downloaded here with their hashes: for an image or a bundle.
+"""The wheels that another machine needs to train or serve, downloaded here with hashes: for an image or a bundle.
 
 pip downloads them, with this person's index, proxy and certificates. Whoever installs them needs neither a network nor
 a pip: the wheel of pip is one of them, and every wheel is checked against its hash.
@@ -28,7 +28,7 @@ from packtrain.identity import wheel_of as wheel_installed
 from packtrain.system import sha256_of
 
 WHEELS, TOOLS, LOCK, SBOM = "wheels", "tools", "requirements.txt", "sbom.cdx.json"
-Torch = Literal["cpu", "cuda", "base"]
+Torch = Literal["cpu", "cuda", "base", "none"]
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip can hold: the same wheel every time
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
 _NO_INDEX = re.compile("NewConnectionError|ConnectTimeout|ProxyError|SSLError|name resolution|Connection refused")
@@ -45,7 +45,7 @@ INSTALL = "install --isolated --quiet --disable-pip-version-check --no-input --n
 class WheelTarget:
     """Where wheels are installed: the Python version, the processor, and which build of torch.
 
-    With `base`, torch is already there.
+    With `base`, torch is already there; with `none`, the machine only runs exported models.
     """
 
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -60,7 +60,12 @@ class WheelTarget:
             raise Mistake(f"{quoted(self.machine)}: there are wheels of torch for x86_64 and aarch64 only")
 
     def __str__(self) -> str:
-        return f"Python {self.python} on {self.machine}, torch {self.torch}"
+        torch = "without torch" if self.torch == "none" else f"torch {self.torch}"
+        return f"Python {self.python} on {self.machine}, {torch}"
+
+    @property
+    def extra(self) -> str:
+        return "home" if self.torch == "none" else "train"
 
     def options(self) -> list[str]:
         names = [f"manylinux_2_{minor}" for minor in _GLIBC] + list(_OLD_NAMES.values())
@@ -125,7 +130,7 @@ def download(
 def _download_dependencies(
     target: WheelTarget, own: Path, limits: Path, place: Path, requirements: Path | None
 ) -> None:
-    pinned = dict(line.split("==") for line in constraints())
+    pinned = dict(line.split("==") for line in constraints(target.extra))
     torch = pinned.pop("torch", None)
     more = ["-r", str(requirements)] if requirements is not None else []
     rest = [f"{name}=={number}" for name, number in pinned.items()]
@@ -139,7 +144,7 @@ def _download_dependencies(
             _pip([*command, "--no-deps", *more])
         return
     limits.write_text("".join(f"{line}\n" for line in [*rest, *_torch_versions(target.torch, torch)]))
-    command += [f"{own}[train]", *more]
+    command += [f"{own}[{target.extra}]", *more]
     # PyTorch's index has each build under an address of its own. It is asked only if this person's own index lacks that
     # build of torch; without a version that is known here, the two have to be compared.
     pytorch = ["--extra-index-url", f"{_TORCH_INDEX}cpu"] if target.torch == "cpu" else []
@@ -222,20 +227,20 @@ def _record_digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
-def constraints() -> list[str]:
-    """Return `name==version` of everything that training needs here; a build such as 2.8.0+cpu is 2.8.0."""
-    return [f"{name}=={package.version.partition('+')[0]}" for name, package in sorted(_needed().items())]
+def constraints(extra: str = "train") -> list[str]:
+    """Return `name==version` of everything that training, or another extra, needs here; 2.8.0+cpu is 2.8.0."""
+    return [f"{name}=={package.version.partition('+')[0]}" for name, package in sorted(_needed(extra).items())]
 
 
 def digests() -> list[str]:
     """Return the wheels that these dependencies were installed from, each with a digest of its files."""
-    wheels = ((wheel_installed(package), package) for package in _needed().values())
+    wheels = ((wheel_installed(package), package) for package in _needed("train").values())
     return sorted(f"{wheel} {recorded_digest(package)}" for wheel, package in wheels if wheel is not None)
 
 
-def _needed() -> dict[str, Distribution]:
+def _needed(extra: str) -> dict[str, Distribution]:
     found: dict[str, Distribution] = {}
-    waiting = list(_requirements(distribution("packtrain"), {"train"}))
+    waiting = list(_requirements(distribution("packtrain"), {extra}))
     while waiting:
         name = waiting.pop()
         try:

@@ -255,8 +255,8 @@ class Client:
             backoff.wait()
 
 
-class Network(IntEnum):
-    """The networks that an address may belong to, from the widest to the most private."""
+class Reach(IntEnum):
+    """How far an address reaches, from the widest network to the most private."""
 
     INTERNET = 0
     PRIVATE = 1
@@ -264,12 +264,12 @@ class Network(IntEnum):
     METADATA = 3  # link-local, and the services that give cloud machines their keys
 
     @classmethod
-    def of(cls, address: IPv4Address | IPv6Address) -> Network:
+    def of(cls, address: IPv4Address | IPv6Address) -> Reach:
         inner = _embedded(address)
         return max(cls._of_plain(address), cls.INTERNET if inner is None else cls._of_plain(inner))
 
     @classmethod
-    def _of_plain(cls, address: IPv4Address | IPv6Address) -> Network:
+    def _of_plain(cls, address: IPv4Address | IPv6Address) -> Reach:
         if address.is_link_local or any(address in network for network in _METADATA_NETWORKS):
             return cls.METADATA
         if address.is_loopback or address in _THIS_MACHINE or address.is_unspecified:
@@ -309,17 +309,17 @@ class _Guard:
     """
 
     def __init__(self) -> None:
-        self._source: Network | None = None
+        self._source: Reach | None = None
 
     def check(self, host: str, address: IPv4Address | IPv6Address | None) -> None:
         """Raise a Mistake unless `address` may be reached; None for a name that only a proxy resolves."""
-        network = Network.INTERNET if address is None else Network.of(address)
-        if network is Network.METADATA:
+        network = Reach.INTERNET if address is None else Reach.of(address)
+        if network is Reach.METADATA:
             raise Mistake(f"{printable(host)}: refused, because it is a link-local or metadata address")
         if self._source is None:
             self._source = network
         if network > self._source:
-            where = "this machine" if network is Network.LOOPBACK else "a private network"
+            where = "this machine" if network is Reach.LOOPBACK else "a private network"
             raise Mistake(
                 f"{printable(host)}: refused, because a redirect leads from outside to {where} ({address});"
                 " name that URL as the source if you trust it"

@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from packtrain.backoff import Backoff
+from packtrain.backoff import SLOW_ANSWERS, Backoff
 from packtrain.errors import Mistake
 from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checked_prefix, is_key
 from packtrain.store.directory import CHUNK_BYTES, opened_folder, replace, stage
@@ -65,52 +65,46 @@ class BucketStore(Store):
         self._bucket_seen = False
         self._pid = os.getpid()
 
-        def client(retries: int, silent_seconds: float) -> BucketClient:
-            return service.client(
-                bucket,
-                prefix or None,
-                {
-                    "allow_http": (service.endpoint or "").startswith("http://"),
-                    "connect_timeout": timedelta(seconds=min(5.0, silent_seconds)),
-                    # `timeout` covers a whole download and so would end a long one; `read_timeout` covers
-                    # the time without a byte, and the sending of a whole request.
-                    "timeout": timedelta(days=1),
-                    "read_timeout": timedelta(seconds=silent_seconds),
-                },
-                {
-                    "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=outage_seconds),
-                    "backoff": {
-                        "init_backoff": timedelta(seconds=_FIRST_PAUSE_SECONDS),
-                        "max_backoff": timedelta(seconds=_MAX_PAUSE_SECONDS),
-                        "base": 2,
-                    },
-                },
-            )
-
         # No signal reaches Python inside obstore, so a call of one request is retried outside of it.
         # A call of many is retried inside too, or it would never end on a server that often fails.
         try:
-            self._client = client(0, answer_seconds)
+            self._client = self._connect(service, bucket, 0, answer_seconds)
         except BaseError as error:
-            # obstore reads them even for a server without TLS; a small image may have none.
-            if "No CA certificates" not in str(error):
-                reason = str(error).partition("\n")[0].partition(" error: ")[2] or type(error).__name__
-                raise Mistake(f"{self.url}: {reason}; correct the keys in the environment") from None
-            raise Mistake(
-                f"{self.url}: this machine has no CA certificates; install the package ca-certificates, "
-                "or set SSL_CERT_FILE to a file of them"
-            ) from None
-        self._client_for_lists = client(_RETRIES_INSIDE, answer_seconds)
+            raise _client_mistake(str(error), self.url) from None
+        self._client_for_lists = self._connect(service, bucket, _RETRIES_INSIDE, answer_seconds)
         # A slow line needs time for a part of a file, but a server that is gone should not delay small requests.
-        self._client_for_files = client(_RETRIES_INSIDE, max(_TRANSFER_SECONDS, answer_seconds))
+        patient_seconds = max(_TRANSFER_SECONDS, answer_seconds)
+        self._client_for_files = self._connect(service, bucket, _RETRIES_INSIDE, patient_seconds)
+
+    def _connect(self, service: BucketService, bucket: str, retries: int, silent_seconds: float) -> BucketClient:
+        options = {
+            "allow_http": (service.endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=min(5.0, silent_seconds)),
+            # `timeout` covers a whole download and so would end a long one; `read_timeout` covers the time without a
+            # byte, and the sending of a whole request.
+            "timeout": timedelta(days=1),
+            "read_timeout": timedelta(seconds=silent_seconds),
+        }
+        pauses = {
+            "init_backoff": timedelta(seconds=_FIRST_PAUSE_SECONDS),
+            "max_backoff": timedelta(seconds=_MAX_PAUSE_SECONDS),
+            "base": 2,
+        }
+        limits = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=self._outage_seconds),
+            "backoff": pauses,
+        }
+        return service.client(bucket, self._prefix or None, options, limits)
 
     def put(self, key: str, data: bytes) -> None:
         checked_key(key)
-        client = self._client if len(data) <= _SMALL_BYTES else self._client_for_files
+        is_long = len(data) > _SMALL_BYTES
+        client = self._client_for_files if is_long else self._client
         self._retry(
             key,
             lambda: obstore.put(client, key, data, chunk_size=CHUNK_BYTES, max_concurrency=_PARALLEL_PARTS),
+            is_long=is_long,
         )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -144,7 +138,11 @@ class BucketStore(Store):
             path.open("rb").close()
         part_bytes = max(CHUNK_BYTES, size // _MAX_PARTS + 1)  # larger parts for files beyond 75 GB
         client = self._client_for_files
-        self._retry(key, lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS))
+        self._retry(
+            key,
+            lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS),
+            is_long=True,
+        )
 
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         checked_key(key)
@@ -168,7 +166,8 @@ class BucketStore(Store):
             return stage(folder, found.stream(CHUNK_BYTES))
 
         with explained(path), opened_folder(path.parent) as folder:
-            replace(folder, self._retry(key, lambda: fetch(folder)), path.name)  # renamed when it is complete
+            staged = self._retry(key, lambda: fetch(folder), is_long=True)
+            replace(folder, staged, path.name)  # renamed when it is complete
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
@@ -222,15 +221,21 @@ class BucketStore(Store):
         except FileNotFoundError:
             raise StoreError(f"{self.url}: {key!r} was deleted meanwhile", temporary=True) from None
 
-    def _retry(self, key: str, action: Callable[[], Answer]) -> Answer:
-        """Call `action` until it succeeds, fails for good, or the outage has lasted too long."""
+    def _retry(self, key: str, action: Callable[[], Answer], *, is_long: bool = False) -> Answer:
+        """Call `action` until it succeeds, fails for good, or the outage has lasted too long.
+
+        `is_long`: it may take minutes although the server answers.
+        """
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, jitter=1.0, limit_seconds=self._outage_seconds)
-        while True:
-            try:
-                return self._once(key, action)
-            except StoreError as error:
-                if not error.temporary or not backoff.wait():
-                    raise
+        with nullcontext() if is_long else SLOW_ANSWERS.watched(self.url, self._outage_seconds):
+            while True:
+                try:
+                    return self._once(key, action)
+                except StoreError as error:
+                    if not error.temporary or not backoff.wait():
+                        raise
+                    if is_long:  # it has taken its time already
+                        SLOW_ANSWERS.late(self.url, self._outage_seconds)
 
     def _once(self, key: str, action: Callable[[], Answer]) -> Answer:
         # obstore's threads do not exist in a forked process, and a call would wait for them forever.
@@ -253,3 +258,13 @@ class BucketStore(Store):
             raise explain_server(str(error), self.url) from None
         self._bucket_seen = True
         return answer
+
+
+def _client_mistake(message: str, url: str) -> Mistake:
+    """Explain why obstore refuses to make a client."""
+    # It reads certificates even for a server without TLS; a small image may have none.
+    if "No CA certificates" in message:
+        advice = "install the package ca-certificates, or set SSL_CERT_FILE to a file of them"
+        return Mistake(f"{url}: this machine has no CA certificates; {advice}")
+    reason = message.partition("\n")[0].partition(" error: ")[2] or "the client was refused"
+    return Mistake(f"{url}: {reason}; correct the keys in the environment")

@@ -40,7 +40,11 @@ power_off() { systemctl poweroff || shutdown -P now || poweroff -f; }
 end_machine() {
   over=yes
   say "ending this machine ($1)"
-  aws terminate "$1" || say 'cannot terminate through Auto Scaling: the group will replace this machine; check its role'
+  aws terminate "$1" || {
+    problem='cannot end through Auto Scaling, so the group replaces it: run `packtrain down`, and add to its role'
+    say "$problem"
+    aws tell "$run" "$problem the policy that \`packtrain run --dry-run\` prints" || true
+  }
   power_off
   exit 0
 }
@@ -68,11 +72,9 @@ trap after_exit EXIT
 trap 'told=yes; [ -z "$node" ] || kill -TERM "$node" 2>/dev/null' TERM
 
 # Even if everything below hangs, the machine does not outlive the budget.
-if [ -n "$ends" ]; then
-  left=$(( (ends - $(date +%s)) / 60 ))
-  [ "$left" -gt 0 ] || end_machine end
-  shutdown -P "+$((left + 5))" 'the budget is used up' || say 'warning: cannot schedule a shutdown'
-fi
+left=$(( (ends - $(date +%s)) / 60 ))
+[ "$left" -gt 0 ] || end_machine end
+shutdown -P "+$((left + 5))" 'the budget is used up' || say 'warning: cannot schedule a shutdown'
 
 # Disks.
 

@@ -15,8 +15,9 @@ from pydantic_core import InitErrorDetails
 
 from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.fleet.aws.checks import launch_checks
 from packtrain.fleet.aws.launch import carry_out, find_group, launch_plans
-from packtrain.fleet.aws.lookup import check_names, check_store, check_types, find_image, find_subnets, trouble_of
+from packtrain.fleet.aws.lookup import check_store, check_types, find_image, find_subnets, named, trouble_of
 from packtrain.fleet.aws.region import (
     AwsRefusal,
     AwsRegion,
@@ -25,8 +26,8 @@ from packtrain.fleet.aws.region import (
 from packtrain.fleet.aws.spot import spot_notice
 from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
-from packtrain.fleet.cloud import CloudFleet, label_of, wait_until_left
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Python, Say, Target, Word, silent, states_of
+from packtrain.fleet.cloud import CloudFleet, budget_seconds, label_of, wait_until_left
+from packtrain.fleet.fleet import Check, Fleet, LaunchPlan, Machine, Python, Say, Target, Word, silent, states_of
 from packtrain.fleet.local import session_name
 from packtrain.fleet.prices import list_price
 from packtrain.job import Job
@@ -69,7 +70,8 @@ class AwsSettings(FleetKind):
 
     `on_demand` is how many machines are not spot. `role` is the instance profile of the machines. `secrets` says where
     AWS keeps the values of environment variables. `mounts` are directories, each with the NFS or EFS to mount there.
-    `bundle` is a local directory of wheels. `linger` is how long the machines of a failed run stay.
+    `bundle` is a local directory of wheels. `linger` is how long the machines of a failed run stay. `limit` is when AWS
+    ends those of a run without a budget.
     """
 
     region: Word
@@ -96,6 +98,7 @@ class AwsSettings(FleetKind):
     python: Python | None = None
     bundle: StorePath | None = None
     linger: Seconds = Duration(600, "seconds")
+    limit: Seconds = Duration(7 * 86400, "seconds")
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
@@ -182,6 +185,9 @@ class AwsFleet(CloudFleet):
         idle = _end_idle(region, run)
         for plan in plans:
             names |= carry_out(region, plan, names)
+        if budget_seconds(run) is None:
+            limit = show_seconds(self._settings.limit.value)
+            say(f"no budget: AWS ends the machines after {limit} at the latest (fleet.aws.limit)")
         if self._settings.spot:
             say(_spot_price(region, self._settings.instances))
         _await_news(region, label, past, idle, say)
@@ -204,7 +210,8 @@ class AwsFleet(CloudFleet):
         image = find_image(region, settings)
         kinds = check_types(region, settings, image)
         subnets = find_subnets(region, settings, zones, kinds)
-        check_names(region, settings)
+        for _, _, ask in named(region, settings):
+            ask()
         return {
             "IMAGE": image["ImageId"],
             "ROOT_DEVICE": image.get("RootDeviceName") or "/dev/sda1",
@@ -272,9 +279,10 @@ class AwsFleet(CloudFleet):
         return snapshot_of(region, self._settings.volume, names, run.name, pack)
 
     def targets(self) -> builtins.list[Target]:
-        raise Mistake(
-            "there are no machines before a run starts them; `packtrain run --dry-run` shows what it would do"
-        )
+        return []
+
+    def checks(self, store: Store | None) -> Iterator[Check]:
+        yield from launch_checks(self._settings, store)
 
 
 def _end_idle(region: AwsRegion, run: Run) -> set[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet.aws.policy import ASSUMED_BY_MACHINES, policy
+from packtrain.fleet.aws.policy import ALL_RUNS, ASSUMED_BY_MACHINES, policy
 from packtrain.fleet.aws.region import BUSY, AwsRefusal, AwsRegion, tag_value
 from packtrain.fleet.aws.user_data import boot_script
 from packtrain.fleet.aws.volumes import gibibytes
@@ -41,8 +41,8 @@ _STDIN = ("--cli-input-json", "file:///dev/stdin")
 
 def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[LaunchPlan]:
     """Return the commands of a person who would do it by hand, in order; ${NAMES} are answers of earlier ones."""
-    label, ends = label_of(run), _ends(run)
-    tags = {key: tag_value(value) for key, value in tags_of(run).items()}
+    label, ends = label_of(run), _ends(run, settings)
+    tags = {key: tag_value(value) for key, value in tags_of(run, settings.limit.value).items()}
     ec2, scaling = ("aws", "ec2"), ("aws", "autoscaling")
     steps: list[tuple[str, tuple[str, ...], Any]] = [
         *_questions(settings),
@@ -55,16 +55,19 @@ def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[Lau
         ("", (*scaling, "create-auto-scaling-group"), _group(settings, label, tags)),
         # It would end healthy machines only to spread them evenly over the zones.
         ("", (*scaling, "suspend-processes"), {"AutoScalingGroupName": label, "ScalingProcesses": ["AZRebalance"]}),
-        *([] if ends is None else [("", (*scaling, "put-scheduled-update-group-action"), _end_of(label, ends))]),
+        ("", (*scaling, "put-scheduled-update-group-action"), _end_of(label, ends)),
         ("", (*scaling, "set-desired-capacity"), _wanted(label, settings.machines.most)),
     ]
     return [_plan(region.place, *step) for step in steps]
 
 
-def _ends(run: Run) -> float | None:
-    """Return when the budget is used up at the latest; None without a budget."""
+def _ends(run: Run, settings: AwsSettings) -> float:
+    """Return when AWS ends the machines at the latest: the budget is used up, or `limit` has passed without one.
+
+    Even a run that finishes needs this: machines whose role may not make the group smaller are replaced for ever.
+    """
     left = budget_seconds(run)
-    return None if left is None else time.time() + left + _START_SECONDS
+    return time.time() + (settings.limit.value if left is None else left) + _START_SECONDS
 
 
 def _questions(settings: AwsSettings) -> Iterator[tuple[str, tuple[str, ...], None]]:
@@ -96,7 +99,7 @@ def _image(settings: AwsSettings) -> str:
 def _role(
     run: Run, settings: AwsSettings, region: AwsRegion, tags: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
-    rights = policy(run, settings, region)
+    rights = policy(run.store.url, label_of(run) if settings.create_role else ALL_RUNS, settings, region)
     if not settings.create_role:
         # Only printed: what whoever manages the role has to allow, once.
         yield "", ("aws", "iam", "create-policy", "--policy-name", "packtrain", *_POLICY), rights

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from packtrain.errors import FieldMistake
@@ -45,8 +46,8 @@ def find_image(region: AwsRegion, settings: AwsSettings) -> dict[str, Any]:
     return newest
 
 
-def check_types(region: AwsRegion, settings: AwsSettings, image: dict[str, Any]) -> dict[str, set[str]]:
-    """Refuse instance types that are unknown or do not fit the image; return the zones that offer each."""
+def check_types(region: AwsRegion, settings: AwsSettings, image: dict[str, Any] | None) -> dict[str, set[str]]:
+    """Refuse instance types that are unknown or do not fit the image, if it is known; return the zones of each."""
     names = list(settings.instances)
     try:
         found = region.ask("ec2", "describe-instance-types", InstanceTypes=names)["InstanceTypes"]
@@ -55,10 +56,10 @@ def check_types(region: AwsRegion, settings: AwsSettings, image: dict[str, Any])
             unknown = ", ".join(re.findall(r"[a-z0-9-]+\.[a-z0-9-]+", str(refusal))) or ", ".join(names)
             raise _missing("instances", f"unknown instance type in {region.place}: {unknown}") from None
         raise
-    architecture = image.get("Architecture")
     for kind in found:
+        architecture = None if image is None else image.get("Architecture")
         known = kind.get("ProcessorInfo", {}).get("SupportedArchitectures", [architecture])
-        if architecture not in known:
+        if image is not None and architecture not in known:
             fault = f"{image['ImageId']} is for {architecture}, but {kind['InstanceType']} is {known[0]}"
             raise _missing("image", f"{fault}; use another image")
         if settings.efa > kind.get("NetworkInfo", {}).get("EfaInfo", {}).get("MaximumEfaInterfaces", 0):
@@ -102,36 +103,40 @@ def find_subnets(
     return [subnet for subnet in found if subnet["AvailabilityZone"] in zones & offering]
 
 
-def check_names(region: AwsRegion, settings: AwsSettings) -> None:
-    """Refuse a key pair, role, placement group or secret that does not exist."""
-    key, role, group = settings.key, settings.role, settings.placement_group
-    if key is not None:
-        _known("key", f"no key pair {key}", lambda: region.ask("ec2", "describe-key-pairs", KeyNames=[key]))
-    if role is not None:
-        asked = {"InstanceProfileName": role}
-        _known("role", f"no instance profile {role}", lambda: region.ask("iam", "get-instance-profile", **asked))
-    if group is not None:
-        asked_group = {"GroupNames": [group]}
-        _known(
-            "placement_group",
-            f"no placement group {group}",
-            lambda: region.ask("ec2", "describe-placement-groups", **asked_group),
-        )
+Named = tuple[str, str, Callable[[], Any]]
+"""A field, what it names, and the question that refuses what does not exist; its answer is None for who may not ask."""
+
+
+def named(region: AwsRegion, settings: AwsSettings) -> Iterator[Named]:
+    """Yield the key pair, the role, the placement group and the secrets that the settings name."""
+    asked: list[tuple[str, str, str, str, dict[str, Any]]] = []
+    if settings.key is not None:
+        asked.append(("key", f"key pair {settings.key}", "ec2", "describe-key-pairs", {"KeyNames": [settings.key]}))
+    if settings.role is not None:
+        role = {"InstanceProfileName": settings.role}
+        asked.append(("role", f"instance profile {settings.role}", "iam", "get-instance-profile", role))
+    if settings.placement_group is not None:
+        group = {"GroupNames": [settings.placement_group]}
+        title = f"placement group {settings.placement_group}"
+        asked.append(("placement_group", title, "ec2", "describe-placement-groups", group))
+    for field, title, service, operation, request in asked:
+        ask = partial(region.ask, service, operation, **request)
+        yield field, title, partial(_known, field, f"no {title}", ask)
     for variable, reference in settings.secrets.items():
-        _check_secret(region, variable, reference)
+        yield f"secrets.{variable}", f"secret {reference}", partial(_find_secret, region, variable, reference)
 
 
-def _check_secret(region: AwsRegion, variable: str, reference: str) -> None:
+def _find_secret(region: AwsRegion, variable: str, reference: str) -> Any:
     """Only ask whether it exists: its value is for the machines alone."""
     service, _, name = reference.partition(":")
     field, missing = f"secrets.{variable}", f"no secret {reference}"
     if service == "secretsmanager":
-        _known(field, missing, lambda: region.ask("secretsmanager", "describe-secret", SecretId=name))
-        return
-    named = [{"Key": "Name", "Values": [name]}]
-    found = _known(field, missing, lambda: region.ask("ssm", "describe-parameters", ParameterFilters=named))
+        return _known(field, missing, lambda: region.ask("secretsmanager", "describe-secret", SecretId=name))
+    filters = [{"Key": "Name", "Values": [name]}]
+    found = _known(field, missing, lambda: region.ask("ssm", "describe-parameters", ParameterFilters=filters))
     if found is not None and not found["Parameters"]:
         raise _missing(field, f"{missing} in {region.place}")
+    return found
 
 
 def _known(field: str, missing: str, ask: Callable[[], dict[str, Any]]) -> Any:

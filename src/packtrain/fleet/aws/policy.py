@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from packtrain.fleet.aws.region import AwsRegion
-from packtrain.fleet.cloud import LABEL_TAG, label_of
-from packtrain.run.run import Run
+from packtrain.fleet.cloud import LABEL_TAG
 
 if TYPE_CHECKING:
     from packtrain.fleet.aws.fleet import AwsSettings
@@ -16,6 +15,7 @@ ASSUMED_BY_MACHINES = {
     "Version": "2012-10-17",
     "Statement": [{"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}],
 }
+ALL_RUNS = "packtrain-*"  # the labels of all runs, for a role that they share
 _SESSION = (
     "ssm:UpdateInstanceInformation",
     "ssmmessages:CreateControlChannel",
@@ -25,12 +25,11 @@ _SESSION = (
 )
 
 
-def policy(run: Run, settings: AwsSettings, region: AwsRegion) -> dict[str, Any]:
-    """Return the policy of the machines' role: of this run alone if it creates the role, or else of all runs."""
-    label = label_of(run) if settings.create_role else "packtrain-*"
+def policy(store: str, label: str, settings: AwsSettings, region: AwsRegion) -> dict[str, Any]:
+    """Return the policy of the machines' role: what runs of this label, which may have a `*`, need with this store."""
     start = f"arn:{region.partition}"
     statements = [
-        *_store(run, start),
+        *_store(store, start),
         *_end(label, start, region.place),
         *_secrets(settings, start, region.place),
         *_volumes(settings, label, start, region.place),
@@ -39,10 +38,10 @@ def policy(run: Run, settings: AwsSettings, region: AwsRegion) -> dict[str, Any]
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def _store(run: Run, start: str) -> list[dict[str, Any]]:
-    if not run.store.url.startswith("s3://"):
+def _store(url: str, start: str) -> list[dict[str, Any]]:
+    if not url.startswith("s3://"):
         return []
-    place = urlsplit(run.store.url)
+    place = urlsplit(url)
     bucket, prefix = f"{start}:s3:::{place.netloc}", place.path.strip("/")
     below = f"{prefix}/*" if prefix else "*"
     objects = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")

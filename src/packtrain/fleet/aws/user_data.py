@@ -75,7 +75,7 @@ class BootSettings(Protocol):
         """A directory of wheels, for machines without an index."""
 
 
-def boot_script(run: Run, settings: BootSettings, ends: float | None) -> str:
+def boot_script(run: Run, settings: BootSettings, ends: float) -> str:
     """Return the script. `ends` is when the machine has to be gone at the latest, in seconds since 1970."""
     head = ["#!/bin/bash", f"# Packtrain: takes part in {run.name} and then ends this machine."]
     body = source()["fleet/aws/boot.sh"].decode()
@@ -90,7 +90,7 @@ def put_environment(run: Run, settings: BootSettings) -> None:
         run.store.put_file(run.key(ENVIRONMENT), Path(file.name))
 
 
-def _variables(run: Run, settings: BootSettings, ends: float | None) -> Iterator[str]:
+def _variables(run: Run, settings: BootSettings, ends: float) -> Iterator[str]:
     # Without the Python, which the machine finds or makes.
     command = node_arguments(run, "python", run.job.fleet.kind)[1:]
     plain = {
@@ -101,7 +101,7 @@ def _variables(run: Run, settings: BootSettings, ends: float | None) -> Iterator
         "digest": _digest(settings.bundle),
         "mode": "-" if settings.bundle is None else "offline",
         "linger": f"{settings.linger.value:.0f}",
-        "ends": "" if ends is None else f"{ends:.0f}",
+        "ends": f"{ends:.0f}",
         "find": FIND,
         "instance": source()["fleet/aws/instance.py"].decode(),
     }

@@ -73,6 +73,8 @@ SECRETS = Kind("v1", "secrets", "Secret")
 CLAIMS = Kind("v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 ACCOUNTS = Kind("v1", "serviceaccounts", "ServiceAccount")
 NODES = Kind("v1", "nodes", "node", is_namespaced=False)
+NAMESPACES = Kind("v1", "namespaces", "namespace", is_namespaced=False)
+_REVIEWS = Kind("authorization.k8s.io/v1", "selfsubjectaccessreviews", "access review", is_namespaced=False)
 JOBSETS = Kind("jobset.x-k8s.io/v1alpha2", "jobsets", "JobSet")
 TRAINJOBS = Kind("trainer.kubeflow.org/v1alpha1", "trainjobs", "TrainJob")
 RUNTIMES = Kind("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "TrainingRuntime")
@@ -114,14 +116,39 @@ class Cluster:
                 return None
             raise
 
-    def lacks(self, kind: Kind, name: str) -> bool:
-        """True if there is no such object; False also if this user may not look. Its content is not read."""
+    def sees(self, kind: Kind, name: str) -> bool:
+        """True if there is such an object. Its content is not read."""
         try:
-            return self.ask("GET", kind, name, accept=_METADATA_ONLY) is None
+            self.ask("GET", kind, name, accept=_METADATA_ONLY)
         except RequestRefused as refused:
-            if refused.status in (403, 404):
-                return refused.status == 404
+            if refused.status == 404:
+                return False
             raise
+        return True
+
+    def lacks(self, kind: Kind, name: str) -> bool:
+        """True if there is no such object; False also if this user may not look."""
+        try:
+            return not self.sees(kind, name)
+        except RequestRefused as refused:
+            if refused.status == 403:
+                return False
+            raise
+
+    def version(self) -> str:
+        """Return the version of the API server, such as `v1.29.1`."""
+        status, answer = self._answer("GET", "/version", None, "application/json")
+        if status != 200:
+            raise RequestRefused(status, self._explain(status, answer, "get the version", NAMESPACES, None))
+        return short(str(answer.get("gitVersion") or "unknown"))
+
+    def may(self, verb: str, group: str, resource: str) -> bool:
+        """True if this user may do that in the namespace, as the cluster itself judges."""
+        name, _, part = resource.partition("/")
+        wanted = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+        review = {"apiVersion": _REVIEWS.group, "kind": "SelfSubjectAccessReview"}
+        answer = self.ask("POST", _REVIEWS, body={**review, "spec": {"resourceAttributes": wanted}})
+        return bool((answer.get("status") or {}).get("allowed"))
 
     def delete(self, kind: Kind, name: str, **options: Any) -> None:
         """Ask for the deletion; what is gone already is no error."""

@@ -27,9 +27,10 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from packtrain.backoff import Backoff
-from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet.cloud import CloudFleet, Provider, label_of
 from packtrain.fleet.fleet import (
+    Check,
     Fleet,
     LaunchPlan,
     Machine,
@@ -41,14 +42,11 @@ from packtrain.fleet.fleet import (
     silent,
     states_of,
 )
+from packtrain.fleet.kubernetes.checks import check_named, check_nodes, check_store, launch_checks
 from packtrain.fleet.kubernetes.cluster import (
-    ACCOUNTS,
-    CLAIMS,
     EVENTS,
     JOBS,
-    NODES,
     PODS,
-    SECRETS,
     Cluster,
     Namespace,
     RequestRefused,
@@ -70,7 +68,6 @@ from packtrain.fleet.kubernetes.manifests import (
     Document,
     as_yaml,
     documents,
-    is_mounted,
     role,
 )
 from packtrain.job import Job
@@ -197,7 +194,7 @@ class KubernetesFleet(CloudFleet):
         self._settings = settings
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
-        _check_store(run.store, self._settings)  # for a dry run, too
+        check_store(run.store, self._settings)  # for a dry run, too
         where = [f"--context={self._settings.context}"] if self._settings.context else []
         where += [f"--namespace={self._settings.namespace}"] if self._settings.namespace else []
         return [LaunchPlan("kubernetes", ("kubectl", "apply", *where, "-f", "-"), script=self.manifests(run, "job"))]
@@ -219,7 +216,7 @@ class KubernetesFleet(CloudFleet):
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         """Let the API server validate the Job without creating it, and look for nodes that are large enough."""
         settings = self._settings
-        _check_store(store, settings)
+        check_store(store, settings)
         cluster = self._cluster()
         first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")  # there is no run yet
         for document in documents(first, settings):
@@ -229,44 +226,10 @@ class KubernetesFleet(CloudFleet):
             except RequestRefused as refused:
                 if "does not support dry run" not in str(refused):  # a webhook of the cluster
                     raise
-        self._check_names(cluster)
-        self._check_nodes(cluster)
+        check_named(cluster, settings)
+        check_nodes(cluster, settings)
         if not store.is_directory:
             _warn_about_store(store, settings, say)
-
-    def _check_names(self, cluster: Cluster) -> None:
-        """Refuse a job that names what is not there, as far as this person may look."""
-        settings = self._settings
-        secrets = [*settings.pull_secrets, *(one.partition("/")[0] for one in settings.secrets.values())]
-        secrets += [settings.store_secret] if settings.store_secret is not None else []
-        named = [(SECRETS, name) for name in dict.fromkeys(secrets)]
-        named += [(CLAIMS, mount.claim) for mount in settings.mounts if mount.claim is not None]
-        named += [(ACCOUNTS, settings.service_account)] if settings.service_account is not None else []
-        for kind, name in named:
-            if cluster.lacks(kind, name):
-                raise Mistake(f"there is no {kind.word} {name} in {cluster.name}; create it, or correct the job")
-
-    def _check_nodes(self, cluster: Cluster) -> None:
-        """Refuse a pod that fits on no node. Who may not list nodes finds out when its pods are not scheduled."""
-        settings = self._settings
-        if settings.autoscaling or not settings.resources:
-            return
-        selector = ",".join(f"{key}={value}" for key, value in settings.node_selector.items())
-        try:
-            nodes = cluster.list(NODES, **({"labelSelector": selector} if selector else {}))
-        except RequestRefused as refused:
-            if refused.status == 403:
-                return
-            raise
-        which = f" with {selector}" if selector else ""
-        for name, wanted in settings.resources.items():
-            has = [_amount((node.get("status") or {}).get("allocatable", {}).get(name, "0")) for node in nodes]
-            if max(has, default=0) < _amount(wanted):
-                most = f"the largest has {max(has):g}" if max(has, default=0) else "none has any"
-                raise Mistake(
-                    f"no node of the cluster{which} has {wanted} of {name}; {most}; change fleet.kubernetes.resources,"
-                    " or set autoscaling: true if the cluster adds nodes"
-                )
 
     # Start and end.
 
@@ -324,13 +287,10 @@ class KubernetesFleet(CloudFleet):
         return ("kubectl", *where, "exec", "-it", name, "-c", CONTAINER, "--", *_SHELL)
 
     def targets(self) -> builtins.list[Target]:
-        raise Mistake("doctor has no machines of the cluster to look at yet; `packtrain run` checks the job against it")
+        return []
 
-
-def _check_store(store: Store, settings: KubernetesSettings) -> None:
-    if store.is_directory and not is_mounted(store.url, settings):
-        fault = f"pods cannot write to the store {store.url}; use s3://bucket/prefix, or fleet.kubernetes.mounts"
-        raise FieldMistake("store", fault)
+    def checks(self, store: Store | None) -> Iterator[Check]:
+        yield from launch_checks(self._cluster, self._settings, store)
 
 
 def _warn_about_store(store: Store, settings: KubernetesSettings, say: Say) -> None:
@@ -347,12 +307,6 @@ def _warn_about_store(store: Store, settings: KubernetesSettings, say: Say) -> N
 def _connected(context: str | None, namespace: str | None, kubeconfig: str | None) -> Cluster:  # noqa: ARG001
     """Return a cluster that was connected to before: `ls` asks it for every run, and a login may take a second."""
     return Cluster(context, namespace)
-
-
-def _amount(text: str) -> float:
-    from kubernetes.utils.quantity import parse_quantity
-
-    return float(parse_quantity(text))
 
 
 def _create(cluster: Cluster, document: Document, run: Run, say: Say) -> None:

@@ -1,0 +1,131 @@
+"""The systemd unit that serves a model on a board: started with it, restarted after a failure, locked in."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.errors import Mistake, quoted
+from packtrain.export.model import read_model
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - not written
+
+# MemoryDenyWriteExecute is absent on purpose: runtimes compile their inner loops for the processor while they run.
+_UNIT = """\
+# The model of {run}. To install it:
+#   packtrain unit {model} | sudo tee /etc/systemd/system/packtrain-{name}.service
+#   sudo systemctl daemon-reload && sudo systemctl enable --now packtrain-{name}
+[Unit]
+Description=Packtrain: the model {name}
+After=network.target
+
+[Service]
+Type=exec
+ExecStart={command}
+Restart=on-failure
+RestartSec=2
+TimeoutStopSec=60
+{credential}
+# A user of its own, who can write nothing but a cache and sees nobody's home.
+DynamicUser=yes
+CacheDirectory=packtrain-{name}
+Environment=PACKTRAIN_CACHE=%C/packtrain-{name} HOME=%C/packtrain-{name} USER=packtrain
+UMask=0077
+ProtectSystem=strict
+ProtectHome=tmpfs
+{mounts}PrivateTmp=yes
+PrivateDevices=yes
+ProtectProc=invisible
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+LockPersonality=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+{network}
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True)
+class UnitRequest:
+    """The model to serve, and to whom. Other addresses than loopback need a file with a token."""
+
+    model: Path
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token_file: Path | None = None
+
+
+def unit(request: UnitRequest, program: Path | None = None) -> str:
+    """Return the unit for a model on this machine; `program` is the packtrain that serves it, by default this one."""
+    folder = request.model.expanduser().absolute()
+    model = read_model(folder)
+    name = request.name or folder.name
+    if not _NAME.fullmatch(name):
+        raise Mistake(f"{quoted(name)}: cannot be part of a unit's name; give another one with --name")
+    is_loopback = _is_loopback(request.host)
+    if not is_loopback and request.token_file is None:
+        raise Mistake(f"--host {request.host}: other machines may reach this address; give a token with --token-file")
+    words = [str(program or _own_program()), "serve", str(folder), "--host", request.host, "--port", str(request.port)]
+    command = " ".join(map(_word, words))
+    credential = ""
+    if request.token_file is not None:
+        credential = f"LoadCredential=token:{_specifiers(str(request.token_file.expanduser().absolute()))}\n"
+        command += " --token-file ${CREDENTIALS_DIRECTORY}/token"
+    # What ProtectHome and PrivateTmp would hide: the model, and the Python that serves it.
+    places = dict.fromkeys([folder, Path(sys.prefix).absolute(), Path(sys.base_prefix).resolve()])
+    hidden = [place for place in places if any(place.is_relative_to(one) for one in _HIDDEN)]
+    return _UNIT.format(
+        run=model.manifest.origin.run,
+        model=folder,
+        name=name,
+        command=command,
+        credential=credential,
+        mounts="".join(f"BindReadOnlyPaths={_word(str(place))}\n" for place in hidden),
+        network="IPAddressDeny=any\nIPAddressAllow=localhost\n" if is_loopback else "",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise Mistake(f"--host {quoted(host)}: must be an address, such as 127.0.0.1 or 0.0.0.0") from None
+
+
+def _own_program() -> Path:
+    beside = Path(sys.executable).with_name("packtrain")
+    found = str(beside) if beside.is_file() else shutil.which("packtrain")
+    if found is None:
+        raise Mistake("there is no packtrain command here; install Packtrain on the machine that serves the model")
+    return Path(found)
+
+
+def _specifiers(text: str) -> str:
+    if not text.isprintable():
+        raise Mistake(f"{quoted(text)}: contains a control character; rename it")
+    return text.replace("%", "%%")
+
+
+def _word(text: str) -> str:
+    """Return a word as systemd reads it."""
+    escaped = _specifiers(text).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return escaped if re.fullmatch(r"[\w@%+=:,./$-]+", escaped) else f'"{escaped}"'
