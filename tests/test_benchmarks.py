@@ -30,6 +30,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["faults.py", "--only", "worker"],
         ["soak.py", "--minutes", "0.15", "--every", "2", "3", "--machines", "1"],
         ["recipes.py", "translate", "--share", "0.005", "--decoded", "20"],
+        ["home.py", "--seconds", "1", "--sentences", "20"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -46,5 +47,5 @@ def test_every_benchmark_is_tried() -> None:
     scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {"bench.py", "by_hand.py"}  # shared; a peer
     assert scripts == {
         "step.py", "start.py", "pack.py", "input.py", "input_text.py", "scale.py", "translate.py", "checkpoint.py",
-        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py",
+        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py",
     }  # fmt: skip
