@@ -1,66 +1,100 @@
 """Speed, scores, memory and cold start of models at home: exported forms against the run in torch and plain runtimes.
 
-    python benchmarks/home.py [--json] [--rounds 3] [--seconds 120] [--sentences 800]
+    python benchmarks/home.py [translate|classify|serve] [--json] [--rounds 3] [--inputs 800] [--store DIR]
 
-Trains the example of translation for some seconds of CPU time, exports it, and translates test sentences with a beam of
-4. Each contender is a process of its own; they take turns. Time is CPU time after a first batch, with the wall time
-beside it; start is the whole command for one sentence. The limit is CTranslate2 called by hand with tokens.
+Uses the run of examples/translate.yaml or examples/classify.yaml in that store, or else trains it first (`--set` as in
+`packtrain run`). Each contender is a process of its own, and they take turns. CPU time counts after a first batch, with
+the wall time beside it; start is the whole command for one input. The limits are CTranslate2 called by hand with
+tokens, and ONNX Runtime with pixels that are decoded already. `serve` puts 200 clients against one.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import resource
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import bench
+import serve_load
 
-HERE = Path(__file__).parent
+EXAMPLES = Path(__file__).parent.parent / "examples"
 BEAM = 4
+RUNS = {"translate": "en-de", "classify": "photos"}
+FORMS = {
+    "translate": {
+        "exported, CTranslate2 fp32": (),
+        "exported, CTranslate2 int8": ("--int8",),
+        "exported, ONNX Runtime fp32": ("--format", "onnx"),
+    },
+    "classify": {"exported, ONNX Runtime fp32": (), "exported, ONNX Runtime int8": ("--int8",)},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Inputs for `packtrain predict`, and the references that its outputs are scored against."""
+
+    recipe: str
+    inputs: list[str]
+    references: list[str]
+
+    def score(self, outputs: list[str]) -> dict[str, float]:
+        if self.recipe == "classify":
+            right = sum(output == reference for output, reference in zip(outputs, self.references, strict=True))
+            return {"top-1": 100 * right / len(outputs)}
+        from sacrebleu.metrics.bleu import BLEU
+
+        return {"BLEU": BLEU().corpus_score(outputs, [self.references]).score}
 
 
 # What a contender does, in its own process.
 
 
 def contend(kind: str, place: str, file: str) -> None:
-    """Translate the lines of a file; print what it took."""
-    from packtrain.export.predict import DecodeOptions, Predictor, load_predictor, open_model
+    """Predict for the lines of a file; print what it took."""
+    from packtrain.export.predict import DecodeOptions, load_predictor, open_model
     from packtrain.run.run import open_run
     from packtrain.store import open_store
 
-    texts = Path(file).read_text().splitlines()
+    inputs = Path(file).read_text().splitlines()
     predictor = load_predictor(open_run(open_store(place), None)) if kind == "run" else open_model(Path(place))
+    is_image = predictor.recipe.inputs == "images"
+    options = DecodeOptions() if is_image else DecodeOptions(beam=BEAM)
     work: Callable[[Sequence[str]], list[str]]
     if kind == "by hand":
-        work = by_hand(predictor, Path(place))
+        work = pixels_by_hand(predictor, Path(place), inputs) if is_image else tokens_by_hand(predictor, Path(place))
     else:
-        work = lambda given: [made.text for made in predictor.predict(given, DecodeOptions(beam=BEAM))]  # noqa: E731
-    assert isinstance(predictor, Predictor)
-    work(texts[:32])
+        work = lambda given: [output_of(made) for made in predictor.predict(given, options)]  # noqa: E731
+    work(inputs[:32])
     processor, wall = time.process_time(), time.perf_counter()
-    outputs = work(texts)
+    outputs = work(inputs)
     spent = {"cpu": time.process_time() - processor, "wall": time.perf_counter() - wall}
-    tokens = sum(len(row) for row in predictor.recipe.pack.vocabulary.encode(outputs))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    tokens = 0 if is_image else sum(map(len, predictor.recipe.pack.vocabulary.encode(outputs)))
     print(json.dumps({**spent, "tokens": tokens, "megabytes": peak, "outputs": outputs}))
 
 
-def by_hand(predictor: object, folder: Path) -> Callable[[Sequence[str]], list[str]]:
+def output_of(made: Any) -> str:
+    best = made.details.get("top5")
+    return str(best[0]["class"]) if best else str(made.text)
+
+
+def tokens_by_hand(predictor: Any, folder: Path) -> Callable[[Sequence[str]], list[str]]:
     """Return the least that a script with CTranslate2 does: tokens in, tokens out."""
     import ctranslate2
 
-    from packtrain.export.predict import Predictor
-    from packtrain.recipes.pairs import PairRecipe
-
-    assert isinstance(predictor, Predictor)
     recipe = predictor.recipe
-    assert isinstance(recipe, PairRecipe)
     threads = len(os.sched_getaffinity(0))
     translator = ctranslate2.Translator(str(folder / "ctranslate2"), inter_threads=threads, intra_threads=1)
 
@@ -74,117 +108,160 @@ def by_hand(predictor: object, folder: Path) -> Callable[[Sequence[str]], list[s
             length_penalty=0.6,
             max_decoding_length=max(map(len, rows)) + 50,
         )
-        return recipe.pack.vocabulary.decode([[int(token) for token in one.hypotheses[0]] for one in found])
+        texts_found: list[str] = recipe.pack.vocabulary.decode(
+            [[int(token) for token in one.hypotheses[0]] for one in found]
+        )
+        return texts_found
 
     return work
 
 
-# The model, and the turns.
+def pixels_by_hand(predictor: Any, folder: Path, inputs: Sequence[str]) -> Callable[[Sequence[str]], list[str]]:
+    """Return what ONNX Runtime alone takes: the pixels are there before the clock starts."""
+    import numpy as np
+    import onnxruntime
+    from PIL import Image
+
+    size = predictor.recipe.final_settings.size
+    pixels = {path: np.asarray(Image.open(path).convert("RGB").resize((size, size))) for path in inputs}
+    session = onnxruntime.InferenceSession(str(folder / "onnx" / "classifier.onnx"))
+    labels = predictor.recipe.labels
+
+    def work(given: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for start in range(0, len(given), 64):
+            batch = np.stack([pixels[path] for path in given[start : start + 64]])
+            [logits] = session.run(None, {session.get_inputs()[0].name: batch})
+            found += [labels[best] for best in logits.argmax(1)]
+        return found
+
+    return work
 
 
-def train(directory: Path, seconds: float) -> None:
-    """Train the example for about that long."""
-    steps = max(5, int(seconds * 8))
-    command = [sys.executable, "-m", "packtrain", "run", str(HERE.parent / "examples" / "translate.yaml")]
-    settings = [
-        f"store={directory / 'store'}", f"train.duration={steps} steps", "fleet.workers=1", "evaluate.every=null",
-        "evaluate.samples=20",
-    ]  # fmt: skip
-    for setting in settings:
-        command += ["--set", setting]
-    subprocess.run(command, check=True, capture_output=True)
+# The model, its inputs, and the turns.
 
 
-def export(directory: Path, name: str, *options: str) -> Path:
-    folder = directory / name
-    command = [sys.executable, "-m", "packtrain", "export", "en-de", "--store", str(directory / "store")]
-    # Of an untrained model all outputs differ a little, so the tolerance is not what this measures.
-    command += ["-o", str(folder), "--checkpoint", "last", "--samples", "50", "--tolerance", "100", *options]
-    subprocess.run(command, check=True, capture_output=True)
+def packtrain(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "packtrain", *arguments], check=True, capture_output=True)
+
+
+def train(recipe: str, store: Path, settings: Sequence[str]) -> None:
+    given = [word for setting in settings for word in ("--set", setting)]
+    packtrain("run", str(EXAMPLES / f"{recipe}.yaml"), "--set", f"store={store}", *given)
+
+
+def export(recipe: str, store: Path, folder: Path, *options: str) -> Path:
+    # Of a hardly trained model all outputs differ a little, so the tolerance is not what this measures.
+    what = ["export", RUNS[recipe], "--store", str(store), "-o", str(folder), "--checkpoint", "last"]
+    packtrain(*what, "--samples", "50", "--tolerance", "100", *options)
     return folder
 
 
-def start_seconds(place: Path) -> float:
-    command = [sys.executable, "-m", "packtrain", "predict"]
-    command += ["en-de", "--store", str(place)] if place.name == "store" else [str(place)]
+def task_of(recipe: str, directory: Path, count: int) -> Task:
+    data = EXAMPLES / "data"
+    if recipe == "translate":
+        sides = [
+            gzip.decompress((data / "en-de" / f"test.{side}.gz").read_bytes()).decode().splitlines()[:count]
+            for side in ("en", "de")
+        ]
+        return Task(recipe, *sides)
+    paths, labels = [], []
+    with tarfile.open(data / "photos" / "valid.tar") as outer:
+        for member in outer.getmembers():
+            label, content = Path(member.name).stem, outer.extractfile(member)
+            assert content is not None
+            with tarfile.open(fileobj=io.BytesIO(content.read())) as inner:
+                for image in inner.getmembers()[: max(1, count // 10)]:
+                    path = directory / label / Path(image.name).name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    pixels = inner.extractfile(image)
+                    assert pixels is not None
+                    path.write_bytes(pixels.read())
+                    paths.append(str(path))
+                    labels.append(label)
+    return Task(recipe, paths, labels)
+
+
+def start_seconds(recipe: str, place: Path, one_input: str) -> float:
+    what = [str(place)] if (place / "model.json").exists() else [RUNS[recipe], "--store", str(place)]
     started = time.perf_counter()
-    subprocess.run([*command, "The file is open."], check=True, capture_output=True)
+    packtrain("predict", *what, one_input)
     return time.perf_counter() - started
 
 
-def measured(kind: str, place: Path, file: Path) -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--contender", kind, str(place), str(file)],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+def measured(kind: str, place: Path, file: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--contender", kind, str(place), str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def row_of(
-    name: str, rounds: Sequence[dict[str, object]], starts: Sequence[float], references: list[str]
-) -> dict[str, object]:
-    from sacrebleu.metrics.bleu import BLEU
-
+def row_of(name: str, task: Task, rounds: Sequence[dict[str, Any]], starts: Sequence[float]) -> dict[str, object]:
     def middle(of: str) -> float:
-        return bench.median([float(str(one[of])) for one in rounds])
+        return bench.median([float(one[of]) for one in rounds])
 
-    outputs = rounds[0]["outputs"]
-    assert isinstance(outputs, list)
-    return {
-        "contender": name,
-        "sentences/CPU s": len(outputs) / middle("cpu"),
-        "sentences/s": len(outputs) / middle("wall"),
-        "tokens/s": middle("tokens") / middle("wall"),
-        "BLEU": BLEU().corpus_score(outputs, [references]).score,
-        "start s": bench.median(starts) if starts else "",
-        "MB": middle("megabytes"),
-    }
+    count, noun = len(task.inputs), "images" if task.recipe == "classify" else "sentences"
+    row: dict[str, object] = {
+        "contender": name, f"{noun}/CPU s": count / middle("cpu"), f"{noun}/s": count / middle("wall"),
+    }  # fmt: skip
+    if middle("tokens"):
+        row["tokens/s"] = middle("tokens") / middle("wall")
+    start = bench.median(starts) if starts else ""
+    return {**row, **task.score(rounds[0]["outputs"]), "start s": start, "MB": middle("megabytes")}
+
+
+def compare(task: Task, store: Path, directory: Path, turns: int) -> list[dict[str, object]]:
+    """Return a row for each contender."""
+    contenders: dict[str, tuple[str, Path]] = {}
+    for number, (name, options) in enumerate(FORMS[task.recipe].items()):
+        contenders[name] = ("model", export(task.recipe, store, directory / str(number), *options))
+    contenders["the run, torch eager with a cache"] = ("run", store)
+    limit = "CTranslate2 by hand, fp32" if task.recipe == "translate" else "ONNX Runtime by hand, fp32, no decoding"
+    contenders[limit] = ("by hand", directory / "0")
+    file = directory / "inputs.txt"
+    file.write_text("".join(f"{one}\n" for one in task.inputs))
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    starts: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, (kind, place) in contenders.items():
+            rounds[name].append(measured(kind, place, file))
+            if kind != "by hand":
+                starts[name].append(start_seconds(task.recipe, place, task.inputs[0]))
+    return [row_of(name, task, rounds[name], starts[name]) for name in contenders]
+
+
+def serve_rows(store: Path, directory: Path, texts: Sequence[str], requests: int) -> list[dict[str, object]]:
+    model = export("translate", store, directory / "model", "--int8")
+    return serve_load.rows_of(serve_load.measure_serve(model, texts, requests=requests))
 
 
 def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.set_defaults(rounds=3)
-    arguments.add_argument("--seconds", type=float, default=120.0, help="of training")
-    arguments.add_argument("--sentences", type=int, default=800)
+    arguments.add_argument("what", nargs="?", choices=["translate", "classify", "serve"], default="translate")
+    arguments.add_argument("--inputs", type=int, default=800)
+    arguments.add_argument("--store", type=Path, help="with the run of the example; without it one is trained")
+    arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for the training")
     arguments.add_argument("--contender", nargs=3, metavar=("KIND", "PLACE", "FILE"), help="only this, for itself")
     options = arguments.parse_args()
     if options.contender:
         contend(*options.contender)
         return
+    recipe = "classify" if options.what == "classify" else "translate"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         os.environ.setdefault("PACKTRAIN_CACHE", str(directory / "cache"))
-        train(directory, options.seconds)
-        folders = {
-            "exported, CTranslate2 fp32": export(directory, "fp32"),
-            "exported, CTranslate2 int8": export(directory, "int8", "--int8"),
-            "exported, ONNX Runtime fp32": export(directory, "onnx", "--format", "onnx"),
-        }
-        contenders = {name: ("model", folder) for name, folder in folders.items()}
-        contenders["the run, torch"] = ("run", directory / "store")
-        contenders["CTranslate2 by hand, fp32"] = ("by hand", directory / "fp32")
-        file, references = lines(directory, options.sentences)
-        rounds: dict[str, list[dict[str, object]]] = {name: [] for name in contenders}
-        starts: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(options.rounds):
-            for name, (kind, place) in contenders.items():
-                rounds[name].append(measured(kind, place, file))
-                if kind != "by hand":
-                    starts[name].append(start_seconds(place))
-    rows = [row_of(name, rounds[name], starts[name], references) for name in contenders]
-    bench.show("Translation at home", rows, [f"beam {BEAM}; load {os.getloadavg()[0]:.1f}"], options.json)
-
-
-def lines(directory: Path, count: int) -> tuple[Path, list[str]]:
-    """Return a file of the first test sentences, and their references."""
-    import gzip
-
-    data = HERE.parent / "examples" / "data" / "en-de"
-    sides = [gzip.decompress((data / f"test.{side}.gz").read_bytes()).decode().splitlines() for side in ("en", "de")]
-    file = directory / "test.en"
-    file.write_text("".join(f"{line}\n" for line in sides[0][:count]))
-    return file, sides[1][:count]
+        store = options.store or directory / "store"
+        if options.store is None:
+            train(recipe, store, options.set)
+        load = f"load {os.getloadavg()[0]:.1f} before"
+        task = task_of(recipe, directory, options.inputs)
+        if options.what == "serve":
+            rows = serve_rows(store, directory, task.inputs, options.inputs)
+            bench.show("packtrain serve, CTranslate2 int8", rows, [load], options.json)
+        else:
+            rows = compare(task, store, directory, options.rounds)
+            bench.show(f"{recipe} at home", rows, [f"beam {BEAM}; {load}"], options.json)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     arguments = parser.parse_args()
     texts = arguments.texts.read_text().splitlines() if arguments.texts else TEXTS
-    one, many = measure_serve(arguments.model, texts, arguments.clients, arguments.requests)
-    rows = [
+    rows = rows_of(measure_serve(arguments.model, texts, arguments.clients, arguments.requests))
+    bench.show("packtrain serve", rows, [], arguments.json)
+
+
+def rows_of(loads: tuple[Load, Load]) -> list[dict[str, object]]:
+    """Return a row for one client and one for many, with the throughput of each against that of one."""
+    return [
         {
             "clients": figures.clients,
             "requests": figures.requests,
@@ -152,11 +157,10 @@ def main() -> None:
             "p50 ms": round(figures.p50_ms, 1),
             "p99 ms": round(figures.p99_ms, 1),
             "mean batch": round(figures.mean_batch, 1),
+            "against one": round(figures.per_second / loads[0].per_second, 2),
         }
-        for figures in (one, many)
+        for figures in loads
     ]
-    ratio = many.per_second / one.per_second
-    bench.show("packtrain serve", rows, [f"throughput: {ratio:.2f} x of one by one"], arguments.json)
 
 
 if __name__ == "__main__":

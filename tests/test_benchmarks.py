@@ -30,7 +30,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["faults.py", "--only", "worker"],
         ["soak.py", "--minutes", "0.15", "--every", "2", "3", "--machines", "1"],
         ["recipes.py", "translate", "--share", "0.005", "--decoded", "20"],
-        ["home.py", "--seconds", "1", "--sentences", "20"],
+        ["home.py", "serve", "--inputs", "20", "--set", "train.duration=5 steps", "--set", "evaluate.samples=5"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -44,7 +44,11 @@ def test_a_benchmark_prints_one_json_object(arguments: list[str], tmp_path: Path
 
 
 def test_every_benchmark_is_tried() -> None:
-    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {"bench.py", "by_hand.py", "serve_load.py"}  # shared; a peer; a part of home.py
+    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {
+        "bench.py",
+        "by_hand.py",
+        "serve_load.py",
+    }  # shared; a peer; a part of home.py
     assert scripts == {
         "step.py", "start.py", "pack.py", "input.py", "input_text.py", "scale.py", "translate.py", "checkpoint.py",
         "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py",
