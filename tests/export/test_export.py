@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,29 @@ def _rename(folder: Path, name: str) -> None:
     document = json.loads((folder / MANIFEST).read_text())
     document["files"][0]["name"] = name
     (folder / MANIFEST).write_text(json.dumps(document))
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.argv = ["packtrain", *sys.argv[1:]]
+from packtrain.cli import main
+main()
+"""
+
+
+def test_the_commands_work_where_torch_is_not_installed(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    trained = load_model(run, "best")
+    inputs = ["good morning", "how are you today"]
+    expected = [made.text for made in trained.recipe.predict(trained.model, inputs, trained.recipe.decoding)]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "predict", str(tmp_path / "model"), *inputs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == expected
+    refused = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "export", run.name, "--store", run.store.url],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith("packtrain: export needs torch for a run; run `pip install ")

@@ -77,7 +77,7 @@ class Ctranslate2Text(TextNetwork):
             max_batch_size=_BATCH_TOKENS,
             batch_type="tokens",
             beam_size=decoding.beam,
-            num_hypotheses=min(decoding.n_best, decoding.beam),
+            num_hypotheses=decoding.beam,
             length_penalty=LENGTH_PENALTY,
             repetition_penalty=decoding.repetition,
             no_repeat_ngram_size=decoding.no_repeat,
@@ -86,7 +86,7 @@ class Ctranslate2Text(TextNetwork):
             return_scores=True,
         )
         return [
-            [_hypothesis(*one, limit, longest) for one in zip(result.hypotheses, result.scores, strict=True)]
+            _ranked(result, limit, longest)[: decoding.n_best]
             for result, limit in zip(found, limits_B.tolist(), strict=True)
         ]
 
@@ -107,11 +107,17 @@ def _rows(tokens_BL: NDArray[np.int64]) -> list[list[str]]:
     return [[str(token) for token in row if token != PAD] for row in tokens_BL.tolist()]
 
 
-def _hypothesis(tokens: list[str], score: float, limit: int, longest: int) -> Hypothesis:
-    """Return the hypothesis with the score that our own search would give it: the length penalties differ."""
-    length = len(tokens) + (len(tokens) < longest)  # EOS counts, too
-    total = score * length**LENGTH_PENALTY
-    return Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length))
+def _ranked(result: Any, limit: int, longest: int) -> list[Hypothesis]:
+    """Return the hypotheses with the scores that our own search would give them, the best first.
+
+    The length penalties differ, so the order may, too: the library divides by a power of the length.
+    """
+    found = []
+    for tokens, score in zip(result.hypotheses, result.scores, strict=True):
+        length = len(tokens) + (len(tokens) < longest)  # EOS counts, too
+        total = score * length**LENGTH_PENALTY
+        found.append(Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length)))
+    return sorted(found, key=lambda one: -one.score)
 
 
 # From torch's weights to CTranslate2's specification.

@@ -199,7 +199,8 @@ class PairRecipe(Recipe):
             tokens += int(lengths.sum())
             parts.append((part, {"loss": losses, "tokens": lengths}))
         decoding = replace(self.decoding, beam=request.beam)
-        outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, request.on_batch)
+        # One at a time: the precision that a worker computes in holds for its own thread.
+        outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, on_batch=request.on_batch)
         rows = rows_in_order(request.ids, parts) if request.by_sample else {}
         return Measurement({"loss": loss, "tokens": float(tokens)}, [texts[0] for texts, _ in outputs], rows)
 
@@ -238,18 +239,19 @@ class PairRecipe(Recipe):
         source: Ragged | Column,
         ids: Ids,
         decoding: Decoding,
+        at_once: int = 1,
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[tuple[list[str], list[float]]]:
-        """Return the texts for each source, the best first, and their scores."""
+        """Return the texts for each source, the best first, and their scores; `at_once` searches run side by side."""
         found: dict[int, tuple[list[str], list[float]]] = {}
         parts = group_by_length(ids, source.lengths, network.search_tokens // decoding.beam)
 
         def search(part: Ids) -> list[list[Hypothesis]]:
+            on_batch()
             limits = self.max_lengths(source.lengths[part])
             return network.search(pad(source, part, PAD), limits, decoding, part.tolist())
 
-        for part, hypotheses in zip(parts, in_threads(search, parts, network.at_once), strict=True):
-            on_batch()
+        for part, hypotheses in zip(parts, in_threads(search, parts, at_once), strict=True):
             texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))
             for sample, own in zip(part.tolist(), hypotheses, strict=True):
                 found[sample] = [next(texts) for _ in own], [one.score for one in own]
@@ -270,7 +272,9 @@ class PairRecipe(Recipe):
         """Return a prediction for every row; that of a row with only EOS is empty."""
         source = Ragged.from_rows(rows, np.dtype("<u4"))
         filled = np.flatnonzero(source.lengths > 1)
-        outputs = dict(zip(filled.tolist(), self._outputs(_network(model), source, filled, decoding), strict=True))
+        network = _network(model)
+        found = self._outputs(network, source, filled, decoding, network.at_once)
+        outputs = dict(zip(filled.tolist(), found, strict=True))
         return [text_prediction(*outputs.get(number, ([""], [0.0]))) for number in range(len(rows))]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
