@@ -18,7 +18,7 @@ demo: $(VENV)/train
 	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
 
 test: $(VENV)/dev lint parts
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check

@@ -73,6 +73,8 @@ def test_a_run_that_moves_from_here_to_hosts_and_back_has_the_same_losses_and_we
     there = "fleet={ssh: {hosts: [host1, host2]}, workers: 1, cache: {directory: /root/staged, size: 1 GB}}"
     changes = ["--set", there, "--set", "budget.hours=1", "--set", "data.stage=true"]
     run_until_stopped(sandbox, network, "faults-2", 2, "resume", "faults-2", *changes)
+    # A node that is still leaving would take part again; `resume` looks for such nodes, and this test does not.
+    wait_until_all_left(the_run(sandbox, "faults-2"))
     # A node of the former fleet that comes back: an autoscaler or a queue starts the command that it knows. It comes
     # when the run has been resumed already; after its end it would only leave.
     the_run(sandbox, "faults-2").reopen()

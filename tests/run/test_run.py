@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_without_a_name_the_newest_run_is_opened(directory_store: Store) -> None
     for name in ("beta", "alpha", "beta"):
         new_run(directory_store, program_job(name))
     assert open_run(directory_store, None).name == "beta-2"
+    time.sleep(0.02)  # the clock of file systems ticks every few milliseconds; of equal times the name decides
     new_run(directory_store, program_job("alpha"))
     assert open_run(directory_store, None).name == "alpha-2"
 
