@@ -125,6 +125,9 @@ def serve(
     """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered."""
     _allow_many_files()
     server = ModelServer(Service(model, settings), listener, token, log)
+    # Headers and body are two packets, and a client may wait 40 ms before it acknowledges the first. asyncio sets this
+    # only for sockets whose protocol is stated.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
