@@ -374,6 +374,35 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What `packtrain plan` expected of a run when it started. `source` says from what: a probe, or a table of devices.
+
+    `limit` is the resource that bounds a step. `seconds` is the whole run, `step_seconds` one step without evaluation.
+    """
+
+    source: Label
+    limit: Literal["compute", "network", "data", "memory"]
+    workers: WorkerCount
+    steps: Count
+    step_seconds: Seconds
+    units_per_second: Number
+    seconds: Seconds
+    dollars: Price | None
+    memory_bytes: Count
+    parameters: Count
+    gradient_bytes: Count
+    checkpoint_bytes: Count
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What people say about a run: tags to find it by, and a sentence."""
+
+    tags: Many[Label] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class StopRequest:
     """A person asked the run to stop."""
 

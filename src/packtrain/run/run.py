@@ -34,7 +34,9 @@ from packtrain.run.records import (
     Generation,
     Lease,
     LogLine,
+    Notes,
     Point,
+    Prediction,
     Result,
     StopRequest,
     TelemetrySample,
@@ -252,6 +254,19 @@ class Run:
     def finish(self, result: Result) -> bool:
         """True if this result is the first, and so counts."""
         return self.store.put_if_absent(self.key("result.json"), encode(result))
+
+    def prediction(self) -> Prediction | None:
+        """Return what was expected of this run before it started; None if nobody asked."""
+        return self._find("plan.json", Prediction)
+
+    def put_prediction(self, prediction: Prediction) -> None:
+        self.store.put(self.key("plan.json"), encode(prediction))
+
+    def notes(self) -> Notes:
+        return self._find("notes.json", Notes) or Notes()
+
+    def put_notes(self, notes: Notes) -> None:
+        self.store.put(self.key("notes.json"), encode(notes))
 
     def stop_request(self) -> StopRequest | None:
         return self._find("stop.json", StopRequest)
