@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +11,10 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
+from packtrain.cli import app
+from packtrain.errors import Mistake
 from packtrain.job import Job
 from packtrain.report import mirror
 from packtrain.report.mirror import Mirror, follow, follow_as_node, metrics_of, parameters_of
@@ -208,7 +209,8 @@ def test_without_the_package_there_is_one_warning(directory_store: Store, monkey
     run, said = new_run(directory_store, job_of()), list[str]()
     assert not follow(run, "http://127.0.0.1:1", said.append)
     assert len(said) == 1
-    assert "mlflow is not installed here; run `pip install" in said[0]
+    assert said[0].startswith(f"mlflow is not installed on {socket.gethostname()}; `pip install")
+    assert said[0].endswith(f"`packtrain mirror {run.name}` where it is")
 
 
 def test_a_node_that_is_not_the_first_anymore_leaves_the_mirror_to_the_one_that_is(
@@ -220,14 +222,28 @@ def test_a_node_that_is_not_the_first_anymore_leaves_the_mirror_to_the_one_that_
     assert not Path(uri).exists()
 
 
-def test_the_command_mirrors_a_run_that_is_over(directory_store: Store, uri: str, tmp_path: Path) -> None:
+# The command.
+
+
+def test_the_command_mirrors_a_run_that_is_over(directory_store: Store, uri: str) -> None:
     run = new_run(directory_store, job_of())
     train(run, 1, 0, 3, 0.0)
     run.finish(Result("finished", "reached 3 steps", 3, 5.0))
-    command = [sys.executable, "-m", "packtrain", "mirror", run.name, "--store", directory_store.url]
-    refused = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)})
-    assert refused.returncode == 2
-    assert refused.stderr.endswith(f"{run.name} does not say where MLflow is; pass --mlflow URI\n")
-    done = subprocess.run([*command, "--mlflow", uri], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{run.name} is in MLflow\n"), done.stderr
+    command = ["mirror", run.name, "--store", directory_store.url]
+    refused = CliRunner().invoke(app, command)
+    assert str(refused.exception) == f"{run.name} does not say where MLflow is; pass --mlflow URI"
+    done = CliRunner().invoke(app, [*command, "--mlflow", uri])
+    assert (done.exit_code, done.output) == (0, f"{run.name} is in MLflow\n")
     assert list(Seen(run, uri).history("train.loss")) == [1, 2, 3]
+
+
+def test_where_mlflow_is_is_taken_only_from_a_job_that_this_person_knows(directory_store: Store, uri: str) -> None:
+    """Whoever writes the store could send this person's keys for MLflow elsewhere."""
+    run = new_run(directory_store, job_of(report={"mlflow": uri}))
+    run.finish(Result("finished", "done", 3, 5.0))
+    command = ["mirror", run.name, "--store", directory_store.url]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, Mistake)
+    assert "--trust-code" in str(refused.exception)
+    assert CliRunner().invoke(app, [*command, "--trust-code"]).exit_code == 0
+    assert Seen(run, uri).run.info.status == "FINISHED"

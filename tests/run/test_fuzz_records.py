@@ -117,9 +117,8 @@ class Fuzzed:
 
 def write_records(run: Run) -> None:
     """Write one of each record, with every field."""
-    telemetry = Telemetry(
-        0.5, 0.5, 1, 1, 1.0, 1.0, (Gpu("A100", 0.5, 1, 2, 300.0, 60.0),), (WorkerUse(0, 1.0, 1 << 30),)
-    )
+    gpus, workers = (Gpu("A100", 0.5, 1, 2, 300.0, 60.0),), (WorkerUse(0, 1.0, 1 << 30, 1 << 31),)
+    telemetry = Telemetry(0.5, 0.5, 1, 1, 1.0, 1.0, gpus, workers, 1.0, 1.0)
     report = NodeReport(1, "program", "exited with code 1", 7, False)
     run.propose(Generation(1, (Member("a", "10.0.0.1", 1),), 29500, "start", 0, "start", 1, 1.0, 60.0, "a"))
     given = {"address": "10.0.0.1", "port": 29500, "workers": 1, "joined": 1, "used_seconds": 60.0, "machine": "m"}
@@ -127,7 +126,7 @@ def write_records(run: Run) -> None:
     now = time.time()
     values = {"loss": 2.5, "rate": 0.1, "gradient_norm": 1.0, "tokens": 64.0, "epoch": 0.5, "elapsed_seconds": 9.0}
     spans = {"step_seconds": 1.0, "forward_seconds": 0.5, "start_seconds": 0.1}
-    sample = Sample("hello", "hallo", "guten Tag")
+    sample = Sample("hello", "hallo", "guten Tag", "0" * 64, ("guten", "Tag"), ("AAAA", "AP8A"), (1, 3), 0.5)
     events, points, spent = run.event_writer("a"), run.point_writer("000001-rank-0"), run.time_spent_writer("a")
     logs, machines = run.log_writer("a"), run.telemetry_writer("a")
     events.append(Event(now, "generation", "generation 1 with 1 worker", 1))

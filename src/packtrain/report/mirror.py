@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ _SECONDS = 5.0  # between two looks at the store
 _LAST_SECONDS = 60.0  # to reach MLflow once the run is over
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _LEFT_OUT = {"name", "store", "code", "environment", "report"}  # sections of the job that are no parameters
-_SHOWN_SPANS = {"elapsed_seconds", "step_seconds", "evaluation_seconds"}  # of the times; there are many others
+_SHOWN_SPANS = {"elapsed_seconds", "step_seconds"}  # of the times; there are many others
 
 # MLflow's limits.
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _VALUE_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
@@ -190,7 +191,7 @@ def _client(uri: str) -> MlflowClient:
     try:
         from mlflow import MlflowClient
     except ImportError:
-        raise NoMlflow(f"mlflow is not installed here; run `{install_command('mlflow')}`") from None
+        raise NoMlflow(f"mlflow is not installed on {socket.gethostname()}") from None
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=uri)
 
@@ -225,7 +226,7 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
             backoff.reset()
             told, pause = "", _SECONDS
         except NoMlflow as error:
-            tell(str(error))
+            tell(f"{error}; `{install_command('mlflow')}` there, or `packtrain mirror {run.name}` where it is")
             return False
         except Exception as error:  # MLflow's client raises anything; the store may be away, too
             mirror, pause = None, backoff.next_pause() or _SECONDS
