@@ -36,7 +36,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_process")
 def test_the_first_of_two_machines_mirrors_the_run_and_the_other_one_when_it_is_lost(make: Make) -> None:
-    cluster = make([1, 2], 2, report={"mlflow": "http://mlflow.internal"})
+    cluster = make("1..2", 2, report={"mlflow": "http://mlflow.internal"})
     cluster.wait(5)
     assert cluster.run.latest_generation() is not None
     [command] = started

@@ -34,8 +34,11 @@ from packtrain.run.records import (
     Lease,
     LogLine,
     Member,
+    MirroredRun,
     NodeReport,
+    Notes,
     Point,
+    Prediction,
     Result,
     Sample,
     Telemetry,
@@ -139,6 +142,9 @@ def write_records(run: Run) -> None:
     machines.append(TelemetrySample(now, "a", telemetry))
     for writer in (events, points, spent, logs, machines):
         writer.flush()
+    run.put_prediction(Prediction("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
+    run.put_notes(Notes(("tag",), "a sentence"))
+    run.put_mirrored(MirroredRun("0" * 64, "of mlflow"))
     run.store.put(run.key("proposers/000001-000.txt"), b"a")
     old = time.time() - 3600  # one look is enough to see that no machine is left
     os.utime(Path(run.store.url) / run.lease_key("a"), (old, old))
@@ -183,6 +189,9 @@ def commands_for(fuzzed: Fuzzed, key: str) -> list[list[str]]:
         "generations/": shows,
         "checkpoints/": [predict],
         "pack.txt": [predict],
+        "plan.json": shows,
+        "notes.json": [*lists, *shows],
+        "mlflow.json": shows,
     }
     for name, commands in by_name.items():
         if key.startswith(fuzzed.ended.key(name)):

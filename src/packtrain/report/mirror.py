@@ -34,7 +34,7 @@ from packtrain.job.secrets import names_secret
 from packtrain.report import write_report
 from packtrain.report.summary import step_seconds
 from packtrain.run.checkpoint import last_step
-from packtrain.run.records import Generation, MirroredRun, Point, Result
+from packtrain.run.records import DamagedRecord, Generation, MirroredRun, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.system import say
 
@@ -115,7 +115,11 @@ class Mirror:
         """Return the id of the run in MLflow, which is made for the first mirror of a run."""
         from mlflow.exceptions import MlflowException
 
-        server, known = hashlib.sha256(self._uri.encode()).hexdigest(), self._run.mirrored()
+        server = hashlib.sha256(self._uri.encode()).hexdigest()
+        try:
+            known = self._run.mirrored()
+        except DamagedRecord:
+            known = None
         if known is not None and known.server == server:
             try:
                 if self._client.get_run(known.run).info.lifecycle_stage == "active":
