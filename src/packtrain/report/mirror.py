@@ -46,6 +46,7 @@ Item = TypeVar("Item")
 
 _SECONDS = 5.0  # between two looks at the store
 _LAST_SECONDS = 60.0  # to reach MLflow once the run is over
+_SHOWN_CHARACTERS = 160  # of an error of MLflow's, whose beginning says the most
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _LEFT_OUT = {"name", "store", "code", "environment", "report"}  # sections of the job that are no parameters
 _SHOWN_SPANS = {"elapsed_seconds", "step_seconds"}  # of the times; there are many others
@@ -234,9 +235,9 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
             return False
         except Exception as error:  # MLflow's client raises anything; the store may be away, too
             mirror, pause = None, backoff.next_pause() or _SECONDS
-            if (text := f"cannot mirror to MLflow: {_in_one_line(error)}") != told:
-                tell(f"{text}; trying again")
-                told = text
+            if (kind := type(error).__name__) != told:
+                tell(f"cannot mirror to MLflow: {_in_one_line(error)}; trying again")
+                told = kind
             if _is_over(run):
                 ended = min(ended, time.monotonic())
             if time.monotonic() - ended > _LAST_SECONDS:
@@ -277,4 +278,4 @@ def _in_one_line(error: Exception) -> str:
     for name, value in os.environ.items():
         if names_secret(name) and len(value) > 3:
             text = text.replace(value, "***")
-    return text[:300]
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
