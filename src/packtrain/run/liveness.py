@@ -195,13 +195,12 @@ class StateWatch:
 
     def look(self) -> State:
         """Read the leases that were renewed since the last look, and judge."""
-        entries = self._run.store.list(self._run.key("nodes/"))
-        modified = {entry.key: entry.modified for entry in entries}
-        known = {self._run.lease_key(name) for name in self._watch.leases}
+        folder = self._run.key("nodes/")
+        modified = {entry.key: entry.modified for entry in self._run.store.list(folder)}
         names = [
-            key.removeprefix(self._run.key("nodes/")).removesuffix(".json")
+            key.removeprefix(folder).removesuffix(".json")
             for key, renewed in modified.items()
-            if key.endswith(".json") and (key not in known or self._modified.get(key) != renewed)
+            if key.endswith(".json") and "/" not in key.removeprefix(folder) and self._modified.get(key) != renewed
         ][:_MAX_LEASES]
         found = [lease for lease in map(self._run.lease, names) if lease is not None]
         self._modified |= {self._run.lease_key(one.node): modified[self._run.lease_key(one.node)] for one in found}

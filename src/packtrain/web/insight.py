@@ -26,3 +26,8 @@ def sweeps(store: Store) -> list[dict[str, Any]]:  # noqa: ARG001 - sweep.py wil
 def sweep(store: Store, name: str) -> dict[str, Any] | None:  # noqa: ARG001 - sweep.py will say
     """Return the table of a sweep: name, parameters, measure, rows; None if there is none of that name."""
     return None
+
+
+def sweep_of(run: Run) -> str | None:  # noqa: ARG001 - sweep.py will say
+    """Return the name of the sweep that the run is part of; None if it is on its own."""
+    return None

@@ -25,7 +25,6 @@ from packtrain.run.records import (
     DamagedRecord,
     Event,
     Generation,
-    LogLine,
     Point,
     Sample,
     Telemetry,
@@ -35,13 +34,14 @@ from packtrain.run.records import (
     decode_many,
 )
 from packtrain.run.run import Run
-from packtrain.store import DamagedObject, StoreError
+from packtrain.store import StoreError
 from packtrain.web.table import Floats, Rows, Table
 
 MAX_READERS = 256
 MAX_BYTES = 1 << 30
 """Of all readers together: what was looked at longest ago is forgotten, and read again if it is asked for."""
 _MAX_EVENTS = 20_000
+_KEY_BYTES = 200
 _LAST_TIME = 253402300799.0
 _EDITIONS = itertools.count(int(time.time() * 1000))
 TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_free")
@@ -115,7 +115,7 @@ class RunReader:
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.RLock()
-        self.unit = run.job.train.batch.unit if run.job.recipe else ""
+        self.unit = _unit_of(run)
         self.tables: dict[str, Table] = {"train": Table(), "valid": Table(), "test": Table()}
         self.edition = next(_EDITIONS)
         """Another one after rows that a page may have seen were discarded."""
@@ -360,6 +360,14 @@ class RunReader:
         return step, ()
 
 
+def _unit_of(run: Run) -> str:
+    """Return what a batch is counted in; nothing if the job is damaged: the row says so."""
+    try:
+        return run.job.train.batch.unit if run.job.recipe else ""
+    except DamagedRecord:
+        return ""
+
+
 def use_of(telemetry: Telemetry) -> dict[str, float | None]:
     """Return the numbers of a machine that are drawn over time; None for those that it does not have."""
     gpus = telemetry.gpus
@@ -397,103 +405,6 @@ class Readers:
     def forget(self, name: str) -> None:
         with self._lock:
             self._readers.pop(name, None)
-
-
-# Logs.
-
-_LINES_SECONDS = 1.0
-_MAX_TEXT = 4000
-
-
-@dataclass(frozen=True)
-class LogQuery:
-    search: str = ""
-    rank: int | None = None
-    stream: str | None = None
-    node: str | None = None
-
-    def has(self, line: LogLine) -> bool:
-        return (
-            (self.rank is None or line.rank == self.rank)
-            and (self.stream is None or line.stream == self.stream)
-            and (self.node is None or line.node == self.node)
-            and (not self.search or self.search in line.text.casefold())
-        )
-
-
-@dataclass(frozen=True)
-class LogPlace:
-    """Before line `line` of chunk `chunk`, in the order in which the reader found them."""
-
-    chunk: int
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.chunk}.{self.line}"
-
-    @classmethod
-    def of(cls, text: str) -> LogPlace:
-        chunk, _, line = text.partition(".")
-        return cls(int(chunk), int(line))
-
-
-def log_lines(run: Run, key: str) -> list[LogLine]:
-    """Return the lines of a chunk; in place of one that is damaged, a line that says so."""
-    try:
-        data = run.store.find(key)
-        if data is None:
-            return []
-        found = decode_many(LogLine, lines_of(data), f"{key} in {run.store.url}")
-        return [replace(one, text=one.text) for one in found]
-    except (DamagedRecord, DamagedObject) as error:
-        return [LogLine(0.0, 0, key.split("/")[-2], None, "err", str(error))]
-
-
-def lines_before(
-    run: Run, keys: Sequence[str], place: LogPlace | None, query: LogQuery, limit: int
-) -> tuple[list[LogLine], LogPlace | None, LogPlace]:
-    """Return the last lines before a place, where to ask for earlier ones (None at the start), and where they end."""
-    end = place or LogPlace(len(keys), 0)
-    found: list[LogLine] = []
-    deadline = time.monotonic() + _LINES_SECONDS
-    chunk, stop = min(end.chunk, len(keys) - 1), end.line if end.chunk < len(keys) else None
-    while chunk >= 0:
-        lines = log_lines(run, keys[chunk])
-        for number in reversed(range(len(lines) if stop is None else min(stop, len(lines)))):
-            if query.has(lines[number]):
-                found.append(lines[number])
-                if len(found) == limit:
-                    is_start = chunk == 0 and number == 0
-                    return found[::-1], None if is_start else LogPlace(chunk, number), end
-        chunk, stop = chunk - 1, None
-        if time.monotonic() > deadline and chunk >= 0:
-            return found[::-1], LogPlace(chunk + 1, 0), end
-    return found[::-1], None, end
-
-
-def lines_after(
-    run: Run, keys: Sequence[str], place: LogPlace, query: LogQuery, limit: int
-) -> tuple[list[LogLine], LogPlace]:
-    """Return the first lines from a place on, and where to ask for later ones."""
-    found: list[LogLine] = []
-    deadline = time.monotonic() + _LINES_SECONDS
-    start = place.line
-    for chunk in range(place.chunk, len(keys)):
-        lines = log_lines(run, keys[chunk])
-        for number in range(start, len(lines)):
-            if query.has(lines[number]):
-                found.append(lines[number])
-                if len(found) == limit:
-                    return found, LogPlace(chunk, number + 1)
-        start = 0
-        if time.monotonic() > deadline:
-            return found, LogPlace(chunk + 1, 0)
-    return found, LogPlace(max(place.chunk, len(keys)), start if place.chunk >= len(keys) else 0)
-
-
-def shown_line(line: LogLine) -> dict[str, Any]:
-    text = line.text if len(line.text) <= _MAX_TEXT else line.text[:_MAX_TEXT] + "…"
-    return {**vars(line), "text": text}
 
 
 def is_away(error: PacktrainError) -> bool:
