@@ -44,6 +44,7 @@ _MAX_EVENTS = 20_000
 _KEY_BYTES = 200
 _LAST_TIME = 253402300799.0
 _EDITIONS = itertools.count(int(time.time() * 1000))
+_GIVEN = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
 TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_free")
 
 Batch = dict[str, Floats]
@@ -81,11 +82,7 @@ def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
     ranges = (("step", MAX_NUMBER), ("generation", MAX_NUMBER), ("time", _LAST_TIME))
     if not all(np.all((batch[name] >= 0) & (batch[name] <= most)) for name, most in ranges):
         raise ValueError("a number is out of range")
-    values = [one["values"] for one in steps]
-    names = dict.fromkeys(itertools.chain.from_iterable(values))
-    for name in names:
-        if name not in batch:
-            batch[name] = np.array([one.get(name, np.nan) for one in values], np.float64)
+    batch |= _by_name([one["values"] for one in steps])
     if not np.all(np.isfinite(batch["epoch"]) & ~np.isnan(batch["step_seconds"])):
         raise ValueError("a step lacks measurements")
     seconds = batch["step_seconds"].copy()
@@ -96,6 +93,21 @@ def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
             batch["throughput"] = np.where(seconds > 0, batch[unit] / seconds, np.nan)
     order = np.argsort(batch["step"], kind="stable")
     return {name: numbers[order] for name, numbers in batch.items()}
+
+
+def _by_name(rows: Sequence[Mapping[str, float]]) -> Batch:
+    """Turn mappings into columns. Most have the same names in the same order: those are taken together."""
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        alike[tuple(row)].append(number)
+    batch: Batch = {}
+    for names, numbers in alike.items():
+        values = np.array([list(rows[number].values()) for number in numbers], np.float64)
+        for column, name in enumerate(names):
+            if name not in batch:
+                batch[name] = np.full(len(rows), np.nan)
+            batch[name][numbers] = values[:, column]
+    return batch
 
 
 @dataclass(frozen=True)
@@ -305,26 +317,28 @@ class RunReader:
         generations = table.all("generation")
         for generation in np.unique(generations):
             begin, end = np.searchsorted(generations, [generation, generation + 1])
-            last = covered.get(int(generation), -1)
-            own = np.arange(begin, end)
-            for row in own[table.all("step")[begin:end] > last][-10_000:]:
-                yield self._point(row)
+            first = int(np.searchsorted(table.all("step")[begin:end], covered.get(int(generation), -1), "right"))
+            if begin + first < end:
+                yield self._summed(int(begin) + first, int(end))
         for generation, sums in self._lost.items():
             values = {name: float(number[0]) for name, number in sums.items() if name != "step"}
-            given = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
-            yield Point("train", generation, int(sums["step"][0]), self._time_of(generation), {**given, **values})
+            yield Point("train", generation, int(sums["step"][0]), self._time_of(generation), {**_GIVEN, **values})
 
     def _time_of(self, generation: int) -> float:
         table = self.tables["train"]
         row = int(np.searchsorted(table.all("generation"), generation))
         return float(table.all("time")[row]) if row < table.rows else 0.0
 
-    def _point(self, row: int) -> Point:
+    def _summed(self, begin: int, end: int) -> Point:
+        """Return steps as one: the last of them, with the time of all."""
         table = self.tables["train"]
-        values = {name: float(column.values[row]) for name, column in table.columns.items()}
-        values = {name: value for name, value in values.items() if not np.isnan(value)}
-        at = {name: values.pop(name) for name in ("step", "generation", "time")}
-        return Point("train", int(at["generation"]), int(at["step"]), at["time"], {"loss": 0.0, "rate": 0.0} | values)
+        values = {
+            name: float(np.nansum(column.values[begin:end]))
+            for name, column in table.columns.items()
+            if name.endswith("_seconds")
+        }
+        at = {name: float(table.all(name)[end - 1]) for name in ("step", "generation", "time")}
+        return Point("train", int(at["generation"]), int(at["step"]), at["time"], {**_GIVEN, **values})
 
     def axis(self, kind: str, x: str, rows: Rows) -> Floats:
         """Return the x of some rows. Evaluations do not have an epoch: it is that of the step."""
