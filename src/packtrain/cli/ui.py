@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli.common import RunArgument, StoreOption, console, find_run, find_store
+from packtrain.cli.common import RunArgument, StoreOption, console, default_store, find_run
 from packtrain.errors import Mistake, printable
 
 _TOKEN_BYTES = 24
+_OUTAGE_SECONDS = 4.0
 _MAX_TAG, _MAX_TAGS, _MAX_NOTE = 60, 50, 2000
 
 
@@ -47,6 +48,8 @@ def ui(
         raise Mistake(f"ui needs {error.name}; run `{install_command('ui')}`") from error
     import secrets
 
+    from packtrain.store import open_store
+
     if key is not None and certificate is None:
         raise Mistake("--key: needs --certificate")
     if certificate is None and not is_loopback(host):
@@ -54,7 +57,8 @@ def ui(
         raise Mistake(f"--host {printable(host)}: other machines may reach this address; {advice}")
     if certificate is not None:
         check_certificate(certificate, key)
-    found = find_store(store)
+    # Pages want an answer now: they show that a store is away, and ask again.
+    found = open_store(store or default_store(), outage_seconds=_OUTAGE_SECONDS, answer_seconds=_OUTAGE_SECONDS)
     found.folders("runs/")  # a store that is not there is a mistake now, and an outage later
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)

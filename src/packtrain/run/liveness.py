@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -176,22 +176,22 @@ def _readable(state: State | PacktrainError) -> State:
 class StateWatch:
     """The state of a run without a result, look by look: for a reader that stays, and that writes nothing.
 
-    The first look judges by the age of the leases, later ones by what was seen of them.
+    The first looks judge by the age of the leases, later ones by what was seen of them.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._watch = run, LeaseWatch()
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._watch, self._since = LeaseWatch(), clock()
         self._modified: dict[str, datetime] = {}
-        self._since: float | None = None
+        self._alive: set[str] = set()
 
     @property
     def leases(self) -> list[Lease]:
         return list(self._watch.leases.values())
 
     def is_alive(self, node: str) -> bool:
-        """True if the node works on the run, as far as this reader can know."""
-        lease = self._watch.leases.get(node)
-        return lease is not None and not lease.left and not self._watch.lost(node, time.monotonic())
+        """True if the node worked on the run at the last look, as far as this reader can know."""
+        return node in self._alive
 
     def look(self) -> State:
         """Read the leases that were renewed since the last look, and judge."""
@@ -202,30 +202,22 @@ class StateWatch:
             for key, renewed in modified.items()
             if key.endswith(".json") and "/" not in key.removeprefix(folder) and self._modified.get(key) != renewed
         ][:_MAX_LEASES]
-        found = [lease for lease in map(self._run.lease, names) if lease is not None]
-        self._modified |= {self._run.lease_key(one.node): modified[self._run.lease_key(one.node)] for one in found}
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        read = {lease.node for lease in found}
-        self._watch.observe([*found, *(one for one in self._watch.leases.values() if one.node not in read)], now)
-        return self._judge(modified, now)
-
-    def _judge(self, modified: Mapping[str, datetime], now: float) -> State:
+        read = {lease.node: lease for lease in map(self._run.lease, names) if lease is not None}
+        self._modified |= {self._run.lease_key(name): modified[self._run.lease_key(name)] for name in read}
+        now = self._clock()
+        self._watch.observe((self._watch.leases | read).values(), now)
         present = [lease for lease in self._watch.leases.values() if not lease.left]
-        if not self._watch.leases:
-            return "waiting"
-        ages = [_age(self._run, lease, modified, datetime.now(UTC)) for lease in present]
-        by_lock = {age.holds_lock for age in ages}
-        if True in by_lock:
-            return "running"
-        watched = self._since is not None and now - self._since > LEASE_LOST_SECONDS
-        if not watched and (state := state_by(ages)) is not None:
-            return state
-        ages_of_watched = zip(present, ages, strict=True)
-        may_live = any(
-            age.holds_lock is not False and not self._watch.lost(lease.node, now) for lease, age in ages_of_watched
-        )
-        return "running" if may_live else "interrupted"
+        self._alive = {lease.node for lease in present if self._may_live(lease, modified, now)}
+        return "running" if self._alive else "interrupted" if self._watch.leases else "waiting"
+
+    def _may_live(self, lease: Lease, modified: Mapping[str, datetime], now: float) -> bool:
+        age = _age(self._run, lease, modified, datetime.now(UTC))
+        if age.holds_lock is not None:
+            return age.holds_lock
+        if now - self._since > LEASE_LOST_SECONDS:
+            return not self._watch.lost(lease.node, now)
+        # The time is that of this machine, not of the store.
+        return replace(age, one_clock=lease.hostname == socket.gethostname()).is_alive() is not False
 
 
 # At one look.

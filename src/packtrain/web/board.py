@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -43,6 +43,7 @@ _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
 _PART = 64  # runs that are read before pages are told
+_STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
 _EMPTY: Row = {
@@ -102,6 +103,8 @@ class ListedRun:
 
     @property
     def is_busy(self) -> bool:
+        if self.row["state"] == "waiting":  # somebody has just started it, or it was forgotten
+            return time.time() - (self.created or 0.0) < _STARTING_SECONDS
         return self.row["state"] in ("running", LOADING)
 
 
@@ -146,17 +149,20 @@ class Board:
             listed = self._runs.get(name)
         return None if listed is None else listed.watch
 
-    def look(self, tell: Tell = lambda *_: None) -> None:
-        """Read what has changed, and tell the changed rows, in several parts if there are many, and the runs gone."""
+    def look(self, tell: Tell = lambda *_: None, shown: Collection[str] = ()) -> None:
+        """Read what has changed, and tell the changed rows, in several parts if there are many, and the runs gone.
+
+        Pages show the runs `shown`: those are looked at every time.
+        """
         with self._looking:
             try:
-                self._look(tell)
+                self._look(tell, shown)
                 self.away = None
             except PacktrainError as error:
                 self.away = str(error)
             self._looked = time.monotonic()
 
-    def _look(self, tell: Tell) -> None:
+    def _look(self, tell: Tell, shown: Collection[str]) -> None:
         stamps = self.store.stamps("runs/", ("nodes",))
         names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
         with self._lock:
@@ -166,7 +172,7 @@ class Board:
             for name in names:
                 if name not in self._runs:
                     self._runs[name] = ListedRun(Run(self.store, name), {"name": name, **_EMPTY})
-            due = [one for one in self._runs.values() if self._is_due(one, stamps)]
+            due = [one for one in self._runs.values() if self._is_due(one, stamps, shown)]
         if gone:
             tell([], gone)
         due.sort(key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)  # the newest first
@@ -189,7 +195,7 @@ class Board:
             if errors:
                 raise errors[0]
 
-    def _is_due(self, listed: ListedRun, stamps: dict[str, tuple[int, ...]] | None) -> bool:
+    def _is_due(self, listed: ListedRun, stamps: dict[str, tuple[int, ...]] | None, shown: Collection[str]) -> bool:
         now = time.monotonic()
         if stamps is not None:
             stamp = stamps[listed.run.name]
@@ -198,7 +204,9 @@ class Board:
             is_due = not listed.is_read or listed.is_busy or listed.stamp != stamp or bool(is_fresh)
             listed.stamp = stamp
             return is_due
-        seconds = 0.0 if listed.is_busy else _TURN_SECONDS if listed.result else _QUIET_SECONDS
+        seconds = (
+            0.0 if listed.is_busy or listed.run.name in shown else _TURN_SECONDS if listed.result else _QUIET_SECONDS
+        )
         return not listed.is_read or now - listed.looked >= seconds
 
     def _refresh(self, listed: ListedRun) -> PacktrainError | None:

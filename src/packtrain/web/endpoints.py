@@ -88,7 +88,9 @@ class Endpoints:
         kinds: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
             (PacktrainError, HTTPException, Exception), _answer_error
         )
-        return Starlette(routes=routes, exception_handlers=kinds)
+        app = Starlette(routes=routes, exception_handlers=kinds)
+        app.router.redirect_slashes = False
+        return app
 
     def index(self, _: Request) -> Response:
         return self._file("index.html")

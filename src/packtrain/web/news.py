@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -90,10 +90,11 @@ class News:
         while not self._over.is_set():
             if self._listeners or time.monotonic() - self._asked < 10 * _TICK_SECONDS:
                 try:
-                    self.board.look(self._tell_rows)
+                    shown = {name for names in list(self._listeners.values()) for name in names}
+                    self.board.look(self._tell_rows, shown)
                     self._tell_away()
                     self._first.set()
-                    self._look_at_runs()
+                    self._look_at_runs(shown)
                 except Exception:
                     # A defect in one look must not end all later ones.
                     print(traceback.format_exc(), file=sys.stderr, flush=True)
@@ -109,9 +110,8 @@ class News:
             self._told_away = self.board.away
             self._tell(_event("store", {"error": self._told_away}), None)
 
-    def _look_at_runs(self) -> None:
+    def _look_at_runs(self, shown: Collection[str]) -> None:
         """Read what is new of the runs that pages show."""
-        shown = {name for names in self._listeners.values() for name in names}
         for name in [known for known in self._versions if known not in shown]:
             del self._versions[name]
         for name in shown:
