@@ -76,10 +76,10 @@ function compared(prediction) {
     const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
     return [short(what, 60), value(expected), value(seen), sign];
   });
-  return card("Plan against outcome", table("plain", ["", ">Expected", ">Measured", ">Off by"], rows));
+  return card("Plan against outcome", table("listing", ["", ">Expected", ">Measured", ">Off by"], rows));
 }
 
 function scores({ scores: known, signatures }) {
   const rows = Object.entries(known).map(([name, value]) => [short(name, 60), number(value), make("code", "dim", short(signatures?.[name] ?? signatures?.[name.split(".").pop()] ?? "", 200))]);
-  return card("Final scores", table("plain", ["Measure", ">Score", "Signature"], rows));
+  return card("Final scores", table("listing", ["Measure", ">Score", "Signature"], rows));
 }

@@ -2,10 +2,10 @@
 // here from their own arrays: uPlot wants one x array for all series of a chart, and runs differ in their steps.
 
 import { eachFrame, make, setText } from "./dom.js";
-import { compact, duration, number, round } from "./format.js";
+import { compact, duration, number, round, shortDuration } from "./format.js";
 
 const LEFT = 54; // of all charts, so that they and the time line are aligned
-const RIGHT = 14;
+const RIGHT = 20;
 const READOUT = 3; // more lines than this are listed beside the cursor
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]
   .concat([2, 3, 7, 14, 28].map((days) => days * 86400));
@@ -13,7 +13,7 @@ export const PADDING = { left: LEFT, right: RIGHT };
 
 export const X_KINDS = {
   step: { label: "Step", show: compact, read: (x) => `step ${number(Math.round(x), 9)}` },
-  time: { label: "Time", show: duration, read: duration, increments: TIMES },
+  time: { label: "Time", show: shortDuration, read: duration, increments: TIMES },
   epoch: { label: "Epoch", show: (x) => String(Number(x.toPrecision(4))), read: (x) => `epoch ${x.toFixed(2)}` },
 };
 

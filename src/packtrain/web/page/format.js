@@ -11,7 +11,7 @@ export function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 100_000) return compact(value);
   if (size >= 10 ** digits) return GROUPED.format(Math.round(value));
-  if (size !== 0 && size < 1e-3) return value.toExponential(Math.min(2, digits - 1)).replace("e-", "e−");
+  if (size !== 0 && size < 1e-3) return Number(value.toPrecision(Math.min(3, digits))).toExponential().replace("e-", "e−");
   // Values of one measure have the same number of digits; a whole number is one.
   return size < 1 || Number.isInteger(value) ? String(Number(value.toPrecision(digits))) : value.toPrecision(digits);
 }
@@ -46,11 +46,21 @@ export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
   if (seconds < 1 && seconds > 0) return `${Math.max(1, Math.round(seconds * 1000))} ms`;
   if (seconds < 90) return `${Number(seconds.toPrecision(seconds < 10 ? 2 : 3)) | 0} s`;
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
   const minutes = Math.round(seconds / 60);
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
   if (hours < 48) return `${hours} h ${minutes % 60} min`;
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+// For the ticks of an axis: 45 s, 20 min, 1:30 h, 2.5 d.
+export function shortDuration(seconds) {
+  const [minutes, days] = [Math.round(seconds / 60), seconds / 86400];
+  if (seconds < 60) return `${round(seconds)} s`;
+  if (seconds < 3600) return seconds % 60 ? `${Math.floor(seconds / 60)}:${String(Math.round(seconds % 60)).padStart(2, "0")} min` : `${minutes} min`;
+  if (seconds < 2 * 86400) return minutes % 60 ? `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h` : `${minutes / 60} h`;
+  return `${round(days)} d`;
 }
 
 export function money(dollars) {
@@ -91,7 +101,7 @@ export function clean(text, length = 4000) {
   const short = text.length > length ? `${text.slice(0, length)}…` : text;
   return short
     .replace(ESCAPES, "")
-    .replace(CONTROLS, (one) => (one === "\x7f" ? "\u2421" : String.fromCharCode(0x2400 + one.charCodeAt(0))))
+    .replace(CONTROLS, (one) => `^${String.fromCharCode(one.charCodeAt(0) ^ 64)}`)
     .replace(TURNS, "\ufffd");
 }
 

@@ -73,7 +73,7 @@ export class Job {
       if (!answer.fields.length) this.result.replaceChildren(quiet("The jobs are the same."));
       else {
         const rows = answer.fields.map(({ field, values }) => [make("code", "", short(field, 120)), ...values.map((value) => make("code", value === null ? "dim" : "", value === null ? "–" : short(value, 300)))]);
-        const box = table("plain", ["Field", ...runs.map((run) => short(run, 40))], rows);
+        const box = table("listing", ["Field", ...runs.map((run) => short(run, 40))], rows);
         box.setAttribute("aria-label", "Differences");
         this.result.replaceChildren(box);
       }

@@ -51,7 +51,7 @@ class Sweeps {
       const best = typeof one.best === "number" ? number(one.best) : one.best ? Object.assign(make("a", "", short(one.best, 60)), { href: address({ page: "run", name: String(one.best) }) }) : "–";
       return [link, short(one.job, 60), count(one.runs), count(one.finished), best];
     });
-    const box = table("plain", ["Sweep", "Job", ">Runs", ">Finished", "Best"], rows);
+    const box = table("listing", ["Sweep", "Job", ">Runs", ">Finished", "Best"], rows);
     box.setAttribute("aria-label", "Sweeps");
     this.place.replaceChildren(head, make("section", "card", box));
   }
@@ -73,7 +73,7 @@ class Sweeps {
       const state = make("span", "", stateBadge(row.state), row.stopped_early ? make("small", "dim", " stopped early") : null);
       return [link, state, ...sweep.parameters.map((name) => show(row.values[name])), number(row.score), count(row.step)];
     });
-    const box = table("plain sweep", ["Run", "State", ...sweep.parameters.map((name) => `>${short(name.split(".").slice(-2).join("."), 40)}`), `>${sweep.measure ? spelled(sweep.measure) : "Score"}`, ">Step"], rows);
+    const box = table("listing sweep", ["Run", "State", ...sweep.parameters.map((name) => `>${short(name.split(".").slice(-2).join("."), 40)}`), `>${sweep.measure ? spelled(sweep.measure) : "Score"}`, ">Step"], rows);
     box.setAttribute("aria-label", "Runs of the sweep");
     const light = (event) => {
       const run = event.target.closest("tr")?.querySelector("[data-run]")?.dataset.run;
