@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -37,6 +37,7 @@ DOUBT_SECONDS = 120.0
 _BLIND_SECONDS = 4.0  # a longer pause between two looks means that the reader could not look
 _COARSE_SECONDS = 2.0  # object stores keep times to the second
 _READERS = 16
+_MAX_LEASES = 64  # that one look reads: of a thousand machines, those that were not read wait for the next look
 
 Answer = TypeVar("Answer")
 State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
@@ -170,6 +171,61 @@ def _readable(state: State | PacktrainError) -> State:
     if isinstance(state, PacktrainError):
         raise state
     return state
+
+
+class StateWatch:
+    """The state of a run without a result, look by look: for a reader that stays, and that writes nothing.
+
+    The first look judges by the age of the leases, later ones by what was seen of them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._watch = run, LeaseWatch()
+        self._modified: dict[str, datetime] = {}
+        self._since: float | None = None
+
+    @property
+    def leases(self) -> list[Lease]:
+        return list(self._watch.leases.values())
+
+    def is_alive(self, node: str) -> bool:
+        """True if the node works on the run, as far as this reader can know."""
+        lease = self._watch.leases.get(node)
+        return lease is not None and not lease.left and not self._watch.lost(node, time.monotonic())
+
+    def look(self) -> State:
+        """Read the leases that were renewed since the last look, and judge."""
+        folder = self._run.key("nodes/")
+        modified = {entry.key: entry.modified for entry in self._run.store.list(folder)}
+        names = [
+            key.removeprefix(folder).removesuffix(".json")
+            for key, renewed in modified.items()
+            if key.endswith(".json") and "/" not in key.removeprefix(folder) and self._modified.get(key) != renewed
+        ][:_MAX_LEASES]
+        found = [lease for lease in map(self._run.lease, names) if lease is not None]
+        self._modified |= {self._run.lease_key(one.node): modified[self._run.lease_key(one.node)] for one in found}
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        read = {lease.node for lease in found}
+        self._watch.observe([*found, *(one for one in self._watch.leases.values() if one.node not in read)], now)
+        return self._judge(modified, now)
+
+    def _judge(self, modified: Mapping[str, datetime], now: float) -> State:
+        present = [lease for lease in self._watch.leases.values() if not lease.left]
+        if not self._watch.leases:
+            return "waiting"
+        ages = [_age(self._run, lease, modified, datetime.now(UTC)) for lease in present]
+        by_lock = {age.holds_lock for age in ages}
+        if True in by_lock:
+            return "running"
+        watched = self._since is not None and now - self._since > LEASE_LOST_SECONDS
+        if not watched and (state := state_by(ages)) is not None:
+            return state
+        ages_of_watched = zip(present, ages, strict=True)
+        may_live = any(
+            age.holds_lock is not False and not self._watch.lost(lease.node, now) for lease, age in ages_of_watched
+        )
+        return "running" if may_live else "interrupted"
 
 
 # At one look.
