@@ -314,7 +314,7 @@ def _series(
     """Return a series of a run, in a list; an empty one if the run does not have it."""
     kind, _, name = series.partition(".")
     table = reader.tables.get(kind)
-    if table is None or name not in table.columns or name in ("step", "generation", "time"):
+    if table is None or name not in table.columns or name in ("generation", "time"):
         return []
     begin, end = _range(reader, kind, x, limits)
     begin = max(begin, begins[list(reader.tables).index(kind)])

@@ -53,8 +53,8 @@ export class Stream {
   #source = null;
   #timer = 0;
 
-  constructor(run, { rows, versions, open, lost }) {
-    Object.assign(this, { run, rows, versions, open, lost });
+  constructor(run, { rows, versions, store, open, lost }) {
+    Object.assign(this, { run, rows, versions, store, open, lost });
     this.#connect();
   }
 
@@ -64,6 +64,7 @@ export class Stream {
     source.addEventListener("open", () => this.open());
     source.addEventListener("runs", (event) => this.rows(JSON.parse(event.data)));
     source.addEventListener("run", (event) => this.versions(JSON.parse(event.data)));
+    source.addEventListener("store", (event) => this.store(JSON.parse(event.data)));
     source.addEventListener("error", () => {
       this.lost();
       source.close();

@@ -240,6 +240,7 @@ export class Chart {
     }
     if (low > high) return this.log ? [0.1, 1] : [0, this.top ?? 1];
     if (this.log) return low === high ? [low / 2, high * 2] : [low, high];
+    if (this.stacked) high = Math.min(high, 2 * typical(this.lines.at(-1), from, to)); // a pause is cut off, or all else would be flat
     if (this.zero) low = Math.min(0, low);
     if (this.top) return [low, Math.max(this.top, high)];
     const room = (high - low || Math.abs(high) || 1) * 0.06;
@@ -251,12 +252,12 @@ export class Chart {
     const [from, to] = [plot.scales.x.min, plot.scales.x.max];
     const X = (value) => plot.valToPos(value, "x", true);
     const Y = (value) => plot.valToPos(value, "y", true);
+    const ratio = devicePixelRatio;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.rect(bbox.left - 4 * ratio, bbox.top - 4 * ratio, bbox.width + 8 * ratio, bbox.height + 8 * ratio); // dots at the edge stay round
     ctx.clip();
     ctx.lineJoin = "round";
-    const ratio = devicePixelRatio;
     for (const mark of this.group.marks) {
       ctx.strokeStyle = color(mark.bad ? "--bad" : "--dim");
       ctx.globalAlpha = 0.45;
@@ -394,6 +395,12 @@ function inside(x, from, to) {
     return low;
   };
   return [find(from, false), find(to, true)];
+}
+
+// What nineteen of twenty values in the interval stay below.
+function typical({ x, y }, from, to) {
+  const sorted = y.slice(...inside(x, from, to)).sort((one, other) => one - other);
+  return sorted[Math.floor(0.95 * (sorted.length - 1))] || Infinity;
 }
 
 // An exponential mean that does not begin at zero. The weight is between 0 and 1.

@@ -9,6 +9,8 @@ import { Clock, Timeline } from "./timeline.js";
 
 const POINTS = 1000; // of a line; more than a chart has pixels would not be seen
 const MAX_RUNS = 50;
+const SMOOTH = 0.6;
+const KINDS = ["train", "valid", "test"];
 const LEAST_PAUSE = 700; // milliseconds between two questions for new points
 const SLOW_PAUSE = 8000; // ... and for what can only be had as a whole: bands and clock
 // The parts of a step from the bottom: computing in blue, communication in orange, the rest apart from both.
@@ -55,6 +57,7 @@ export class Curves {
   #asked = 0;
   #lines = new Map(); // [x, y] by run and name
   #charts = [];
+  #origins = new Map();
   #slow = 0;
 
   constructor(place, view) {
@@ -78,7 +81,7 @@ export class Curves {
   #read() {
     const { query } = current();
     this.x = query.get("x") in X_KINDS ? query.get("x") : "step";
-    this.smooth = Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0));
+    this.smooth = query.has("smooth") ? Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0)) : SMOOTH;
     this.log = query.get("log") === "1";
     this.more = listed(query, "more");
     this.others = listed(query, "with").filter((name) => name !== this.view.name).slice(0, MAX_RUNS - 1);
@@ -101,7 +104,7 @@ export class Curves {
     range.addEventListener("input", () => {
       this.smooth = Number(range.value);
       setText(this.amount, this.smooth.toFixed(2));
-      adjust({ smooth: this.smooth || null });
+      adjust({ smooth: this.smooth === SMOOTH ? null : String(this.smooth) });
       this.#draw();
     });
     const log = Object.assign(make("input"), { type: "checkbox", checked: this.log });
@@ -185,7 +188,7 @@ export class Curves {
   }
 
   detailed(detail) {
-    this.clock.learn(detail);
+    this.clock.learn(detail, this.#origins.get(detail.name));
     const names = JSON.stringify(detail.names);
     if (names !== this.names) {
       this.names = names;
@@ -242,7 +245,16 @@ export class Curves {
   // Points.
 
   #origin(run) {
-    return this.x === "time" ? (this.app.rows.get(run)?.created ?? (run === this.view.name ? this.view.detail?.created : null) ?? 0) : 0;
+    return this.x === "time" ? (this.#origins.get(run) ?? 0) : 0;
+  }
+
+  // Over time, every run starts at its own first step.
+  async #learnOrigins() {
+    const unknown = this.runs.filter((run) => !this.#origins.has(run));
+    if (this.x !== "time" || !unknown.length) return;
+    const { series } = await ask("/api/series", { run: unknown, name: "train.loss", x: "time", points: 2 });
+    for (const { run, x } of series) if (x.length) this.#origins.set(run, x[0]);
+    this.clock.created = this.#origins.get(this.view.name) ?? this.clock.created;
   }
 
   get #names() {
@@ -257,6 +269,7 @@ export class Curves {
     const points = Math.max(150, Math.round(Math.min(POINTS, (4 * POINTS) / runs.length)));
     const margin = range ? (range[1] - range[0]) * 0.02 : 0;
     try {
+      await this.#learnOrigins();
       // Times are those of clocks: runs that are drawn from the same start need different ranges of them.
       const parts = range && x === "time" && runs.length > 1 ? runs.map((run) => [run]) : [runs];
       const answers = await Promise.all(parts.map((part, at) => {
@@ -362,12 +375,12 @@ export class Curves {
     const single = this.runs.length === 1;
     for (const { chart, names, plain } of this.#charts) {
       chart.lines = [];
-      this.runs.forEach((run, place) => names.forEach((name, among) => {
+      this.runs.forEach((run, place) => names.forEach((name) => {
         const whole = this.#lines.get(`${run}\n${name}`);
         const line = this.group.range && this.closeUp?.get(`${run}\n${name}`) ? this.closeUp.get(`${run}\n${name}`) : whole;
         if (!line) return;
         const kind = name.split(".")[0];
-        const shown = { label: single ? kind : names.length > 1 ? `${short(run, 40)} ${kind}` : short(run, 40), color: single ? runColor(among) : runColor(place), x: line.x, y: line.y };
+        const shown = { label: single ? kind : names.length > 1 ? `${short(run, 40)} ${kind}` : short(run, 40), color: runColor(single ? KINDS.indexOf(kind) : place), x: line.x, y: line.y };
         if (kind !== "train") Object.assign(shown, { dots: true, dash: !single && kind === "valid" && names[0].startsWith("train"), width: 1.8 });
         else if (this.smooth && !plain) {
           chart.lines.push({ ...shown, alpha: 0.22, silent: true, width: 1.2 });

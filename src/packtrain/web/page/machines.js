@@ -6,16 +6,17 @@ import { make, quiet, table } from "./dom.js";
 import { bytes, percent, short } from "./format.js";
 
 const PAUSE = 3000; // milliseconds between two questions
-const rate = (value) => `${bytes(value)}/s`;
+const rate = (value) => (value === null || value === undefined ? "–" : `${bytes(value)}/s`);
+const RATE = { tick: bytes };
 const RESOURCES = [
   ["cpu", "CPU", percent, { top: 1 }],
   ["gpu", "GPU", percent, { top: 1 }],
   ["memory", "Memory", percent, { top: 1 }],
   ["gpu_memory", "GPU memory", percent, { top: 1 }],
-  ["sent", "Network sent", rate, {}],
-  ["received", "Network received", rate, {}],
-  ["disk_read", "Disk read", rate, {}],
-  ["disk_written", "Disk written", rate, {}],
+  ["sent", "Network sent", rate, RATE],
+  ["received", "Network received", rate, RATE],
+  ["disk_read", "Disk read", rate, RATE],
+  ["disk_written", "Disk written", rate, RATE],
   ["disk_free", "Disk free", bytes, {}],
 ];
 
@@ -93,7 +94,7 @@ export class Machines {
         if (value === null || gone) return make("span", "dim", "–");
         return show === percent ? meter(value) : show(value);
       });
-      return [name, make("span", `badge ${gone ? "interrupted" : "running"}`, short(node.state, 30)), String(node.workers ?? "–"), ...cells];
+      return [name, make("span", `badge ${{ working: "running", lost: "failed" }[node.state] ?? "stopped"}`, short(node.state, 30)), String(node.workers ?? "–"), ...cells];
     });
     const box = table("machines", ["Machine", "State", ">Workers", ...resources.map(([, title, show]) => (show === percent ? title : `>${title}`))], rows);
     box.setAttribute("aria-label", "Machines");

@@ -1,6 +1,6 @@
 // The frame around the views: address, stream of changes, theme, keyboard, and what to do when nobody answers.
 
-import { Stream, ask } from "./api.js";
+import { Failure, Stream, ask } from "./api.js";
 import { make, quiet, setText } from "./dom.js";
 import { short } from "./format.js";
 import { address, current } from "./route.js";
@@ -36,6 +36,7 @@ const app = {
 
 let view = null;
 let stream = null;
+let away = false;
 let shown = ""; // page, run and tab; a change of the rest stays within the view
 
 // The server.
@@ -44,6 +45,9 @@ function trouble(error) {
   if (error.name === "AbortError") return;
   if (error.status === 401 || error.status === 403) {
     stream?.close();
+    view?.close?.();
+    view = null;
+    shown = "";
     banner.hidden = true;
     setText(link, "locked");
     link.className = "link away";
@@ -57,10 +61,12 @@ function trouble(error) {
 function online() {
   setText(link, "live");
   link.className = "link live";
-  load();
+  if (!app.loaded || away) load();
+  away = false;
 }
 
 function offline() {
+  away = true;
   setText(link, "reconnecting");
   link.className = "link away";
 }
@@ -92,13 +98,16 @@ function connect(run) {
     lost: () => {
       offline();
       // A stream does not say why it ended: an ordinary question does.
-      ask("/api/runs").then(() => {}, trouble);
+      ask("/api/sweeps").catch(trouble);
     },
     rows: ({ rows, gone }) => {
       for (const row of rows) app.rows.set(row.name, row);
       for (const name of gone ?? []) app.rows.delete(name);
       if (rows.length || gone?.length) view?.rowsChanged?.(rows);
-      banner.hidden = true;
+    },
+    store: ({ error }) => {
+      if (error) trouble(new Failure(503, error));
+      else if (!banner.hidden) load();
     },
     versions: ({ run: name, versions }) => view?.versionsChanged?.(name, versions),
   });

@@ -16,12 +16,12 @@ const COLUMNS = [
   ["cost", "Cost", (row) => row.dollars, true],
   ["created", "Started", (row) => row.created, true],
 ];
-export const STATES = ["running", "waiting", "interrupted", "failed", "stopped", "finished"];
+export const STATES = ["running", "waiting", "interrupted", "failed", "stopped", "finished", "damaged"];
 const AHEAD = 8; // rows above and below what is seen
 const MAX_TAGS = 10;
 
 export function stateBadge(state) {
-  const made = make("span", `badge ${STATES.includes(state) ? state : ""}`, state);
+  const made = make("span", `badge ${STATES.includes(state) ? state : ""}`, short(state, 30));
   return made;
 }
 

@@ -17,8 +17,8 @@ export class Clock {
   created = 0;
 
   // Roughly, from what the records of generations and checkpoints say.
-  learn(detail) {
-    this.created = detail.created ?? detail.generations[0]?.time ?? 0;
+  learn(detail, created) {
+    this.created = created ?? detail.generations[0]?.time ?? detail.created ?? 0;
     if (this.#times.length) return;
     const places = [...detail.generations, ...detail.checkpoints].filter(({ time }) => time).map(({ time, step }) => [time, step]);
     this.#known = places.sort((one, other) => one[0] - other[0]);
