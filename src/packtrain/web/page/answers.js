@@ -16,8 +16,8 @@ export class Answers {
 
   detailed(detail) {
     const key = JSON.stringify([detail.findings, detail.prediction, detail.goodput, detail.result]);
-    if (key === this.key) return;
-    this.key = key;
+    if (key === this.known) return;
+    this.known = key;
     this.detail = detail;
     this.#show();
   }

@@ -98,8 +98,8 @@ export class Checkpoints {
 
   detailed({ checkpoints, name }) {
     const key = JSON.stringify(checkpoints);
-    if (key === this.key) return;
-    this.key = key;
+    if (key === this.known) return;
+    this.known = key;
     if (!checkpoints.length) {
       this.place.replaceChildren(quiet("No checkpoint is committed yet.", "The first one follows after the interval that the job sets."));
       return;

@@ -77,7 +77,7 @@ export class Logs {
   async #load() {
     this.lines.replaceChildren();
     this.#newer.close();
-    this.#after = null;
+    [this.#before, this.#after] = [null, null]; // or scrolling would ask for lines before those of another search
     setText(this.tally, "Searching…");
     try {
       const answer = await this.#asker.ask("/api/logs", { run: this.view.name, ...this.query, limit: PAGE });

@@ -37,6 +37,7 @@ const app = {
 let view = null;
 let stream = null;
 let away = false;
+let meanwhile = { rows: new Map(), gone: new Set() };
 let shown = ""; // page, run and tab; a change of the rest stays within the view
 
 // The server.
@@ -73,10 +74,14 @@ function offline() {
 
 // All of it once, and again after the connection was lost; else only what the stream sends.
 async function load() {
+  const newer = { rows: new Map(), gone: new Set() };
+  meanwhile = newer; // what the stream says while the answer is under way is newer than the answer
   try {
     const answer = await ask("/api/runs");
     app.clockSkew = answer.time - Date.now() / 1000;
     app.rows = new Map(answer.runs.map((row) => [row.name, row]));
+    for (const [name, row] of newer.rows) app.rows.set(name, row);
+    for (const name of newer.gone) app.rows.delete(name);
     app.loaded = true;
     setText(document.getElementById("store"), short(answer.store, 200));
     document.getElementById("store").title = short(answer.store, 1000);
@@ -87,6 +92,8 @@ async function load() {
     trouble(error);
     if (error.status === 503) setTimeout(load, 3000);
     view?.failed?.(error);
+  } finally {
+    if (meanwhile === newer) meanwhile = { rows: new Map(), gone: new Set() };
   }
 }
 
@@ -101,8 +108,16 @@ function connect(run) {
       ask("/api/sweeps").catch(trouble);
     },
     rows: ({ rows, gone }) => {
-      for (const row of rows) app.rows.set(row.name, row);
-      for (const name of gone ?? []) app.rows.delete(name);
+      for (const row of rows) {
+        app.rows.set(row.name, row);
+        meanwhile.rows.set(row.name, row);
+        meanwhile.gone.delete(row.name);
+      }
+      for (const name of gone ?? []) {
+        app.rows.delete(name);
+        meanwhile.rows.delete(name);
+        meanwhile.gone.add(name);
+      }
       if (rows.length || gone?.length) view?.rowsChanged?.(rows);
     },
     store: ({ error }) => {

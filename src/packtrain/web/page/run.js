@@ -67,7 +67,7 @@ class RunView {
   #choose(key) {
     const found = TABS.find(([one]) => one === key) ?? TABS[0];
     this.#tab?.close();
-    this.key_ = found[0];
+    this.tabName = found[0];
     for (const link of this.tabs.children) {
       if (link.dataset.tab === found[0]) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
@@ -90,7 +90,7 @@ class RunView {
 
   routed(route) {
     const key = route.tab || "curves";
-    if (key !== this.key_) this.#choose(key);
+    if (key !== this.tabName) this.#choose(key);
     else {
       this.#links();
       this.#tab.routed?.(route);

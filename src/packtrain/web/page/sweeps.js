@@ -29,8 +29,8 @@ class Sweeps {
     try {
       const answer = await ask(this.sweep ? `/api/sweeps/${encodeURIComponent(this.sweep)}` : "/api/sweeps");
       const key = JSON.stringify(answer);
-      if (this.closed || key === this.key) return;
-      this.key = key;
+      if (this.closed || key === this.answer) return;
+      this.answer = key;
       if (this.sweep) this.#showOne(answer);
       else this.#showAll(answer.sweeps);
     } catch (error) {

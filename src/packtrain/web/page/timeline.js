@@ -95,8 +95,8 @@ export class Timeline {
 
   learn({ generations, events, result }) {
     const key = `${generations.length} ${events.length} ${Boolean(result)}`;
-    if (key === this.key) return;
-    Object.assign(this, { key, generations, events, ended: Boolean(result) });
+    if (key === this.known) return;
+    Object.assign(this, { known: key, generations, events, ended: Boolean(result) });
     this.faults = events.filter(({ kind, display }) => FAULTS.includes(kind) || display === "warning").length;
     const plural = (amount, word) => `${amount} ${word}${amount === 1 ? "" : "s"}`;
     setText(this.tally, `${plural(generations.length, "generation")}, ${this.faults ? plural(this.faults, "warning or fault").replace("faults", "faults") : "no faults"}`);
