@@ -150,12 +150,16 @@ class ChunkFollower:
     a look costs the same however long the stream is.
     """
 
-    def __init__(self, store: Store, stream: str, at_end: bool = False) -> None:
-        """With `at_end`, take what is there at the first look as read."""
-        self._store, self._stream, self._at_end = store, stream, at_end
+    def __init__(self, store: Store, stream: str, seen: Iterable[str] = ()) -> None:
+        """`seen` are the keys of chunks that were read already."""
+        self._store, self._stream = store, stream
         self._writers: dict[str, _Followed] = {}
         self._listed: deque[str] = deque()
         self._looks = 0
+        for key in seen:
+            writer, _, name = key.removeprefix(f"{stream}/").partition("/")
+            followed = self._writers.setdefault(writer, _Followed())
+            followed.next = max(followed.next, _number_of(name) + 1)
 
     def take(self) -> Iterator[tuple[str, bytes]]:
         """Yield the key and data of each new chunk. What the caller does not ask for is left for the next call."""
@@ -169,7 +173,6 @@ class ChunkFollower:
         for writer in self._changed():
             if writer not in self._writers:
                 self._list(writer)
-        self._at_end = False
         while self._listed:
             data = read(self._listed[0])
             key = self._listed.popleft()
@@ -195,10 +198,8 @@ class ChunkFollower:
     def _list(self, writer: str) -> None:
         folder = f"{self._stream}/{writer}/"
         keys = [one.key for one in self._store.list(folder) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
-        last = int(keys[-1].removeprefix(folder).removesuffix(".jsonl")) if keys else -1
-        self._writers[writer] = _Followed(last + 1)
-        if not self._at_end:
-            self._listed.extend(keys)
+        self._writers[writer] = _Followed(_number_of(keys[-1].removeprefix(folder)) + 1 if keys else 0)
+        self._listed.extend(keys)
 
     def _is_due(self, followed: _Followed) -> bool:
         """True for writers that wrote something lately; the others are asked now and then: most are long gone."""
@@ -216,6 +217,16 @@ class ChunkFollower:
                 return
             followed.next, followed.quiet = followed.next + 1, 0
             yield key, data
+
+
+def chunk_keys(store: Store, stream: str) -> list[str]:
+    """Return the keys of all chunks of a stream: by writer, first to last."""
+    entries = store.list(f"{stream}/")
+    return [one.key for one in entries if _CHUNK.fullmatch(one.key.removeprefix(f"{stream}/").partition("/")[2])]
+
+
+def _number_of(name: str) -> int:
+    return int(name.removesuffix(".jsonl"))
 
 
 def lines_of(data: bytes) -> bytes:

@@ -25,7 +25,7 @@ from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.summary import Overview, is_evaluated, overview_of, units_per_second
 from packtrain.run.checkpoint import committed, is_scored
-from packtrain.run.chunks import ChunkFollower, lines_of
+from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
 from packtrain.run.liveness import State, StateWatch
 from packtrain.run.records import Notes, Point, Result, decode, decode_many
 from packtrain.run.run import Run, surviving
@@ -34,13 +34,15 @@ from packtrain.web import insight
 from packtrain.web.reader import is_away
 
 Row = dict[str, Any]
+Tell = Callable[[Sequence[Row], Sequence[str]], None]
 
 LOADING, DAMAGED, ABSENT = "loading", "damaged", "absent"
 """States of a row that are not those of a run: not read yet, not readable (`reason` says why), and without a job."""
 _RECENT_STEPS = 50
 _SPARKS = 40
-_BUCKET_READS = 6
-_THREADS = 8
+_DIRECTORY_READS, _BUCKET_READS = 16, 6
+_MAX_CHUNKS = 1000  # that are read to find the last evaluation
+_PART = 64  # runs that are read before pages are told
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
 _EMPTY: Row = {
@@ -68,6 +70,10 @@ class Sparkline:
             self._points = self._points[::2]
             self._every = max(self._every * 2, (self._points[-1][0] - self._points[0][0]) // _SPARKS)
 
+    def extend(self, later: Sparkline) -> None:
+        for step, loss in later._points:
+            self.add(step, math.nan if loss is None else loss)
+
     @property
     def losses(self) -> list[float | None]:
         return [loss for _, loss in self._points]
@@ -91,6 +97,8 @@ class ListedRun:
     watch: StateWatch | None = None
     best: float | None = None
     sparks: Sparkline = field(default_factory=Sparkline)
+    unsampled: list[str] = field(default_factory=list)
+    """The chunks that the sparkline is yet to be made from."""
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +115,8 @@ class Board:
         self._runs: dict[str, ListedRun] = {}
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self._looked = 0.0
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="rows")
+        # A disk answers at once; a bucket is slow to answer one request, but answers many at the same time.
+        self._pool = ThreadPoolExecutor(2 if store.is_directory else 16, thread_name_prefix="rows")
 
     def rows(self) -> list[Row]:
         """Return all rows, the newest run first."""
@@ -137,7 +146,7 @@ class Board:
             listed = self._runs.get(name)
         return None if listed is None else listed.watch
 
-    def look(self, tell: Callable[[Sequence[Row], Sequence[str]], None] = lambda *_: None) -> None:
+    def look(self, tell: Tell = lambda *_: None) -> None:
         """Read what has changed, and tell the changed rows, in several parts if there are many, and the runs gone."""
         with self._looking:
             try:
@@ -147,7 +156,7 @@ class Board:
                 self.away = str(error)
             self._looked = time.monotonic()
 
-    def _look(self, tell: Callable[[Sequence[Row], Sequence[str]], None]) -> None:
+    def _look(self, tell: Tell) -> None:
         stamps = self.store.stamps("runs/", ("nodes",))
         names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
         with self._lock:
@@ -161,18 +170,22 @@ class Board:
         if gone:
             tell([], gone)
         due.sort(key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)  # the newest first
-        errors = []
-        for start in range(0, len(due), 4 * _THREADS):
-            part = due[start : start + 4 * _THREADS]
+        self._each(due, self._refresh, tell)
+        # Last, because it is many reads: first all runs are listed.
+        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+
+    def _each(self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell) -> None:
+        """Read runs in parts, and tell what changed after each; raise the error if the store is away."""
+        for start in range(0, len(due), _PART):
+            part = due[start : start + _PART]
             before = [one.row for one in part]
-            errors += [error for error in self._pool.map(self._refresh, part) if error is not None]
+            errors = [error for error in self._pool.map(read, part) if error is not None]
             absent = [one.run.name for one in part if one.row["state"] == ABSENT]
             with self._lock:
                 for name in absent:
                     self._runs.pop(name, None)
             changed = [one.row for one, old in zip(part, before, strict=True) if one.row != old]
-            if changed:
-                tell([row for row in changed if row["state"] != ABSENT], absent)
+            tell([row for row in changed if row["state"] != ABSENT], absent)
             if errors:
                 raise errors[0]
 
@@ -302,11 +315,9 @@ def _read_points(listed: ListedRun) -> str | None:
     run = listed.run
     try:
         if listed.follower is None:
-            listed.follower = ChunkFollower(run.store, run.key("metrics"), at_end=True)
-            for _ in listed.follower.take():
-                pass
-            listed.points = run.recent_points(_RECENT_STEPS, is_evaluated(run.job) and not _has_scores(listed))
-            _read_sparks(listed)
+            listed.unsampled = chunk_keys(run.store, run.key("metrics"))
+            listed.follower = ChunkFollower(run.store, run.key("metrics"), listed.unsampled)
+            listed.points = _last_points(listed)
             return None
         new = [
             point
@@ -325,8 +336,23 @@ def _read_points(listed: ListedRun) -> str | None:
     return None
 
 
-def _has_scores(listed: ListedRun) -> bool:
-    return listed.result is not None and bool(listed.result.scores)
+def _last_points(listed: ListedRun) -> list[Point]:
+    """Return the last steps and the last evaluation, from no more lines than they are."""
+    run, found = listed.run, list[Point]()
+    is_sought = is_evaluated(run.job) and not (listed.result and listed.result.scores)
+    missing = _RECENT_STEPS
+    for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
+        data = run.store.find(key) or b""
+        # Before a line is decoded: of a long chunk most are steps, and not the last.
+        for line in reversed(data.splitlines()):
+            is_step = b'"kind": "train"' in line
+            if missing > 0 or (is_sought and not is_step):
+                found.append(decode(Point, line, f"{key} in {run.store.url}"))
+                missing -= is_step
+                is_sought = is_sought and found[-1].kind != "valid"
+        if missing <= 0 and not is_sought:
+            break
+    return surviving(found)
 
 
 def _tail(points: Sequence[Point]) -> list[Point]:
@@ -338,15 +364,28 @@ def _tail(points: Sequence[Point]) -> list[Point]:
 
 def _read_sparks(listed: ListedRun) -> None:
     """Read some lines from all over the metrics: a few objects of a directory, and fewer of a bucket."""
-    run = listed.run
-    keys = [entry.key for entry in run.store.list(run.key("metrics/")) if entry.key.endswith(".jsonl")]
-    most = _SPARKS // 2 if run.store.is_directory else _BUCKET_READS
+    run, keys = listed.run, listed.unsampled
+    listed.unsampled = []
+    most = _DIRECTORY_READS if run.store.is_directory else _BUCKET_READS
     if len(keys) > most:
         keys = [keys[index * len(keys) // most] for index in range(most)]
+    each = max(1, _SPARKS // max(1, len(keys)))
+    live, listed.sparks = listed.sparks, Sparkline()
     for key in keys:
         lines = (run.store.find(key) or b"").splitlines()
-        each = max(1, _SPARKS // len(keys))
         for line in lines[:: max(1, len(lines) // each)][:each]:
             point = decode(Point, line, f"{key} in {run.store.url}")
             if point.kind == "train":
                 listed.sparks.add(point.step, point.values["loss"])
+    listed.sparks.extend(live)
+
+
+def _add_sparks(listed: ListedRun) -> PacktrainError | None:
+    """Read a run's sparkline; return the error if the store is away."""
+    try:
+        _read_sparks(listed)
+    except PacktrainError as error:
+        if is_away(error):
+            return error
+    listed.row = {**listed.row, "sparkline": listed.sparks.losses}
+    return None

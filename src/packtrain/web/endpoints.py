@@ -43,7 +43,6 @@ Limits = tuple[float | None, float | None]
 _PAGE = Path(__file__).parent / "page"
 _READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there
 _FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
-_LEAST_SECONDS = 0.05  # ... of each of many runs
 _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
 _MAX_PICTURE_BYTES = 1 << 20
 _FILE_KINDS = {
@@ -154,7 +153,7 @@ class Endpoints:
         is_reset = False
         deadline = time.monotonic() + _READ_SECONDS
         for name in runs:
-            _, reader = self._reader(name, ("metrics",), max(_LEAST_SECONDS, deadline - time.monotonic()))
+            _, reader = self._reader(name, ("metrics",), deadline - time.monotonic())
             with reader.lock:
                 now.runs[name] = (reader.edition, *(table.rows for table in reader.tables.values()))
                 edition, *begins = known.get(name, (0, 0, 0, 0))

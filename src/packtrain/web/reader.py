@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from packtrain.errors import PacktrainError
@@ -44,6 +45,7 @@ _MAX_EVENTS = 20_000
 _KEY_BYTES = 200
 _LAST_TIME = 253402300799.0
 _EDITIONS = itertools.count(int(time.time() * 1000))
+_GIVEN = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
 TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_free")
 
 Batch = dict[str, Floats]
@@ -81,11 +83,7 @@ def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
     ranges = (("step", MAX_NUMBER), ("generation", MAX_NUMBER), ("time", _LAST_TIME))
     if not all(np.all((batch[name] >= 0) & (batch[name] <= most)) for name, most in ranges):
         raise ValueError("a number is out of range")
-    values = [one["values"] for one in steps]
-    names = dict.fromkeys(itertools.chain.from_iterable(values))
-    for name in names:
-        if name not in batch:
-            batch[name] = np.array([one.get(name, np.nan) for one in values], np.float64)
+    batch |= _by_name([one["values"] for one in steps])
     if not np.all(np.isfinite(batch["epoch"]) & ~np.isnan(batch["step_seconds"])):
         raise ValueError("a step lacks measurements")
     seconds = batch["step_seconds"].copy()
@@ -96,6 +94,21 @@ def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
             batch["throughput"] = np.where(seconds > 0, batch[unit] / seconds, np.nan)
     order = np.argsort(batch["step"], kind="stable")
     return {name: numbers[order] for name, numbers in batch.items()}
+
+
+def _by_name(rows: Sequence[Mapping[str, float]]) -> Batch:
+    """Turn mappings into columns. Most have the same names in the same order: those are taken together."""
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        alike[tuple(row)].append(number)
+    batch: Batch = {}
+    for names, numbers in alike.items():
+        values = np.array([list(rows[number].values()) for number in numbers], np.float64)
+        for column, name in enumerate(names):
+            if name not in batch:
+                batch[name] = np.full(len(rows), np.nan)
+            batch[name][numbers] = values[:, column]
+    return batch
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ class RunReader:
         self.sample_keys: dict[tuple[str, int], str] = {}
         self.num_checkpoints = 0
         self._starts: dict[int, int] = {}
-        self._lost: dict[int, Batch] = {}
+        self._lost = Table()
         self._spent: dict[tuple[int, int], list[TimeSpent]] = {}
         self._num_events = 0
         self._logs = ChunkFollower(run.store, run.key("logs"))
@@ -213,7 +226,7 @@ class RunReader:
                 self.edition = next(_EDITIONS)
                 kept = table.taken(np.flatnonzero(~late))
                 if kind == "train":
-                    self._lose(table.taken(np.flatnonzero(late)))
+                    self._lost.append(table.taken(np.flatnonzero(late)))
                 table.cut(0)
                 table.append(kept)
         for kind, at in [one for one in self.sample_keys if one[1] > step]:
@@ -225,7 +238,7 @@ class RunReader:
         if lowest is not None:
             outlived = batch["step"] <= lowest
             if kind == "train":
-                self._lose({name: numbers[~outlived] for name, numbers in batch.items()})
+                self._lost.append({name: numbers[~outlived] for name, numbers in batch.items()})
             batch = {name: numbers[outlived] for name, numbers in batch.items()}
         table = self.tables[kind]
         if not len(batch["step"]):
@@ -242,17 +255,6 @@ class RunReader:
         kept = table.taken(order[np.append(np.diff(steps) > 0, True)])
         table.cut(0)
         table.append(kept)
-
-    def _lose(self, batch: Batch) -> None:
-        for generation in np.unique(batch["generation"]):
-            rows = batch["generation"] == generation
-            if rows.any():
-                own = {name: numbers[rows] for name, numbers in batch.items() if name.endswith("_seconds")}
-                sums = {name: np.array([np.nansum(numbers)]) for name, numbers in own.items()}
-                before = self._lost.get(int(generation), {})
-                sums = {name: value + before.get(name, 0.0) for name, value in sums.items()}
-                first = min([*before.get("step", []), batch["step"][rows].min()])
-                self._lost[int(generation)] = {**before, **sums, "step": np.array([first])}
 
     # Other streams.
 
@@ -297,34 +299,22 @@ class RunReader:
             return goodput(generations, list(self._unaccounted(spent)), spent)
 
     def _unaccounted(self, spent: Sequence[TimeSpent]) -> Iterator[Point]:
-        """Yield the points that goodput needs: starts, steps after the last record, and the sum of lost ones."""
+        """Yield the points that goodput needs: starts, and the sums of steps after the last record and of lost ones."""
         for generation, step in self._starts.items():
             yield Point("start", generation, step, self._time_of(generation), {})
         covered = {one.generation: one.step for one in sorted(spent, key=lambda one: one.time) if one.rank == 0}
-        table = self.tables["train"]
-        generations = table.all("generation")
-        for generation in np.unique(generations):
-            begin, end = np.searchsorted(generations, [generation, generation + 1])
-            last = covered.get(int(generation), -1)
-            own = np.arange(begin, end)
-            for row in own[table.all("step")[begin:end] > last][-10_000:]:
-                yield self._point(row)
-        for generation, sums in self._lost.items():
-            values = {name: float(number[0]) for name, number in sums.items() if name != "step"}
-            given = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
-            yield Point("train", generation, int(sums["step"][0]), self._time_of(generation), {**given, **values})
+        for table in (self.tables["train"], self._lost):
+            for generation in np.unique(table.all("generation")):
+                own = table.all("generation") == generation
+                after = table.all("step") > covered.get(int(generation), -1)
+                yield from _summed(table, own & after)
+                if table is self._lost:
+                    yield from _summed(table, own & ~after)
 
     def _time_of(self, generation: int) -> float:
         table = self.tables["train"]
         row = int(np.searchsorted(table.all("generation"), generation))
         return float(table.all("time")[row]) if row < table.rows else 0.0
-
-    def _point(self, row: int) -> Point:
-        table = self.tables["train"]
-        values = {name: float(column.values[row]) for name, column in table.columns.items()}
-        values = {name: value for name, value in values.items() if not np.isnan(value)}
-        at = {name: values.pop(name) for name in ("step", "generation", "time")}
-        return Point("train", int(at["generation"]), int(at["step"]), at["time"], {"loss": 0.0, "rate": 0.0} | values)
 
     def axis(self, kind: str, x: str, rows: Rows) -> Floats:
         """Return the x of some rows. Evaluations do not have an epoch: it is that of the step."""
@@ -358,6 +348,19 @@ class RunReader:
                 points = decode_many(Point, lines_of(data), f"{key} in {self.run.store.url}")
                 return step, next((one.samples for one in points if (one.kind, one.step) == (kind, step)), ())
         return step, ()
+
+
+def _summed(table: Table, are_meant: NDArray[np.bool_]) -> Iterator[Point]:
+    """Yield some steps as one: the last of them, with the time of all."""
+    rows = np.flatnonzero(are_meant)
+    if len(rows):
+        values = {
+            name: float(np.nansum(column.values[rows]))
+            for name, column in table.columns.items()
+            if name.endswith("_seconds")
+        }
+        generation, step, time_of = (float(table.all(name)[rows[-1]]) for name in ("generation", "step", "time"))
+        yield Point("train", int(generation), int(step), time_of, {**_GIVEN, **values})
 
 
 def _unit_of(run: Run) -> str:

@@ -19,10 +19,11 @@ Floats = NDArray[Any]
 Rows = NDArray[np.int64]
 
 _EXACT = ("step", "generation", "time", "epoch", "elapsed_seconds")  # as x they need more digits than a curve
+_MEASURED = ("loss", "rate", "gradient_norm")  # at every step: NaN is what came out, and not that it is missing
 
 
 class Column:
-    """One measurement, a number per row; NaN where a row has none, and `gaps` if some do not."""
+    """One measurement, a number per row; NaN where a row lacks it, and `gaps` if any does."""
 
     def __init__(self, exact: bool, capacity: int, gaps: bool) -> None:
         self.values: Floats = np.full(capacity, np.nan, np.float64 if exact else np.float32)
@@ -97,7 +98,7 @@ class Table:
             column = self.columns[name]
             with np.errstate(over="ignore"):  # beyond float32 is infinite, and drawn as a gap
                 column.values[self.rows : after] = numbers
-            column.gaps = column.gaps or bool(np.isnan(numbers).any() and name not in ("loss",))
+            column.gaps = column.gaps or bool(np.isnan(numbers).any() and name not in _MEASURED)
         for name, column in self.columns.items():
             column.gaps = column.gaps or name not in values
         self.rows = after
@@ -128,8 +129,9 @@ class Table:
         if last - first < 8:
             return np.arange(begin, end)
         column.settle(self.rows)
-        inner = np.unique(np.concatenate([column.low_rows[first:last], column.high_rows[first:last]]))
-        return np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end)])
+        inner = np.concatenate([column.low_rows[first:last], column.high_rows[first:last]])
+        edges = np.array([begin, end - 1])
+        return np.unique(np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end), edges]))
 
     def means(self, names: Sequence[str], points: int) -> tuple[Rows, dict[str, Numbers]]:
         """Return the last row of each of at most that many parts, and the mean of each column in it; a gap counts as 0.
