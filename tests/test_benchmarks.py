@@ -31,6 +31,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["soak.py", "--minutes", "0.15", "--every", "2", "3", "--machines", "1"],
         ["recipes.py", "translate", "--share", "0.005", "--decoded", "20"],
         ["home.py", "serve", "--inputs", "20", "--set", "train.duration=5 steps", "--set", "evaluate.samples=5"],
+        ["ui.py", "--runs", "3", "--points", "400", "--overlay", "2", "--watch", "1", "--only", "packtrain"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -51,5 +52,5 @@ def test_every_benchmark_is_tried() -> None:
     }  # shared; a peer; a part of home.py
     assert scripts == {
         "step.py", "start.py", "pack.py", "input.py", "input_text.py", "scale.py", "translate.py", "checkpoint.py",
-        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py",
+        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py", "ui.py",
     }  # fmt: skip
