@@ -150,10 +150,10 @@ def run(
 
 def _print_expected(created: Run) -> None:
     """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
-    from packtrain.plan.known import told
+    from packtrain.plan.estimate import lines_of
 
     found = created.prediction()
-    for line in told(created, found) if found is not None else ():
+    for line in lines_of(found, created.job) if found is not None else ():
         console().say(("plan", "dim"), f"  {line}")
 
 

@@ -98,14 +98,15 @@ def _print(made: Plan) -> None:
         "data": f"{about}{work.samples:,} samples, {show_bytes(work.data_bytes)} packed;"
         f" {about}{show_count(work.steps_per_epoch)} steps per epoch",
         "steps": f"{steps} of {show_count(work.units_per_step)} {work.unit}"
-        f" ({show_count(work.samples_per_step)} samples)"
+        + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
         + (f", {goal.steps / work.steps_per_epoch:.3g} epochs" if goal.steps else ""),
         "speed": made.source,
-        "network": f"{_rate(made.link.bytes_per_second)}, {made.link.latency_seconds * 1e3:.2g} ms ({made.link.source})",
     }
+    if any(one.machines > 1 for one in made.estimates):
+        link = made.link
+        rows["network"] = f"{_rate(link.bytes_per_second)}, {link.latency_seconds * 1e3:.2g} ms ({link.source})"
     for name, text in rows.items():
-        if name != "network" or any(one.machines > 1 for one in made.estimates):
-            screen.say((f"  {name:<8} ", "dim"), text)
+        screen.say((f"  {name:<8} ", "dim"), text)
     for note in made.notes:
         screen.say(("  note     ", "yellow"), note)
     _print_table(made)
@@ -150,9 +151,9 @@ def _print_advice(made: Plan) -> None:
 
     screen, by_count = console(), {one.machines: one for one in made.estimates}
     goal = made.goal
-    limits = [f"{goal.budget_hours:g} hours" if goal.budget_hours else "", goal.budget_dollars or ""]
-    limits[1] = show_dollars(goal.budget_dollars) if goal.budget_dollars else ""
-    within = f" within {' and '.join(filter(None, map(str, limits)))}" if any(limits) else ""
+    limits = [f"{goal.budget_hours:g} hours"] if goal.budget_hours else []
+    limits += [show_dollars(goal.budget_dollars)] if goal.budget_dollars else []
+    within = f" within {' and '.join(limits)}" if limits else ""
     if made.advice.cheapest is None:
         tight = [one for one in made.estimates if not one.fits]
         why = f"a worker has only {show_bytes(tight[0].memory_limit_bytes)}" if tight else f"none ends{within}"

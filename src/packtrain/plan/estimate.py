@@ -343,21 +343,34 @@ def prediction_of(work: Workload, one: Estimate) -> Prediction:
     )  # fmt: skip
 
 
-def lines_of(found: Prediction, unit: str, save_every: str) -> list[str]:
+def lines_of(found: Prediction, job: Job) -> list[str]:
     """Return the three lines that a person reads before a run starts."""
     cost = "" if found.dollars is None else f", {show_dollars(found.dollars)}"
     sent = f"; {show_bytes(found.gradient_bytes)} of gradients sent per step" if found.gradient_bytes else ""
     return [
         f"about {show_seconds(found.seconds)} for {found.steps:,} steps{cost} ({found.source})",
-        f"{show_step(found.step_seconds)} per step, {show_count(found.units_per_second)} {unit}/s,"
+        f"{show_step(found.step_seconds)} per step, {show_count(found.units_per_second)} {job.train.batch.unit}/s,"
         f" limited by {found.limit}{sent}",
         f"{show_parameters(found.parameters)}, {show_bytes(found.memory_bytes)} of memory per worker,"
-        f" checkpoints of {show_bytes(found.checkpoint_bytes)} {save_every}",
+        f" checkpoints of {show_bytes(found.checkpoint_bytes)} {show_saves(job)}",
     ]
 
 
 def show_step(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    """Show the time of a step: `42 ms`, `1.23 s`, `14 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def show_saves(job: Job) -> str:
+    """Show how often a job saves: `every 5 min`; `auto` is decided while it runs."""
+    every = job.checkpoint.every
+    if every == "auto":
+        return "as often as it pays"
+    if every.unit == "seconds" and every.value % 60 == 0:
+        return f"every {every.value / 60:g} min"
+    return f"every {every}"
 
 
 def show_parameters(count: int) -> str:

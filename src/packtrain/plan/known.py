@@ -25,7 +25,6 @@ from packtrain.plan.estimate import (
     Workload,
     estimate,
     goal_of,
-    lines_of,
     prediction_of,
     speed_from_table,
 )
@@ -33,7 +32,6 @@ from packtrain.plan.sizes import known_data, known_model
 from packtrain.plan.workload import workload_of
 from packtrain.run.records import MAX_RECORD_BYTES, Many, Prediction, decode, encode
 from packtrain.run.run import Run
-from packtrain.store import Store
 from packtrain.system import cache_directory
 
 _FORMAT = 1
@@ -111,12 +109,6 @@ def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Prediction |
     found = prediction_of(known.workload, estimate(known.workload, goal, speed, layout, known.link))
     before = _earlier(run) if earlier else None
     return found if before is None else _like(found, before)
-
-
-def told(run: Run, found: Prediction) -> list[str]:
-    """Return the three lines about what is expected of a run."""
-    every = run.job.checkpoint.every
-    return lines_of(found, run.job.train.batch.unit, "" if every == "auto" else f"every {every}")
 
 
 def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:

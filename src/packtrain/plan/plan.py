@@ -37,6 +37,7 @@ from packtrain.plan.estimate import (
     choose,
     estimate,
     goal_of,
+    show_saves,
     speed_from_table,
     with_efficiency,
 )
@@ -109,14 +110,9 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
     return Plan(
         job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
-        save_interval_text(job), found.speeds[0][1].source, found.link, (*notes, *found.notes), tuple(estimates),
+        show_saves(job), found.speeds[0][1].source, found.link, (*notes, *found.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
-
-
-def save_interval_text(job: Job) -> str:
-    every = job.checkpoint.every
-    return "as often as pays" if every == "auto" else f"every {every}"
 
 
 # The data, packed or not.

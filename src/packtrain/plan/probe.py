@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -243,7 +242,8 @@ def measure(recipe: Recipe, world: World, machines: int, workers: int, seconds: 
     last = full or small
     memory, limit, kind, device = _memory(world, workers)
     used = [int(text) for text in world.gather(str(memory).encode())]
-    own = fmean(order.costs[share(batch, world.rank, world.num_ranks)].sum() for batch in order.batches(0)[:_MOST_STEPS])
+    parts = [share(batch, world.rank, world.num_ranks) for batch in order.batches(0)[:_MOST_STEPS]]
+    own = fmean(order.costs[part].sum() for part in parts)
     exchange = last.mean("communication")
     return Measured(
         machines, world.num_ranks, kind, device, len(last.walls), fixed + unit * own + exchange, fixed, unit, exchange,
@@ -380,7 +380,8 @@ def _memory(world: World, workers: int) -> tuple[int, int, DeviceKind, str]:
         known = gpu_named(about.name)
         return used, total, "gpu", known.name if known else about.name
     here = this_machine()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, here.memory_bytes // workers, "cpu", here.device.name
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return used, here.memory_bytes // workers, "cpu", here.device.name
 
 
 if __name__ == "__main__":

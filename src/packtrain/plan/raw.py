@@ -17,7 +17,7 @@ from packtrain.job.kinds import Source
 from packtrain.job.part import is_address
 from packtrain.pack.archive import split_member
 from packtrain.pack.build import Packing, PlainProgress, splits_of
-from packtrain.pack.manifest import FORMAT, Kind, Manifest, pack_key
+from packtrain.pack.manifest import FORMAT, Kind, Manifest, pack_key, sized_split
 from packtrain.pack.packing import PACKERS, common_kind
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.pack.workers import InProcess
@@ -47,11 +47,12 @@ def pack_head(data: DataSettings, store: Store) -> RawHead:
     heads = data.map_sources(lambda source: cast(Source, _SourceHead(source, _HEAD[kind])))
     packing = Packing("head", heads, store, InProcess(), PlainProgress(lambda _: None))
     contents = PACKERS[kind](packing)
-    splits = {split: build.finish() for split, build in contents.splits.items()}
-    for split, found in splits.items():
-        if not found.samples:
+    splits = {}
+    for split, build in contents.splits.items():
+        splits[split] = build.finish()
+        if not splits[split].samples:
             raise FieldMistake(f"data.{split}", "no usable samples")
-        splits |= {f"{split}@{size}": contents.splits[split].finish_copy(size) for size in data.sizes if kind != "pairs"}
+        splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
     manifest = Manifest(
         FORMAT, "head", kind, {}, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
     )

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from packtrain.job.job import Job
 from packtrain.pack.manifest import Manifest
 from packtrain.plan.workload import DataSize, ModelSize
-from packtrain.recipes.caption import ENCODERS, captioner_shape
-from packtrain.recipes.chat import Chat
-from packtrain.recipes.classify import SIZES, classifier_options
-from packtrain.recipes.images import ResNetShape
-from packtrain.recipes.pairs import TransformerShape
-from packtrain.recipes.translate import Translate
+
+if TYPE_CHECKING:
+    from packtrain.recipes.images import ResNetShape
+    from packtrain.recipes.pairs import TransformerShape
+
+# Each recipe is imported where it is used: a client needs only that of its job, and has it already.
 
 _PASSES = 3  # operations of a step by those of its forward pass
 _CAPTION_TOKENS = 12.0  # of an average caption
@@ -61,10 +62,14 @@ def _transformer(shape: TransformerShape, vocabulary: int) -> ModelSize:
 
 
 def _translate(job: Job, vocabulary: int, _: int) -> ModelSize:
+    from packtrain.recipes.translate import Translate
+
     return _transformer(Translate.shape_of(job), vocabulary)
 
 
 def _chat(job: Job, vocabulary: int, _: int) -> ModelSize:
+    from packtrain.recipes.chat import Chat
+
     shape = Chat.shape_of(job)
     plain, padded = _transformer(shape, vocabulary), _padded(vocabulary)
     more = (shape.prompt + shape.reply) * shape.width + padded * shape.width + padded
@@ -108,6 +113,8 @@ def _resnet(shape: ResNetShape, pixels: int) -> ModelSize:
 
 
 def _classify(job: Job, _: int, classes: int) -> ModelSize:
+    from packtrain.recipes.classify import SIZES, classifier_options
+
     options = classifier_options(job.model)
     shape = replace(SIZES[job.model.size], width=options.width, stem=options.stem)
     plain, last = _resnet(shape, job.train.in_epoch(0).size), (shape.features + 1) * classes
@@ -115,6 +122,8 @@ def _classify(job: Job, _: int, classes: int) -> ModelSize:
 
 
 def _caption(job: Job, vocabulary: int, _: int) -> ModelSize:
+    from packtrain.recipes.caption import ENCODERS, captioner_shape
+
     shape = captioner_shape(job.model)
     encoder = ENCODERS[shape.encoder]
     channels, width, padded = encoder.features, shape.width, _padded(vocabulary)

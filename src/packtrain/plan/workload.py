@@ -1,4 +1,4 @@
-"""The size of a job: its model on torch's meta device, where weights have a shape and no memory; its data; its steps."""
+"""The size of a job: its model on torch's meta device, where weights have a shape but no memory; its data and steps."""
 
 from __future__ import annotations
 
@@ -152,9 +152,7 @@ def _counted(
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    batch = {
-        name: torch.from_numpy(array).to("cpu" if name in keep else "meta") for name, array in arrays.items()
-    }
+    batch = {name: torch.from_numpy(array).to("cpu" if name in keep else "meta") for name, array in arrays.items()}
     known = {_storage(one) for one in (*model.parameters(), *model.buffers())}
     kept: list[torch.UntypedStorage] = []  # kept alive, so that no two of them have the same address
 
@@ -174,4 +172,4 @@ def _counted(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
