@@ -99,7 +99,7 @@ def _print(made: Plan) -> None:
         f" {about}{show_count(work.steps_per_epoch)} steps per epoch",
         "steps": f"{steps} of {show_count(work.units_per_step)} {work.unit}"
         + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
-        + (f", {goal.steps / work.steps_per_epoch:.3g} epochs" if goal.steps else ""),
+        + (f", {_epochs(goal.steps / work.steps_per_epoch)}" if goal.steps else ""),
         "speed": made.source,
     }
     if any(one.machines > 1 for one in made.estimates):
@@ -178,3 +178,7 @@ def _print_advice(made: Plan) -> None:
 def _rate(bytes_per_second: float) -> str:
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _epochs(count: float) -> str:
+    return f"{count:,.0f} epochs" if count >= 100 else f"{count:.3g} epochs"

@@ -164,14 +164,12 @@ def aws_hardware(instance: str) -> Hardware | None:
         return Hardware(GPUS[name], gpus, cores, gib * _GIB, _aws_link(gbits, instance))
     if family in _CPU_FAMILIES:
         device, gib, network = _CPU_FAMILIES[family]
-        gbits = _NETWORKS[network].get(size, 0.0)
-        cores = _vcpus(size)
-        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(gbits, instance)) if gbits else None
+        gbits = _NETWORKS[network].get(size)
+        if gbits is None:
+            return None
+        cores = 2 if size in ("medium", "large") else 4 * int(size.removesuffix("xlarge") or "1")
+        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(gbits, instance))
     return None
-
-
-def _vcpus(size: str) -> int:
-    return 2 if size in ("medium", "large") else 4 * int(size.removesuffix("xlarge") or "1")
 
 
 def _aws_link(gbits: float, instance: str) -> Link:
@@ -195,7 +193,7 @@ def device_named(word: str) -> Device:
     """Return the device that a person names; raise Mistake if it is not in the table."""
     if word.lower() in GPUS:
         return GPUS[word.lower()]
-    raise Mistake(f"--device {word}: not in the table; {nearest(word.lower(), GPUS)}; or measure with --probe")
+    raise Mistake(f"--device {word}: not in the table; {nearest(word.lower(), GPUS)}")
 
 
 def this_machine(root: Path = Path("/proc")) -> Hardware:

@@ -146,20 +146,20 @@ def _recipe_of(loaded: LoadedJob, request: PlanRequest) -> Iterator[tuple[Recipe
 def _existing(loaded: LoadedJob) -> tuple[Manifest | None, Store | None]:
     """Return the job's pack if its store has it complete."""
     job, store = loaded.job, open_store(loaded.job.store)
+    manifest = None
     try:
         name = _pack_name(job, store)
         manifest = None if name is None else find_manifest(store, name)
+        complete = manifest is not None and not missing_files(store, manifest)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     except StoreAway as away:
         if away.known:
             raise
-        return None, None  # the first run creates it
-    if manifest is None or missing_files(store, manifest):
-        if job.data.pack is not None:
-            raise loaded.mistake("data.pack", f"no such pack in {store.url}; copy it there, or remove this field")
-        return None, None
-    return manifest, store
+        complete = False  # the first run creates it
+    if not complete and job.data.pack is not None:
+        raise loaded.mistake("data.pack", f"no such pack in {store.url}; copy it there, or remove this field")
+    return (manifest, store) if complete else (None, None)
 
 
 def _pack_name(job: Job, store: Store) -> str | None:
