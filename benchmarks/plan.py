@@ -9,22 +9,26 @@ model where a network is to be felt. The goal is a difference within 20 %. Hosts
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import bench
+import packtrain as pt
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import InProcess
 from packtrain.plan.estimate import compared
 from packtrain.plan.plan import PlanRequest, make_plan
 from packtrain.report.summary import summarize
 from packtrain.run.run import open_run
-from packtrain.start import load
+from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
 HERE = Path(__file__).parent
@@ -35,16 +39,21 @@ PATIENCE_SECONDS = 900
 
 
 def write_job(folder: Path, store: Path, steps: int, fleet: Mapping[str, Any], model: Mapping[str, Any]) -> Path:
-    """Write a job of so many steps, with an evaluation in the middle and at the end."""
+    """Write a job of so many steps, with an evaluation in the middle and at the end, and its data."""
 
-    def bitext(split: str) -> list[dict[str, list[str]]]:
-        return [{"bitext": [str(DATA / f"{split}.en.gz"), str(DATA / f"{split}.de.gz")]}]
+    def bitext(name: str, split: str, lines: int) -> list[dict[str, list[str]]]:
+        files = [folder / f"{name}.{language}" for language in ("en", "de")]
+        for file in files:
+            with gzip.open(DATA / f"{split}{file.suffix}.gz", "rt", encoding="utf-8") as whole:
+                file.write_text("".join(islice(whole, lines)), encoding="utf-8")
+        return [{"bitext": [str(file) for file in files]}]
 
+    pairs = min(20_000, 100 * steps)
     job = {
         "name": "planned",
         "recipe": "translate",
         "store": str(store),
-        "data": {"train": bitext("valid"), "valid": bitext("test"), "vocabulary": 4000},
+        "data": {"train": bitext("train", "train", pairs), "valid": bitext("valid", "test", 60), "vocabulary": 4000},
         "model": dict(model),
         "train": {
             "duration": f"{steps} steps",
@@ -62,15 +71,14 @@ def write_job(folder: Path, store: Path, steps: int, fleet: Mapping[str, Any], m
 
 def measured(path: Path, probe: bool, seconds: float, environment: Mapping[str, str]) -> dict[str, float]:
     """Plan, run, compare; return how far each figure was off."""
-    command = [sys.executable, "-m", "packtrain"]
-    options: dict[str, Any] = {"cwd": path.parent, "env": {**os.environ, **environment}, "timeout": PATIENCE_SECONDS}
-    subprocess.run([*command, "pack", str(path)], check=True, capture_output=True, **options)
-    os.environ.update(environment)
-    made = make_plan(load(path), PlanRequest(probe=probe, seconds=seconds), lambda _: None)
-    done = subprocess.run([*command, "run", str(path)], capture_output=True, text=True, **options)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
-    run = open_run(open_store(load(path).job.store), None)
+    os.environ.update(environment)  # for the processes that this one starts, too
+    loaded = load(path)
+    pack_data(loaded, open_store(loaded.job.store, create=True), PlainProgress(lambda _: None), InProcess())
+    made = make_plan(loaded, PlanRequest(probe=probe, seconds=seconds), lambda _: None)
+    result = pt.run(path).wait(PATIENCE_SECONDS)
+    if result is None or result.status != "finished":
+        raise RuntimeError(f"the run did not finish: {result}")
+    run = open_run(open_store(loaded.job.store), None)
     prediction = run.prediction()
     assert prediction is not None and prediction.source == made.source, "the run remembers another plan"
     found = {one.what: one for one in compared(prediction, summarize(run, "finished"))}
@@ -105,7 +113,10 @@ def on_hosts(bits_per_second: float, folder: Path, steps: int, seconds: float) -
         fleet = {"ssh": {"hosts": names, "python": str(python), "interface": "eth0"}, "workers": 1}
         model = {"size": "tiny", "width": 256, "feedforward": 1024}
         path = write_job(folder, network.shared / "store", steps, fleet, model)
-        environment = {"PACKTRAIN_CACHE": str(folder / "cache"), "PATH": f"{network.search_path()}:{os.environ['PATH']}"}
+        environment = {
+            "PACKTRAIN_CACHE": str(folder / "cache"),
+            "PATH": f"{network.search_path()}:{os.environ['PATH']}",
+        }
         return measured(path, True, seconds, environment)
 
 

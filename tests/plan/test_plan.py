@@ -288,7 +288,9 @@ def test_a_damaged_memory_of_a_plan_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n")
+    (tmp_path / "mine.py").write_text(
+        "from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n"
+    )
     run: Run = create(load(write_job(tmp_path, recipe="mine:Mine")), PlainProgress(quiet))
     assert run.prediction() is None
     again = open_run(run.store, run.name)

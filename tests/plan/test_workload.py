@@ -61,5 +61,3 @@ def test_settings_decide_what_is_sent_and_kept(
     recipe = make_recipe(train={**base, **change})
     work = workload_of(recipe.job.train, "tokens", ModelSize(1, 1, 0, 1.0, 1.0), data_size(recipe), on_gpu=False)
     assert getattr(work, field) == value
-
-
