@@ -26,7 +26,7 @@ CPUs: measured with the recipes here on two cores."""
 
 @dataclass(frozen=True)
 class Device:
-    """What one worker computes on: a GPU, or one core of a CPU. `half_flops` is with 16-bit matrices; 0 if slow."""
+    """A GPU, or one core of a CPU. `half_flops` is with 16-bit matrices; 0 if slow."""
 
     name: str
     kind: DeviceKind
@@ -73,7 +73,7 @@ _UNKNOWN_CORE = Device("core of an unknown CPU", "cpu", 80 * _G, 0, 0, "assumed:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a machine with the others, in each direction."""
+    """The connection of a machine with the others, in each direction."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -164,11 +164,10 @@ def aws_hardware(instance: str) -> Hardware | None:
         return Hardware(GPUS[name], gpus, cores, gib * _GIB, _aws_link(gbits, instance))
     if family in _CPU_FAMILIES:
         device, gib, network = _CPU_FAMILIES[family]
-        gbits = _NETWORKS[network].get(size)
-        if gbits is None:
+        if size not in _NETWORKS[network]:
             return None
         cores = 2 if size in ("medium", "large") else 4 * int(size.removesuffix("xlarge") or "1")
-        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(gbits, instance))
+        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(_NETWORKS[network][size], instance))
     return None
 
 

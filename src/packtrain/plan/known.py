@@ -1,4 +1,4 @@
-"""What is known without measuring: speeds that this machine remembers of a plan, earlier runs, and arithmetic.
+"""Knowledge without a measurement: speeds that this machine remembers of a plan, earlier runs, and arithmetic.
 
 `packtrain run` says in three lines what it expects, and must not take time for it: nothing here imports torch.
 """

@@ -60,7 +60,7 @@ _MOST_MEASURED = 2  # times the cores of this machine: more processes than that 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a person asks for; None is the default. `link` is in bytes per second."""
+    """The options of a plan; None is the default. `link` is in bytes per second."""
 
     machines: tuple[int, ...] = ()
     probe: bool = False
@@ -110,7 +110,7 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
     return Plan(
         job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
-        show_saves(job), found.speeds[0][1].source, found.link, (*notes, *found.notes), tuple(estimates),
+        show_saves(job), "; ".join(dict.fromkeys(speed.source for _, speed in found.speeds)), found.link, (*notes, *found.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ _MAX_CODE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What to measure: a job as JSON, the name of its pack in the same store, and how long.
+    """A measurement to make: a job as JSON, the name of its pack in the same store, and how long.
 
     `vocabulary` is the size that the job's vocabulary will have, if the pack has only the first samples.
     """
