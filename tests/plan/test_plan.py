@@ -21,7 +21,8 @@ from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import read_manifest
 from packtrain.pack.workers import InProcess
 from packtrain.plan import raw
-from packtrain.plan.known import expected, remembered_speeds
+from packtrain.plan.estimate import Layout, Speed
+from packtrain.plan.known import KnownSpeeds, expected, remember_speeds, remembered_speeds
 from packtrain.plan.plan import PlanRequest, make_plan
 from packtrain.run.records import Point
 from packtrain.run.run import Run, open_run
@@ -30,6 +31,7 @@ from packtrain.store import open_store
 from parts.runs import MEASURED
 
 TABLE = PlanRequest(device="t4")
+SPEED = Speed("made up", "cpu", 0.0, 0.001, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -280,11 +282,13 @@ def test_a_damaged_memory_of_a_plan_is_forgotten(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     pack(path)
     made = make_plan(load(path), TABLE, quiet)
-    assert made.pack is not None
-    assert remembered_speeds(load(path).job, made.pack) is not None
+    job, name = load(path).job, str(made.pack)
+    assert remembered_speeds(job, name) is None, "a run has other machines than those of --device"
+    remember_speeds(job, name, KnownSpeeds(made.workload, made.link, ((Layout(1, 1, 0), SPEED),)))
+    assert remembered_speeds(job, name) is not None
     [file] = (tmp_path / "cache" / "plans").iterdir()
     file.write_text("{}")
-    assert remembered_speeds(load(path).job, made.pack) is None
+    assert remembered_speeds(job, name) is None
 
 
 def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> None:

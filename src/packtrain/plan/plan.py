@@ -106,11 +106,11 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
     estimates = with_efficiency([estimate(work, goal, speed, layout, found.link) for layout, speed in found.speeds])
     if scale is not None:
         notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
-    else:
+    elif request.device is None and request.link is None:  # else it is about machines that the job does not name
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
     return Plan(
         job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
-        show_saves(job), "; ".join(dict.fromkeys(speed.source for _, speed in found.speeds)), found.link, (*notes, *found.notes), tuple(estimates),
+        show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 
@@ -217,6 +217,10 @@ class FoundSpeeds:
     speeds: Sequence[tuple[Layout, Speed]]
     link: Link
     notes: Sequence[str] = ()
+
+    @property
+    def source(self) -> str:
+        return "; ".join(dict.fromkeys(speed.source for _, speed in self.speeds))
 
 
 class _Speeds:
