@@ -52,6 +52,7 @@ _SMALL = 4  # the first steps have this part of a batch: they show what a step c
 _MOST_STEP_SECONDS = 15.0  # a longer step of the whole batch is computed from smaller ones instead
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 3, 100
 _SCORED, _DECODED = 64, 16  # samples of an evaluation that is timed
+_DATA_BOUND = 0.1  # the part of a step that waits for data, from which on loading bounds it
 _START_SECONDS = 240.0  # for a machine to import torch, open the pack and build the model
 _MAX_CODE_BYTES = 1 << 30
 
@@ -122,8 +123,11 @@ def probe(
             command = [one.python, "-m", "packtrain.plan.probe", *options, *own]
             return one.target.run(command, dict(secrets), _START_SECONDS + 20 * request.seconds)
 
-        # A thread for each: all must run at the same time to meet.
-        answers = list(pool.map(join, range(len(usable))))
+        try:
+            # A thread for each: all must run at the same time to meet.
+            answers = list(pool.map(join, range(len(usable))))
+        except (OSError, subprocess.SubprocessError) as error:
+            raise PacktrainError(f"the probe did not end: {error}") from error
     return Measured(**documents(answers[0])[-1])
 
 
@@ -244,10 +248,16 @@ def measure(recipe: Recipe, world: World, machines: int, workers: int, seconds: 
     used = [int(text) for text in world.gather(str(memory).encode())]
     parts = [share(batch, world.rank, world.num_ranks) for batch in order.batches(0)[:_MOST_STEPS]]
     own = fmean(order.costs[part].sum() for part in parts)
-    exchange = last.mean("communication")
+    exchange, waited = last.mean("communication"), last.mean("data")
+    step = fixed + unit * own + exchange + waited * (own / max(1.0, fmean(last.units)))
+    if waited > _DATA_BOUND * last.mean("wall"):
+        # Beside the computing, loading is slower than alone: what counts is how long a whole step had to wait for it.
+        load = max(load, step / max(1.0, own))
+    else:
+        fixed += waited
     return Measured(
-        machines, world.num_ranks, kind, device, len(last.walls), fixed + unit * own + exchange, fixed, unit, exchange,
-        load, score, decode_, max(used), limit,
+        machines, world.num_ranks, kind, device, len(last.walls), step, fixed, unit, exchange, load, score, decode_,
+        max(used), limit,
     )  # fmt: skip
 
 
@@ -314,7 +324,7 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
 
 def _line(small: _MeasuredSteps, full: _MeasuredSteps | None) -> tuple[float, float]:
     """Return the seconds of a step that do not depend on its units, and those of each unit."""
-    computing, rest = ("forward", "backward", "wait"), ("optimizer", "other", "data")
+    computing, rest = ("forward", "backward", "wait"), ("optimizer", "other")
     if full is None:
         return small.mean(*rest), small.mean(*computing) / max(1.0, fmean(small.units))
     first, last = max(1.0, fmean(small.units)), max(1.0, fmean(full.units))
