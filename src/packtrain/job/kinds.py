@@ -203,6 +203,11 @@ class ScheduleKind(Part):
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
 
+    @property
+    @abstractmethod
+    def in_words(self) -> str:
+        """The formula in one sentence, for a person who sees the curve and asks why."""
+
     @abstractmethod
     def build(self, width: int, duration: Duration) -> Callable[[Any], float]:
         """Return the rate as a function of the `Progress` before a step; `width` is the model's."""
