@@ -62,6 +62,7 @@ class Evidence:
     prediction: Prediction | None = None
     result: Result | None = None
     pack: str = ""
+    job_digest: str = ""
     code_digest: str = ""
     store: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -168,6 +169,7 @@ def gather(run: Run) -> Evidence:
         prediction=run.prediction(),
         result=result,
         pack=pack,
+        job_digest=run.job_digest,
         code_digest=_or_nothing(lambda: run.code_digest),
         store=run.store.url,
         versions=_versions(run, checkpoints),

@@ -35,14 +35,22 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Grid:
+class Rows:
     """A table; numbers are text already, as people read them."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
-Figure = Chart | Shares | Grid
+@dataclass(frozen=True)
+class Text:
+    """Text as it is to be copied: a file, or a command."""
+
+    title: str
+    text: str
+
+
+Figure = Chart | Shares | Rows | Text
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from packtrain.report.evidence import Evidence, values_of
-from packtrain.report.finding import Chart, Finding, Grid, Verdict, unknown
+from packtrain.report.finding import Chart, Finding, Rows, Verdict, unknown
 from packtrain.report.page import Series
 from packtrain.report.trend import Trend, bucketed, noise_of, trend
 from packtrain.run.records import Point
@@ -327,6 +327,6 @@ def learning_rate(evidence: Evidence) -> Finding | None:
         "rate", "model", "What does the learning rate do?", f"{schedule.in_words} {seen}", "good",
         ("The words are those of train.schedule in the job; the curve is what the steps recorded.",),
         (Chart("learning rate", (Series("learning rate", rates),)),
-         Grid(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),
+         Rows(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),
         {"peak": peak, "peak_step": peak_step, "last": last},
     )  # fmt: skip

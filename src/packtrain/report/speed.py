@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares
-from packtrain.report.finding import Chart, Finding, Grid, Shares, Verdict, unknown
+from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import step_seconds, units_per_second
@@ -64,7 +64,7 @@ def duration(evidence: Evidence) -> Finding:
          "Steps count if no restart discarded them. Communication and waiting inside of such steps count here; the"
          " other answers judge them."),
         (Shares("where the time went", tuple((LABELS[name], value) for name, value in parts)),
-         Grid(("part", "time", "share"), rows)),
+         Rows(("part", "time", "share"), rows)),
         {"seconds": times.seconds, "goodput": times.fraction, **{f"{name}_seconds": value for name, value in parts}},
     )  # fmt: skip
 
@@ -108,8 +108,8 @@ def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
     gpus = [gpu for one in samples for gpu in one.telemetry.gpus]
     if gpus:
         yield (
-            "A GPU counts as busy while any kernel runs, and those that wait for the network do, too: 100 % is not proof"
-            " of computing. The share of computing comes from the workers' clocks."
+            "A GPU counts as busy while any kernel runs, and kernels that wait for the network do, too: 100 % is no"
+            " proof of computing. The share of computing comes from the workers' clocks."
         )
         fullest = max((gpu.memory_used_bytes / gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0.0)
         yield f"GPU memory was at most {fullest:.0%} full." + (
@@ -127,7 +127,7 @@ def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
         yield "No telemetry was recorded while it trained: judged by the workers' clocks alone."
 
 
-def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Grid]:
+def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows]:
     if not samples:
         return
     begin = min(one.time for one in samples)
@@ -149,7 +149,7 @@ def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Grid
         for node, own in list(nodes.items())[:4]
     ]
     yield Chart("% busy", tuple(used), "min")
-    yield Grid(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
+    yield Rows(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
 
 
 def _busy(sample: TelemetrySample) -> float:
@@ -177,7 +177,8 @@ def data_loading(evidence: Evidence) -> Finding | None:
     early = sum(waits[: len(waits) // 10]) / sum(waits) if sum(waits) else 0.0
     each = f"{show_seconds(fmean(waits))} of {show_seconds(fmean(map(step_seconds, evidence.steps)))} per step"
     facts = [
-        f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time; rank 0 waited {each}.",
+        f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
+        f" rank 0 waited {each}.",
         f"Loading delivered {show_count(evidence.summary.units_per_second or 0)} {evidence.summary.unit}/s, at a median"
         f" step of {_short(typical)}.",
     ]
@@ -250,8 +251,8 @@ def network(evidence: Evidence) -> Finding | None:
 def _less_traffic(evidence: Evidence) -> str:
     exchange = evidence.job.train.exchange
     options = ["a larger batch"]
-    if exchange.model_dump().get("compress") == "no":
-        options.append("train.exchange.ddp.compress: bf16")
+    if exchange.lighter:
+        options.append(exchange.lighter)
     if exchange.syncs_every_step and evidence.machines > 1:
         options.append("train.exchange: local")
     return f"What would help: {', '.join(options)}, or a faster network."
@@ -277,7 +278,8 @@ def _network_facts(evidence: Evidence, exposed: float, traffic: _Traffic | None)
         yield "No telemetry of the traffic was recorded."
     else:
         per_step = f", {show_bytes(traffic.bytes_per_step)} per step" if traffic.bytes_per_step is not None else ""
-        yield f"Each machine sent {_speed(traffic.mean)} on average{per_step}, and {_speed(traffic.peak)} at its peak (95 %)."
+        mean, peak = _speed(traffic.mean), _speed(traffic.peak)
+        yield f"Each machine sent {mean} on average{per_step}, and {peak} at its peak (95 %)."
     gradients = evidence.prediction.gradient_bytes if evidence.prediction else _model_bytes(evidence)
     if gradients and evidence.job.train.exchange.syncs_every_step:
         sent = 2 * (evidence.workers - 1) / evidence.workers * gradients
@@ -356,13 +358,13 @@ def _node_of(evidence: Evidence, rank: int) -> str:
     return ""
 
 
-def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Grid:
+def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Rows:
     spans = [span for span in STEP_SPANS if any(one.get(span, 0.0) > 0 for one in ranks.values())]
     rows = []
     for rank, seconds in sorted(ranks.items())[:_MAX_ROWS]:
         part = shares([seconds])
         rows.append((str(rank), *(f"{part.get(span, 0.0):.1%}" for span in spans)))
-    return Grid(("rank", *(LABELS[span] for span in spans)), tuple(rows))
+    return Rows(("rank", *(LABELS[span] for span in spans)), tuple(rows))
 
 
 def scaling(evidence: Evidence) -> Finding | None:
@@ -387,14 +389,14 @@ def scaling(evidence: Evidence) -> Finding | None:
         facts.append("Workers of one machine share its memory and processors; what that costs shows only in a run with"
                      " fewer of them: `packtrain compare`.")  # fmt: skip
     measured = _by_workers(evidence)
-    figures: tuple[Grid, ...] = ()
+    figures: tuple[Rows, ...] = ()
     if len(measured) > 1:
         base, base_speed = min(measured.items())
         rows = tuple(
             (str(count), show_count(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
             for count, speed in sorted(measured.items())
         )
-        figures = (Grid(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
+        figures = (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
         facts.append("Measured in generations of this run with different numbers of workers.")
     answer = (
         f"{evidence.workers} workers did the work of about {evidence.workers * efficiency:.1f} ({efficiency:.0%}"
@@ -403,8 +405,8 @@ def scaling(evidence: Evidence) -> Finding | None:
     data = part.get("data", 0.0)
     if data >= 0.2:
         answer += (
-            f" But {data:.0%} of a step is waiting for data: more workers bring more loaders, so they will seem to scale"
-            " better than the devices do. Fix loading first."
+            f" But {data:.0%} of a step is waiting for data: more workers bring more loaders, so they will seem to"
+            " scale better than the devices do. Fix loading first."
         )
     verdict = "bad" if data >= 0.2 else graded(efficiency, 0.85, 0.6)
     return Finding(key, "speed", question, answer, verdict, tuple(facts), figures, {"efficiency": efficiency})
@@ -458,8 +460,8 @@ def step_times(evidence: Evidence) -> Finding | None:
         ("Percentiles are of steps alone. The intervals between steps that are explained include evaluations,"
          " checkpoint copies and startup; each is attributed to the part that grew the most over its own median.",),
         (Chart("seconds per step", (Series("step", [(float(one.step), step_seconds(one)) for one in steps]),)),
-         Grid(tuple(name for name, _ in quantiles), (tuple(_short(percentile(pure, at)) for _, at in quantiles),)),
-         *((Grid(("slow because of", "times", "cost", "longest"), rows),) if rows else ())),
+         Rows(tuple(name for name, _ in quantiles), (tuple(_short(percentile(pure, at)) for _, at in quantiles),)),
+         *((Rows(("slow because of", "times", "cost", "longest"), rows),) if rows else ())),
         {"median_seconds": middle, "p95_seconds": percentile(pure, 0.95), "p99_seconds": percentile(pure, 0.99),
          "slow": float(len(slow)), "slow_seconds": lost},
     )  # fmt: skip

@@ -33,6 +33,10 @@ class DdpSettings(ExchangeKind):
 
     compress: Literal["no", "fp16", "bf16"] = "no"
 
+    @property
+    def lighter(self) -> str:
+        return "train.exchange.ddp.compress=bf16" if self.compress == "no" else ""
+
     def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
         return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
 
