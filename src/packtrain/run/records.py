@@ -306,7 +306,7 @@ class Event:
 
 
 Grid = Annotated[str, Field(pattern="^[A-Za-z0-9+/]*={0,2}$")]
-"""Base64 of one byte per cell, row by row, from 0 (least) to 255 (most)."""
+"""Base64 of one byte per cell, row by row: 255 is the most attention of this grid, 0 is none."""
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,7 @@ class Trainer:
         self._clock.mark("evaluation")
         if found is not None:
             self._record(split, self._progress.step, found.values, found.scores)
+            self._recorder.pictures(found.pictures)
         return found
 
     def _score(self) -> float | None:
