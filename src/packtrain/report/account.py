@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -254,11 +255,11 @@ def checkpoints(evidence: Evidence) -> Finding:
     times = [event.time for event in evidence.events if event.kind == "checkpoint"]
     facts = [f"From the manifest of {newest.name}, which was committed with the digest of every file."]
     if len(times) > 1:
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > earlier]
+        gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
         if gaps:
             facts.append(
-                f"{counted(len(times), 'commit')}, every {show_seconds(fmean(gaps))} on average: a failure loses half of"
-                " that on average."
+                f"{counted(len(times), 'commit')}, every {show_seconds(fmean(gaps))} on average: a failure loses"
+                " half of that on average."
             )
     return Finding(
         key, "run", question, answer, "good", tuple(facts), (Rows(("file", "size", "what it is"), rows),),

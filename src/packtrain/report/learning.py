@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Literal
 
@@ -77,7 +78,8 @@ def trained(evidence: Evidence) -> Finding | None:
     evidence_texts = (
         *(f"{one.text[0].upper()}{one.text[1:]}." for one in judged),
         f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
-        " evaluations, with its 95 % interval.",
+        " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
+        " and less if gains shrink as they did.",
         *_rate_left(evidence),
     )
     numbers = {f"{one.name}_per_doubling": one.line.slope for one in judged}
@@ -104,17 +106,58 @@ def _how_trained(evidence: Evidence, judged: Sequence[Progression]) -> tuple[str
     return f"Not enough data: the evaluations scatter too much; {first.text}, so it may be flat or not.", "unknown"
 
 
+@dataclass(frozen=True)
+class Gains:
+    """What the last doubling of the steps brought, and what the next would: gains shrink from doubling to doubling.
+
+    `expected` continues the shrinking of the last two; None if the evaluations do not reach back that far.
+    """
+
+    start: float
+    end: float
+    expected: float | None
+
+    @property
+    def most(self) -> float:
+        """The value after another doubling that brings as much as the last one."""
+        return 2 * self.end - self.start
+
+
+def gains(points: Sequence[tuple[float, float]], line: Trend) -> Gains | None:
+    """Return the gains of the last doublings; None if there is no evaluation at half of the steps or before.
+
+    The end is taken from the trend, because the last evaluation is as noisy as any other.
+    """
+    last = points[-1][0]
+    end, half, quarter = line.at(math.log2(last)), _between(points, last / 2), _between(points, last / 4)
+    if half is None:
+        return None
+    if quarter is None or half == quarter:
+        return Gains(half, end, None)
+    shrinks = min(1.0, max(0.0, (end - half) / (half - quarter)))
+    return Gains(half, end, max(0.0, end + (end - half) * shrinks))
+
+
+def _between(points: Sequence[tuple[float, float]], step: float) -> float | None:
+    """Return the value at a step, on a line over the logarithm of the step between its neighbors."""
+    for (first, before), (second, after) in pairwise(points):
+        if 0 < first <= step <= second:
+            return before + (after - before) * math.log2(step / first) / math.log2(second / first)
+    return None
+
+
 def _twice(evidence: Evidence, one: Progression) -> str:
-    """Say what as many steps again would bring, if the trend holds."""
-    step, line = one.window[-1][0], one.line
-    # From the line, not from the last evaluation, which is as noisy as any other.
-    here = line.at(math.log2(step))
-    expected, low, high = (max(0.0, here + slope) for slope in (line.slope, line.low, line.high))
+    """Say what as many steps again would bring."""
+    step = one.window[-1][0]
+    found = gains(evidence.scores(one.name), one.line)
+    if found is None:
+        return ""
     seconds = evidence.summary.seconds
-    time = f" and take another {show_seconds(seconds)}" if seconds else ""
+    time = f" and another {show_seconds(seconds)}" if seconds else ""
+    expected = "" if found.expected is None else f"about {found.expected:.3g}, and "
     return (
-        f"If that holds, twice the steps ({2 * step:,.0f}) would bring it from {one.last:.4g} to about"
-        f" {expected:.3g} ({low:.3g} to {high:.3g}){time}."
+        f"The last doubling brought it from {found.start:.3g} to {found.end:.3g}; the next ({2 * step:,.0f} steps"
+        f"{time}) would bring it to {expected}{max(0.0, found.most):.3g} at best."
     )
 
 
@@ -145,11 +188,14 @@ def _training_loss_alone(evidence: Evidence) -> tuple[str, ...]:
 def _score_charts(evidence: Evidence, judged: Sequence[Progression]) -> list[Chart]:
     charts = []
     for one in judged:
+        lines = [Series(one.name, evidence.scores(one.name), True)]
         first, last = one.window[0][0], one.window[-1][0]
-        xs = [first * (2 * last / first) ** (number / 24) for number in range(25)]
-        fit = Series("trend, to twice the steps", [(x, one.line.at(math.log2(x))) for x in xs])
-        points = Series(one.name, evidence.scores(one.name), True)
-        charts.append(Chart(f"validation {one.name}", (points, fit)))
+        xs = [first * (last / first) ** (number / 16) for number in range(17)]
+        lines.append(Series("trend", [(x, one.line.at(math.log2(x))) for x in xs]))
+        found = gains(evidence.scores(one.name), one.line)
+        if one.course == "improving" and found is not None and found.expected is not None:
+            lines.append(Series("twice the steps", [(last, found.end), (2 * last, found.expected)], True))
+        charts.append(Chart(f"validation {one.name}", tuple(lines)))
     return charts
 
 
@@ -174,8 +220,8 @@ def overfitting(evidence: Evidence) -> Finding | None:
     )
     numbers = {"best_step": best_step, "best_loss": best, "rise": rise, "noise": noise}
     facts = (
-        f"Validation loss was lowest at step {best_step:,.0f} ({best:.4g}); its noise is about ±{noise:.2g}, from the"
-        " second differences of the evaluations.",
+        f"Validation loss was lowest at step {best_step:,.0f} ({best:.4g}); its noise is at most about ±{noise:.2g},"
+        " from the second differences of the evaluations.",
         *([f"Training loss around then was {trained_before:.4g}, at the end {trained_after:.4g}."]
           if trained_before is not None and trained_after is not None else []),
         "Overfitting means that validation loss rises beyond noise and 1 % while training loss falls.",

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
-from packtrain.report.goodput import LABELS
+from packtrain.report.goodput import COMPUTING, LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import step_seconds, units_per_second
 from packtrain.report.trend import percentile
@@ -52,9 +52,10 @@ def duration(evidence: Evidence) -> Finding:
             ("A program does not say where its time goes; a recipe does.",), (), {"seconds": used},
         )  # fmt: skip
     parts = [(name, times.parts[name]) for name in LABELS if times.parts.get(name)]
-    lost = max(((name, value) for name, value in parts if name in _ADVICE), key=lambda one: one[1], default=None)
+    losses = [(name, value) for name, value in parts if name in _ADVICE and name not in COMPUTING]
+    lost = max(losses, key=lambda one: one[1], default=None)
     answer = f"{show_seconds(times.seconds)}; {times.fraction:.0%} of it went into steps that counted."
-    if lost is not None and lost[1] > 0.02 * times.seconds:
+    if lost is not None and lost[1] > 0.05 * times.seconds:
         share = lost[1] / times.seconds
         answer += f" The largest loss: {LABELS[lost[0]]}, {show_seconds(lost[1])} ({share:.0%}); {_ADVICE[lost[0]]}."
     rows = tuple((LABELS[name], show_seconds(value), f"{value / times.seconds:.1%}") for name, value in parts)
@@ -229,23 +230,29 @@ def network(evidence: Evidence) -> Finding | None:
         "seconds of communication not overlapped",
         (Series("communication", _over_steps(evidence.steps, "communication")),),
     )
-    what = "the network" if evidence.machines > 1 else "the exchange between the workers of this machine"
     if exchange.shards_model:
         return unknown(
             key, "speed", question,
             "sharded weights are gathered within forward and backward, where communication cannot be told from"
             " computing; compare with a run on one worker", facts,
         )  # fmt: skip
-    if exposed >= 0.2:
-        answer = (
-            f"Yes: {exposed:.0%} of the step time was communication that computing did not hide, so {what} limits it."
-        )
-        answer += f" {_less_traffic(evidence)}"
-    elif exposed >= 0.05:
-        answer = f"Partly: {exposed:.0%} of the step time was communication that computing did not hide."
-    else:
-        answer = f"No: only {exposed:.1%} of the step time was communication that computing did not hide."
+    answer = _network_answer(evidence, exposed)
     return Finding(key, "speed", question, answer, graded(1 - exposed, 0.95, 0.8), tuple(facts), (chart,), numbers)
+
+
+def _network_answer(evidence: Evidence, exposed: float) -> str:
+    hidden = "communication that computing did not hide"
+    if evidence.machines == 1:
+        advice = f" {_less_traffic(evidence)}" if exposed >= 0.2 else ""
+        return (
+            f"No network was used: all workers are on one machine. Their exchange took {exposed:.1%} of the step"
+            f" time, as {hidden}.{advice}"
+        )
+    if exposed >= 0.2:
+        return f"Yes: {exposed:.0%} of the step time was {hidden}. {_less_traffic(evidence)}"
+    if exposed >= 0.05:
+        return f"Partly: {exposed:.0%} of the step time was {hidden}."
+    return f"No: only {exposed:.1%} of the step time was {hidden}."
 
 
 def _less_traffic(evidence: Evidence) -> str:
@@ -255,7 +262,7 @@ def _less_traffic(evidence: Evidence) -> str:
         options.append(exchange.lighter)
     if exchange.syncs_every_step and evidence.machines > 1:
         options.append("train.exchange: local")
-    return f"What would help: {', '.join(options)}, or a faster network."
+    return f"What would help: {', '.join(options)}{', or a faster network' if evidence.machines > 1 else ''}."
 
 
 def _traffic(evidence: Evidence) -> _Traffic | None:
@@ -288,7 +295,7 @@ def _network_facts(evidence: Evidence, exposed: float, traffic: _Traffic | None)
             f" {show_bytes(sent)} per worker and step."
         )
     if evidence.machines == 1:
-        yield "All workers are on one machine: this traffic stays in its memory and never reaches a network card."
+        yield "Traffic between workers of one machine stays in its memory and never reaches a network card."
     elif traffic is not None:
         yield (
             f"The links carry at least {_speed(traffic.peak)}; `packtrain doctor` measures what they can."
