@@ -154,10 +154,11 @@ def _twice(evidence: Evidence, one: Progression) -> str:
         return ""
     seconds = evidence.summary.seconds
     time = f" and another {show_seconds(seconds)}" if seconds else ""
-    expected = "" if found.expected is None else f"about {found.expected:.3g}, and "
+    most = f"{max(0.0, found.most):.3g}"
+    about = most if found.expected is None else f"{found.expected:.3g}"
     return (
         f"The last doubling brought it from {found.start:.3g} to {found.end:.3g}; the next ({2 * step:,.0f} steps"
-        f"{time}) would bring it to {expected}{max(0.0, found.most):.3g} at best."
+        f"{time}) would bring it to {'' if about == most else f'about {about}, and '}{most} at best."
     )
 
 
@@ -248,7 +249,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
         )
     return answered(
         f"Yes, from about step {best_step:,.0f}: {rose} while training loss fell to {trained_after:.3g}."
-        f" {_best_kept(evidence, best_step)}",
+        f"{_best_kept(evidence, best_step)}",
         "bad",
     )
 
@@ -274,11 +275,11 @@ def _training_loss(evidence: Evidence, losses: Sequence[tuple[float, float]], at
 def _best_kept(evidence: Evidence, best_step: float) -> str:
     steps = [one.step for one in evidence.checkpoints]
     if any(step == best_step for step in steps):
-        return f"Its checkpoint is kept: --checkpoint {best_step:.0f}."
+        return f" Its checkpoint is kept: --checkpoint {best_step:.0f}."
     if not steps:
         return ""
     nearest = min(steps, key=lambda step: abs(step - best_step))
-    return f"No checkpoint of that step is kept (the nearest is {nearest:,}); set checkpoint.best_by to loss."
+    return f" No checkpoint of that step is kept (the nearest is {nearest:,}); set checkpoint.best_by to loss."
 
 
 def stability(evidence: Evidence) -> Finding | None:
