@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from packtrain.job import Job
 from packtrain.report.evidence import Evidence
@@ -44,16 +45,16 @@ def trained(step: int, loss: float = 4.0, generation: int = 1, **seconds: float)
 
 def steps_of(count: int = 400, loss: Callable[[int], float] = falling, **seconds: float) -> list[Point]:
     """Return steps whose losses scatter a little, always in the same way."""
-    noise = random.Random(1)
-    return [trained(step, loss(step) + noise.gauss(0, 0.05), **seconds) for step in range(1, count + 1)]
+    noise = np.random.default_rng(1)
+    return [trained(step, loss(step) + float(noise.normal(0, 0.05)), **seconds) for step in range(1, count + 1)]
 
 
 def evaluations_of(
     curve: Callable[[int], float], count: int = 20, every: int = 20, name: str = "loss", noise: float = 0.004
 ) -> list[Point]:
-    chance = random.Random(2)
+    chance = np.random.default_rng(2)
     return [
-        Point("valid", 1, step, 1000.0 + step * 0.1, {name: curve(step) + chance.gauss(0, noise)})
+        Point("valid", 1, step, 1000.0 + step * 0.1, {name: curve(step) + float(chance.normal(0, noise))})
         for step in range(every, every * count + 1, every)
     ]
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import random
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from packtrain.report.trend import bucketed, noise_of, percentile, student_95, trend
@@ -16,10 +16,10 @@ def test_a_line_is_found_exactly() -> None:
 
 
 def test_the_interval_of_a_slope_has_the_truth_in_it_nineteen_times_of_twenty() -> None:
-    chance = random.Random(3)
+    chance = np.random.default_rng(3)
     hits = []
     for _ in range(400):
-        line = trend([(float(x), 0.2 * x + chance.gauss(0, 1)) for x in range(8)])
+        line = trend([(float(x), 0.2 * x + float(chance.normal(0, 1))) for x in range(8)])
         assert line is not None
         hits.append(line.low <= 0.2 <= line.high)
     assert 0.91 <= fmean(hits) <= 0.98
@@ -37,8 +37,8 @@ def test_intervals_shrink_with_the_number_of_points() -> None:
 
 
 def test_noise_is_measured_on_a_slope_with_a_jump_in_it() -> None:
-    chance = random.Random(4)
-    values = [0.5 * x + (100 if x > 150 else 0) + chance.gauss(0, 0.3) for x in range(300)]
+    chance = np.random.default_rng(4)
+    values = [0.5 * x + (100 if x > 150 else 0) + float(chance.normal(0, 0.3)) for x in range(300)]
     assert noise_of(values) == pytest.approx(0.3, rel=0.15)
     assert noise_of([1.0, 2.0]) == 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 
 from packtrain.job import Job
+from packtrain.job.job import expand
+from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text, Verdict, unknown
 from packtrain.report.goodput import lost_seconds, recovery_seconds
@@ -53,7 +56,7 @@ def faults(evidence: Evidence) -> Finding:
     share = (recovering + again) / whole if whole else 0.0
     answer = f"{counted(len(restarts), 'restart')}"
     if len(restarts) == 1:
-        answer += f" ({restarts[0].reason})"
+        answer += f" ({_reason(restarts[0])})"
     answer += f", which cost {show_seconds(recovering + again)}"
     answer += f" ({share:.0%} of the time): {show_seconds(recovering)} to recover" if whole else ""
     answer += f", {show_seconds(again)} for steps that were made again." if whole else "."
@@ -79,6 +82,10 @@ def _warned(count: int) -> tuple[str, ...]:
     return (f"{counted(count, 'warning')} among the events below.",) if count else ()
 
 
+def _reason(one: Generation) -> str:
+    return one.reason.removeprefix("failure: ")
+
+
 def _fault_row(
     one: Generation, evidence: Evidence, recoveries: dict[int, float], lost: dict[int, float]
 ) -> tuple[str, ...]:
@@ -92,7 +99,7 @@ def _fault_row(
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started)) if started is not None else "",
         one.cause,
-        one.reason,
+        _reason(one),
         one.culprit or "",
         show_seconds(recoveries.get(one.number, 0.0)),
         show_seconds(again) if again else "none",
@@ -298,13 +305,19 @@ def reproduce(evidence: Evidence) -> Finding:
 
 
 def job_text(job: Job) -> str:
-    """Return the job as a file: what differs from the defaults, without fields that are not set."""
-    return yaml.safe_dump(
-        _without_nulls(job.model_dump(mode="json", exclude_defaults=True)),
-        sort_keys=False,
-        allow_unicode=True,
-        width=100,
-    )
+    """Return the job as a file: what differs from the defaults, without fields that are not set.
+
+    What a recipe has defaults of its own for is always written; for a user's recipe, which is not asked, everything is.
+    """
+    full = job.model_dump(mode="json")
+    short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
+    known = expand(recipe_class(job.recipe).defaults) if job.recipe in RECIPES else full if job.recipe else {}
+    for section, fields in known.items():
+        own = full.get(section)
+        if isinstance(fields, Mapping) and isinstance(own, Mapping):
+            for field in fields:
+                short.setdefault(section, {}).setdefault(field, _without_nulls(own[field]))
+    return yaml.safe_dump(short, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _without_nulls(value: Any) -> Any:

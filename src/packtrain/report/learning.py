@@ -39,6 +39,8 @@ class Progression:
     @property
     def text(self) -> str:
         line = self.line
+        if not line.slope and not line.error:
+            return f"validation {self.name} did not change at all"
         moved = f"{'rises' if line.slope > 0 else 'falls'} by {abs(line.slope):.3g} ± {line.error:.2g}"
         return f"validation {self.name} {moved} per doubling of the steps"
 
@@ -98,11 +100,8 @@ def _how_trained(evidence: Evidence, judged: Sequence[Progression]) -> tuple[str
         return f"It got worse: {first.text}. Use the best checkpoint, not the last.", "bad"
     if flat is not None:
         most = flat.line.error + abs(flat.line.slope)
-        return (
-            f"Yes, validation {flat.name} is flat at {flat.last:.4g}: twice the steps would change it by at most"
-            f" {most:.2g}.",
-            "good",
-        )
+        change = f": twice the steps would change it by at most {most:.2g}" if most else ""
+        return f"Yes, validation {flat.name} is flat at {flat.last:.4g}{change}.", "good"
     return f"Not enough data: the evaluations scatter too much; {first.text}, so it may be flat or not.", "unknown"
 
 
@@ -224,7 +223,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
         f"Validation loss was lowest at step {best_step:,.0f} ({best:.4g}); its noise is at most about ±{noise:.2g},"
         " from the second differences of the evaluations.",
         *([f"Training loss around then was {trained_before:.4g}, at the end {trained_after:.4g}."]
-          if trained_before is not None and trained_after is not None else []),
+          if trained_before is not None and trained_after is not None and at < len(losses) - 1 else []),
         "Overfitting means that validation loss rises beyond noise and 1 % while training loss falls.",
     )  # fmt: skip
 

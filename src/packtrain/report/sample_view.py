@@ -25,6 +25,7 @@ STYLE = """
 @media (max-width: 600px) { .caption { grid-template-columns: 1fr; }
   .caption > .picture { max-width: 256px; width: 100%; } }
 .other { text-decoration: underline dotted var(--note); text-underline-offset: 3px; } .said { font-weight: 600; }
+.truth { display: block; }
 td.text { width: 33%; overflow-wrap: anywhere; }
 """
 MAX_SAMPLES = 16
@@ -97,7 +98,7 @@ def _classified(number: int, one: Sample) -> str:
     right = one.reference == one.prediction
     said = f"{_text(one.prediction)}{sure}"
     caption = f'<span class="said">{said}</span>' if right else f'<span class="said other">{said}</span>'
-    truth = "" if right else f"<br>is {_text(one.reference)}"
+    truth = "" if right else f'<span class="truth">is {_text(one.reference)}</span>'
     label = escape(f"{one.reference}, taken for {one.prediction}" if not right else one.reference)
     return (
         f'<figure><span class="picture p{number}" role="img" aria-label="{label}"></span>'

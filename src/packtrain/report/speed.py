@@ -97,12 +97,23 @@ def devices(evidence: Evidence) -> Finding:
         said += f"; workers computed {share:.0%} of the whole time"
         if idle is not None and share < 0.8:
             said += f". The main reason for the rest: {LABELS[idle[0]]} ({idle[1] / times.seconds:.0%})"
-    judged = share if share is not None else busy or 0.0
+    crowded = not gpus and _is_crowded(samples)
+    if crowded:
+        said += ". Other programs used the processors, too: see how many cores the workers got"
+    verdict = graded(share if share is not None else busy or 0.0, 0.75, 0.5)
     numbers = {name: value for name, value in (("busy", busy), ("computing", share)) if value is not None}
     return Finding(
-        key, "speed", question, f"{said}.", graded(judged, 0.75, 0.5), tuple(_device_facts(samples)),
-        tuple(_device_figures(samples)), numbers,
+        key, "speed", question, f"{said}.", "note" if crowded and verdict == "good" else verdict,
+        tuple(_device_facts(samples)), tuple(_device_figures(samples)), numbers,
     )  # fmt: skip
+
+
+def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:
+    """True if the processors were busy while each worker got less than most of a core: others had the rest."""
+    used = [one.telemetry for one in samples if one.telemetry.workers]
+    if not used or fmean(one.cpu_fraction for one in used) < 0.9:
+        return False
+    return fmean(worker.cpu_fraction for one in used for worker in one.workers) < 0.7
 
 
 def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
@@ -176,7 +187,7 @@ def data_loading(evidence: Evidence) -> Finding | None:
     typical = median(step_seconds(point) for point in evidence.steps)
     # What is waited for in the first tenth: shards that no machine had yet.
     early = sum(waits[: len(waits) // 10]) / sum(waits) if sum(waits) else 0.0
-    each = f"{show_seconds(fmean(waits))} of {show_seconds(fmean(map(step_seconds, evidence.steps)))} per step"
+    each = f"{_short(fmean(waits))} of {_short(fmean(map(step_seconds, evidence.steps)))} per step"
     facts = [
         f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
         f" rank 0 waited {each}.",
