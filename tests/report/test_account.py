@@ -220,7 +220,7 @@ def test_a_run_is_repeated_with_its_pack_and_its_digests() -> None:
     assert command.text == "packtrain run job.yaml --set data.pack=job-abc"
     assert dict(rows_of(found)) == {
         "job": f"sha256 {'1' * 64}", "job and code": f"sha256 {'2' * 64}", "data": "job-abc", "torch": "2.13",
-        "machines": "2, 4 workers in all", "seed": "1",
+        "fleet": "2 machines, 4 workers in all", "seed": "1",
     }  # fmt: skip
 
 

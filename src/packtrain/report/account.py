@@ -24,6 +24,7 @@ from packtrain.units import counted, show_bytes, show_count, show_dollars, show_
 
 _NO_FAULT = ("start", "resumed", "joined")  # causes of generations that are nobody's failure
 _MAX_ROWS = 50
+_FAULT_HEADS = ("when (UTC)", "cause", "what happened", "machine to blame", "recovery", "steps again")
 _FILES = {
     "model.safetensors": "the weights",
     "ema.safetensors": "the moving average of the weights, which is evaluated and exported",
@@ -68,7 +69,7 @@ def faults(evidence: Evidence) -> Finding:
         key, "run", question, answer, "note" if verdict == "good" else verdict,
         ("Recovery lasts from the last record before a failure to the first step after it. Steps after the last"
          " checkpoint are made again.", *_warned(len(warnings))),
-        (Rows(("when (UTC)", "cause", "what happened", "machine", "recovery", "steps again"), rows),) if rows else (),
+        (Rows(_FAULT_HEADS, rows),) if rows else (),
         {"restarts": float(len(restarts)), "recovery_seconds": recovering, "lost_seconds": again},
     )  # fmt: skip
 
@@ -100,7 +101,7 @@ def _fault_row(
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started)) if started is not None else "",
         one.cause,
         _reason(one),
-        one.culprit or "",
+        one.culprit or "none",
         show_seconds(recoveries.get(one.number, 0.0)),
         show_seconds(again) if again else "none",
     )
@@ -285,7 +286,7 @@ def reproduce(evidence: Evidence) -> Finding:
         ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
         ("data", evidence.pack),
         *((name, value) for name, value in sorted(evidence.versions.items())),
-        ("machines", f"{evidence.machines}, {counted(evidence.workers, 'worker')} in all"),
+        ("fleet", f"{counted(evidence.machines, 'machine')}, {counted(evidence.workers, 'worker')} in all"),
         *([("seed", str(job.train.seed))] if job.recipe is not None else []),
     ]
     command = "packtrain run job.yaml" + (f" --set data.pack={evidence.pack}" if evidence.pack else "")

@@ -60,7 +60,7 @@ details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; 
 .evidence { padding: .1rem .2rem 1.3rem 2.5rem; } .evidence ul { margin: .2rem 0 1rem; padding-left: 1.1rem;
   color: var(--dim); }
 .evidence li { margin: .25rem 0; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 1rem;
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem;
   margin: .8rem 0; }
 .charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
   min-width: 0; }
