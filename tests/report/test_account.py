@@ -135,7 +135,7 @@ def test_a_plan_that_was_wrong_names_its_worst_number() -> None:
     found = prediction(evidence_of(steps_of(), prediction=replace(PLAN, step_seconds=0.3)))
     assert found is not None
     assert found.verdict == "note"
-    assert found.answer.startswith("Not quite: time of a step was planned as 300 ms and was 100 ms (+200%)")
+    assert found.answer.startswith("Not quite: time of a step was planned as 300 ms and was 100 ms (-67%)")
 
 
 def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:

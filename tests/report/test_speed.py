@@ -8,6 +8,7 @@ import pytest
 
 from packtrain.report.finding import Rows
 from packtrain.report.speed import balance, data_loading, devices, duration, network, scaling, step_times
+from packtrain.run.checkpoint import Checkpoint, StoredFile
 from packtrain.run.records import Point, TimeSpent, WorkerUse
 from parts.runs import program_job, recipe_job
 from report.made import SPANS, evidence_of, generation_of, spent_of, steps_of, telemetry_of, trained
@@ -129,20 +130,45 @@ def test_the_slowest_rank_decides_about_loading() -> None:
 # The network.
 
 
+def began(sent: float, link: float) -> Point:
+    """Return the start of a generation, where the link is measured."""
+    return Point("start", 1, 0, 999.0, {"sent_bytes_per_step": sent, "link_bytes_per_second": link})
+
+
 def test_communication_that_is_not_hidden_makes_the_network_the_bottleneck() -> None:
+    """A person once read 250 MB/s of traffic as a quarter of a card of 1 Gbit/s, and blamed something else."""
     evidence = evidence_of(
-        steps_of(communication=0.1), workers=TWO_MACHINES, spent=spent_of(NETWORK_BOUND),
+        [began(40e6, 250e6), *steps_of(communication=0.1)], workers=TWO_MACHINES, spent=spent_of(NETWORK_BOUND),
         telemetry=telemetry_of(sent=250e6),
     )  # fmt: skip
     found = network(evidence)
     assert found is not None
     assert found.verdict == "bad"
-    assert found.answer.startswith("Yes: 50% of the step time was communication that computing did not hide.")
+    assert found.answer.startswith(
+        "Yes: 50% of the step time was communication that computing did not hide; 80% of the link's capacity was used."
+    )
     assert "train.exchange.ddp.compress=bf16" in found.answer
-    assert found.numbers["bytes_per_step"] == pytest.approx(250e6 * 0.2)
-    # The mistake of a person who read 250 MB/s on a card of 1 Gbit/s as a quarter of it.
-    assert any("250 MB/s (2 Gbit/s)" in fact for fact in found.evidence)
-    assert any("1 Gbit/s is 125 MB/s" in fact for fact in found.evidence)
+    assert found.numbers["link_used"] == pytest.approx(40e6 / 0.2 / 250e6)
+    facts = " ".join(found.evidence)
+    assert "The link was measured at 250 MB/s (2 Gbit/s) per worker" in facts
+    assert "160 ms of a step is the least that sending takes" in facts
+    assert "1 Gbit/s is 125 MB/s" in facts
+
+
+def test_a_link_that_is_not_full_is_slow_for_another_reason() -> None:
+    points = [began(1e6, 1e9), *steps_of(communication=0.1)]
+    found = network(evidence_of(points, workers=TWO_MACHINES, spent=spent_of(NETWORK_BOUND)))
+    assert found is not None
+    assert any("The link was not full: latency" in fact for fact in found.evidence)
+
+
+def test_without_a_measured_link_the_bytes_are_estimated_from_the_model() -> None:
+    files = (StoredFile("model.safetensors", 10_000_000, "0" * 64),)
+    saved = Checkpoint(2, "000000400-000001-a", 400, 1, None, files)
+    found = network(evidence_of(steps_of(), workers=TWO_MACHINES, spent=spent_of(UNDISTURBED), checkpoints=[saved]))
+    assert found is not None
+    assert found.numbers["bytes_per_step"] == pytest.approx(10e6)
+    assert any("`packtrain doctor` does" in fact for fact in found.evidence)
 
 
 def test_a_straggler_is_not_the_network() -> None:
@@ -170,6 +196,15 @@ def test_sharded_weights_hide_what_their_exchange_costs() -> None:
     assert found is not None
     assert found.verdict == "unknown"
     assert found.answer.startswith("Not enough data: sharded weights")
+
+
+@pytest.mark.parametrize(("sent", "word"), [(1e6, "Probably not:"), (30e6, "Perhaps:"), (60e6, "Probably:")])
+def test_sharded_weights_are_judged_by_the_load_of_the_link(sent: float, word: str) -> None:
+    job = recipe_job(train={"exchange": {"fsdp": {}}})
+    points = [began(sent, 1e9), *steps_of()]
+    found = network(evidence_of(points, job, TWO_MACHINES, spent=spent_of(UNDISTURBED)))
+    assert found is not None
+    assert found.answer.startswith(word)
 
 
 # Several workers.

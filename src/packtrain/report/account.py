@@ -141,8 +141,8 @@ class Comparison:
 
     @property
     def off(self) -> float:
-        """How far the prediction was off, as a share of what happened: 0.1 is 10 % too much."""
-        return self.expected / self.seen - 1 if self.seen else 0.0
+        """How far what happened is from the prediction, as a share of it: 0.1 is 10 % more than expected."""
+        return self.seen / self.expected - 1
 
 
 def compared(evidence: Evidence) -> list[Comparison]:
@@ -312,7 +312,11 @@ def job_text(job: Job) -> str:
     """
     full = job.model_dump(mode="json")
     short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
-    known = expand(recipe_class(job.recipe).defaults) if job.recipe in RECIPES else full if job.recipe else {}
+    known: Mapping[str, Any] = full
+    if job.recipe is None:
+        known = {}
+    elif job.recipe in RECIPES:
+        known = expand(recipe_class(job.recipe).defaults)
     for section, fields in known.items():
         own = full.get(section)
         if isinstance(fields, Mapping) and isinstance(own, Mapping):

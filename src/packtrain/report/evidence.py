@@ -97,6 +97,12 @@ class Evidence:
         return sum(member.workers for member in members) or len({record.rank for record in self.spent}) or 1
 
     @cached_property
+    def conditions(self) -> dict[str, float]:
+        """Measurements at the start of the last generation, such as `link_bytes_per_second`; empty if there are none."""
+        starts = [point for point in self.raw if point.kind == "start"]
+        return max(starts, key=lambda point: point.generation).values if starts else {}
+
+    @cached_property
     def machines(self) -> int:
         return len(self.generations[-1].members) if self.generations else 1
 

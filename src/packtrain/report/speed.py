@@ -212,12 +212,49 @@ def data_loading(evidence: Evidence) -> Finding | None:
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    """What a machine sent while it trained: `mean` and `peak` (the 95th percentile) in bytes per second."""
+class Traffic:
+    """What a worker sends in a step, in bytes, and what its link was measured to carry; None where it is not known.
 
-    mean: float
-    peak: float
+    `machine` is what telemetry saw each machine send while it trained, in bytes per second, `peak` its 95th percentile.
+    """
+
+    step_seconds: float
+    exposed: float
     bytes_per_step: float | None
+    link: float | None
+    machine: float | None
+    peak: float | None
+
+    @property
+    def used(self) -> float | None:
+        """The share of the link's capacity that was used."""
+        if self.bytes_per_step is None or not self.link or self.step_seconds <= 0:
+            return None
+        return self.bytes_per_step / self.step_seconds / self.link
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        values = {
+            "exposed_share": self.exposed, "bytes_per_step": self.bytes_per_step, "link_bytes_per_second": self.link,
+            "link_used": self.used, "machine_bytes_per_second": self.machine, "peak_bytes_per_second": self.peak,
+        }  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def traffic_of(evidence: Evidence) -> Traffic:
+    step, known = fmean(map(step_seconds, evidence.steps)), evidence.conditions
+    sent = sorted(one.telemetry.sent_bytes_per_second for one in evidence.training_telemetry)
+    few = len(sent) < 5
+    gradients = evidence.prediction.gradient_bytes if evidence.prediction else _model_bytes(evidence)
+    estimate = 2 * (evidence.workers - 1) / evidence.workers * gradients or None  # averaged in a ring, in 32 bits
+    return Traffic(
+        step,
+        evidence.step_shares.get("communication", 0.0),
+        known.get("sent_bytes_per_step", estimate if evidence.job.train.exchange.syncs_every_step else None),
+        known.get("link_bytes_per_second"),
+        None if few else fmean(sent),
+        None if few else percentile(sent, 0.95),
+    )
 
 
 def network(evidence: Evidence) -> Finding | None:
@@ -229,41 +266,42 @@ def network(evidence: Evidence) -> Finding | None:
         return Finding(key, "speed", question, "No: with one worker there is nothing to exchange.", "good")
     if len(evidence.steps) < _MIN_STEPS:
         return unknown(key, "speed", question, _few_steps(evidence))
-    exposed, traffic = evidence.step_shares.get("communication", 0.0), _traffic(evidence)
-    exchange = evidence.job.train.exchange
-    facts = list(_network_facts(evidence, exposed, traffic))
-    numbers = {"exposed_share": exposed}
-    if traffic is not None:
-        numbers |= {"sent_bytes_per_second": traffic.mean, "peak_bytes_per_second": traffic.peak}
-        if traffic.bytes_per_step is not None:
-            numbers["bytes_per_step"] = traffic.bytes_per_step
-    chart = Chart(
-        "seconds of communication not overlapped",
-        (Series("communication", _over_steps(evidence.steps, "communication")),),
-    )
-    if exchange.shards_model:
-        return unknown(
-            key, "speed", question,
-            "sharded weights are gathered within forward and backward, where communication cannot be told from"
-            " computing; compare with a run on one worker", facts,
-        )  # fmt: skip
-    answer = _network_answer(evidence, exposed)
-    return Finding(key, "speed", question, answer, graded(1 - exposed, 0.95, 0.8), tuple(facts), (chart,), numbers)
+    traffic = traffic_of(evidence)
+    facts = tuple(_network_facts(evidence, traffic))
+    if evidence.job.train.exchange.shards_model:
+        if traffic.used is None:
+            why = "sharded weights are gathered within forward and backward, and no link was measured"
+            return unknown(key, "speed", question, why, facts)
+        answer, verdict = _answer_by_link(traffic.used), graded(1 - traffic.used, 0.8, 0.5)
+    else:
+        answer, verdict = _answer_by_exposure(evidence, traffic), graded(1 - traffic.exposed, 0.95, 0.8)
+    line = Series("communication", _over_steps(evidence.steps, "communication"))
+    chart = Chart("seconds of communication not overlapped", (line,))
+    return Finding(key, "speed", question, answer, verdict, facts, (chart,), traffic.numbers)
 
 
-def _network_answer(evidence: Evidence, exposed: float) -> str:
-    hidden = "communication that computing did not hide"
+def _answer_by_link(used: float) -> str:
+    """Answer for weights that are gathered while computing: only the load of the link is known."""
+    sends = f"sending took at least {used:.0%} of the step time at the measured speed of the link"
+    if used >= 0.5:
+        return f"Probably: {sends}. A larger batch or a faster network would help."
+    return f"Perhaps: {sends}." if used >= 0.2 else f"Probably not: {sends}."
+
+
+def _answer_by_exposure(evidence: Evidence, traffic: Traffic) -> str:
+    hidden, exposed = "communication that computing did not hide", traffic.exposed
     if evidence.machines == 1:
         advice = f" {_less_traffic(evidence)}" if exposed >= 0.2 else ""
         return (
             f"No network was used: all workers are on one machine. Their exchange took {exposed:.1%} of the step"
             f" time, as {hidden}.{advice}"
         )
+    load = f"; {traffic.used:.0%} of the link's capacity was used" if traffic.used is not None else ""
     if exposed >= 0.2:
-        return f"Yes: {exposed:.0%} of the step time was {hidden}. {_less_traffic(evidence)}"
+        return f"Yes: {exposed:.0%} of the step time was {hidden}{load}. {_less_traffic(evidence)}"
     if exposed >= 0.05:
-        return f"Partly: {exposed:.0%} of the step time was {hidden}."
-    return f"No: only {exposed:.1%} of the step time was {hidden}."
+        return f"Partly: {exposed:.0%} of the step time was {hidden}{load}."
+    return f"No: only {exposed:.1%} of the step time was {hidden}{load}."
 
 
 def _less_traffic(evidence: Evidence) -> str:
@@ -276,42 +314,38 @@ def _less_traffic(evidence: Evidence) -> str:
     return f"What would help: {', '.join(options)}{', or a faster network' if evidence.machines > 1 else ''}."
 
 
-def _traffic(evidence: Evidence) -> _Traffic | None:
-    samples = evidence.training_telemetry
-    if len(samples) < 5:
-        return None
-    rates = sorted(one.telemetry.sent_bytes_per_second for one in samples)
-    seconds = fmean(map(step_seconds, evidence.steps))
-    mean = fmean(rates)
-    return _Traffic(mean, percentile(rates, 0.95), mean * seconds if seconds > 0 else None)
-
-
-def _network_facts(evidence: Evidence, exposed: float, traffic: _Traffic | None) -> Iterable[str]:
-    step = fmean(map(step_seconds, evidence.steps))
+def _network_facts(evidence: Evidence, traffic: Traffic) -> Iterable[str]:
     yield (
-        f"Communication that was not overlapped: {_short(exposed * step)} of {_short(step)} per step, over all ranks."
-        " Waiting for a slower rank is not counted: that is not the network."
+        f"Communication that was not overlapped: {_short(traffic.exposed * traffic.step_seconds)} of"
+        f" {_short(traffic.step_seconds)} per step, over all ranks. Waiting for a slower rank is not counted: that is"
+        " not the network."
     )
-    if traffic is None:
-        yield "No telemetry of the traffic was recorded."
-    else:
-        per_step = f", {show_bytes(traffic.bytes_per_step)} per step" if traffic.bytes_per_step is not None else ""
-        mean, peak = _speed(traffic.mean), _speed(traffic.peak)
-        yield f"Each machine sent {mean} on average{per_step}, and {peak} at its peak (95 %)."
-    gradients = evidence.prediction.gradient_bytes if evidence.prediction else _model_bytes(evidence)
-    if gradients and evidence.job.train.exchange.syncs_every_step:
-        sent = 2 * (evidence.workers - 1) / evidence.workers * gradients
+    sent, link = traffic.bytes_per_step, traffic.link
+    if sent is not None and traffic.step_seconds > 0:
+        achieved = _speed(sent / traffic.step_seconds)
+        yield f"Each worker sends {show_bytes(sent)} per step for the exchange: {achieved} on average."
+        if link:
+            full = (
+                ""
+                if (traffic.used or 0.0) > 0.5 or traffic.exposed < 0.2
+                else (" The link was not full: latency, or many small messages, cost more than bytes do.")
+            )
+            yield (
+                f"The link was measured at {_speed(link)} per worker when the generation started, while all sent:"
+                f" {traffic.used or 0.0:.0%} of it was used, and {_short(sent / link)} of a step is the least that"
+                f" sending takes.{full}"
+            )
+        else:
+            yield "The capacity of the link was not measured; `packtrain doctor` does."
+    if traffic.machine is not None and traffic.peak is not None:
         yield (
-            f"The gradients have {show_bytes(gradients)} in 32 bits; a ring of {evidence.workers} workers sends"
-            f" {show_bytes(sent)} per worker and step."
+            f"Telemetry saw each machine send {_speed(traffic.machine)} on average and {_speed(traffic.peak)} at its"
+            " peak (95 %), everything included."
         )
     if evidence.machines == 1:
         yield "Traffic between workers of one machine stays in its memory and never reaches a network card."
-    elif traffic is not None:
-        yield (
-            f"The links carry at least {_speed(traffic.peak)}; `packtrain doctor` measures what they can."
-            " Network cards are rated in bits, traffic is counted in bytes: 1 Gbit/s is 125 MB/s."
-        )
+    else:
+        yield "Network cards are rated in bits, traffic is counted in bytes: 1 Gbit/s is 125 MB/s."
 
 
 def _model_bytes(evidence: Evidence) -> int:

@@ -426,6 +426,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class MirroredRun:
+    """The run of MLflow that mirrors this one, on the server with that digest of its URI."""
+
+    server: Digest
+    run: Label
+
+
+@dataclass(frozen=True)
 class Notes:
     """What people say about a run: tags to find it by, and a sentence."""
 

@@ -35,6 +35,7 @@ from packtrain.run.records import (
     Generation,
     Lease,
     LogLine,
+    MirroredRun,
     Notes,
     Point,
     Prediction,
@@ -263,6 +264,13 @@ class Run:
 
     def put_prediction(self, prediction: Prediction) -> None:
         self.store.put(self.key("plan.json"), encode(prediction))
+
+    def mirrored(self) -> MirroredRun | None:
+        """Return the run of MLflow that mirrors this one, if there is one."""
+        return self._find("mlflow.json", MirroredRun)
+
+    def put_mirrored(self, mirrored: MirroredRun) -> None:
+        self.store.put(self.key("mlflow.json"), encode(mirrored))
 
     def notes(self) -> Notes:
         return self._find("notes.json", Notes) or Notes()
