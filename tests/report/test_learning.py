@@ -137,7 +137,7 @@ def test_validation_that_rises_while_training_falls_is_overfitting_from_the_lowe
     assert (found.numbers["best_loss"], found.numbers["rise"]) == pytest.approx((2.0, 0.95), abs=0.05)
     [chart] = found.figures
     assert isinstance(chart, Chart)
-    assert chart.marks == ((200.0, "best"),)
+    assert chart.marks == ((200.0, "lowest"),)
 
 
 def test_noise_after_the_lowest_evaluation_is_not_overfitting() -> None:

@@ -39,7 +39,7 @@ _WITHIN = 0.2  # a prediction that is closer is called right
 
 
 def faults(evidence: Evidence) -> Finding:
-    """What went wrong, and what it cost."""
+    """Find the failures and their cost."""
     key, question = "faults", "What went wrong, and what did it cost?"
     failed = evidence.summary.state == "failed"
     restarts = [one for one in evidence.generations if one.cause not in _NO_FAULT]
@@ -111,7 +111,7 @@ def _fault_row(
 
 
 def money(evidence: Evidence) -> Finding:
-    """What it cost, and what of that was useful."""
+    """Add up the money, and the part of it that was useful."""
     key, question = "money", "What did it cost?"
     cost, hours = evidence.summary.cost, sum(lease.machine_seconds for lease in evidence.leases) / 3600
     used = f"{counted(len(evidence.leases), 'machine')} for {hours:.2g} machine hours together."
@@ -130,7 +130,7 @@ def money(evidence: Evidence) -> Finding:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExpectedAndSeen:
     """Something that was predicted, and what happened."""
 
     what: str
@@ -141,11 +141,11 @@ class Comparison:
 
     @property
     def off(self) -> float:
-        """How far what happened is from the prediction, as a share of it: 0.1 is 10 % more than expected."""
+        """The distance of what happened from the prediction, as a share of it: 0.1 is 10 % more than expected."""
         return self.seen / self.expected - 1
 
 
-def compared(evidence: Evidence) -> list[Comparison]:
+def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     """Compare what `packtrain plan` expected with what the records say."""
     expected, summary = evidence.prediction, evidence.summary
     if expected is None:
@@ -171,14 +171,14 @@ def compared(evidence: Evidence) -> list[Comparison]:
         ("checkpoint", expected.checkpoint_bytes, size or None, show_bytes),
     ]
     return [
-        Comparison(what, float(before), float(after), show(before), show(after))
+        ExpectedAndSeen(what, float(before), float(after), show(before), show(after))
         for what, before, after, show in asked
         if before and after
     ]
 
 
 def prediction(evidence: Evidence) -> Finding | None:
-    """How far the plan was off."""
+    """Compare the plan with what happened."""
     key, question = "prediction", "Did it go as planned?"
     if evidence.prediction is None:
         return None
@@ -244,7 +244,7 @@ def data_set(evidence: Evidence) -> Finding | None:
 
 
 def checkpoints(evidence: Evidence) -> Finding:
-    """What is kept, and what is in it."""
+    """List what is kept, and what is in it."""
     key, question = "checkpoints", "What is in a checkpoint, and how big is it?"
     kept = evidence.checkpoints
     if not kept:

@@ -29,7 +29,7 @@ from packtrain.run.run import Run, surviving
 STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
 """The spans of a step itself; startup, evaluations and checkpoint copies are between steps."""
 OWN_SPANS = ("data", "forward", "backward", "optimizer")
-"""What a rank does by itself in a step; the rest it spends on the others."""
+"""The work of a rank in a step by itself; the rest it spends on the others."""
 _TELEMETRY_BYTES = 32 << 20  # some 100,000 samples: enough for means of a week on many machines
 _MAX_STATE_BYTES = 1 << 20
 _LARGEST = 1e15  # of a measurement: squares of larger ones overflow
@@ -98,7 +98,7 @@ class Evidence:
 
     @cached_property
     def conditions(self) -> dict[str, float]:
-        """Measurements at the start of the last generation, such as `link_bytes_per_second`; empty if there are none."""
+        """Measurements at the start of the last generation, such as `link_bytes_per_second`, if there are any."""
         starts = [point for point in self.raw if point.kind == "start"]
         return max(starts, key=lambda point: point.generation).values if starts else {}
 

@@ -28,7 +28,7 @@ Course = Literal["improving", "flat", "worse", "unclear"]
 
 @dataclass(frozen=True)
 class Progression:
-    """How a validation score moved in the last third of its evaluations, per doubling of the steps."""
+    """The movement of a validation score in the last third of its evaluations, per doubling of the steps."""
 
     name: str
     course: Course
@@ -107,7 +107,7 @@ def _how_trained(evidence: Evidence, judged: Sequence[Progression]) -> tuple[str
 
 @dataclass(frozen=True)
 class Gains:
-    """What the last doubling of the steps brought, and what the next would: gains shrink from doubling to doubling.
+    """The gain of the last doubling of the steps, and of the next: gains shrink from doubling to doubling.
 
     `expected` continues the shrinking of the last two; None if the evaluations do not reach back that far.
     """
@@ -199,8 +199,33 @@ def _score_charts(evidence: Evidence, judged: Sequence[Progression]) -> list[Cha
     return charts
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The lowest validation loss and what followed; `before` and `after` are the training losses then and at the end.
+
+    `rises` if the evaluations after the lowest one rise beyond noise.
+    """
+
+    step: float
+    lowest: float
+    end: float
+    noise: float
+    before: float | None
+    after: float | None
+    is_last: bool
+    rises: bool
+
+
+def turn_of(evidence: Evidence, losses: Sequence[tuple[float, float]]) -> Turn:
+    at, (step, lowest) = min(enumerate(losses), key=lambda item: item[1][1])
+    end, noise = fmean(value for _, value in losses[-2:]), noise_of([value for _, value in losses])
+    before, after = _training_loss(evidence, losses, at), _training_loss(evidence, losses, len(losses) - 1)
+    rises = _rises(losses[at:], end - lowest, lowest, noise)
+    return Turn(step, lowest, end, noise, before, after, at == len(losses) - 1, rises)
+
+
 def overfitting(evidence: Evidence) -> Finding | None:
-    """From which step on the model got better on training data only."""
+    """Find the step from which on the model got better on training data only."""
     key, question = "overfitting", "Does it overfit?"
     if evidence.job.recipe is None:
         return None
@@ -208,49 +233,41 @@ def overfitting(evidence: Evidence) -> Finding | None:
     if len(losses) < MIN_EVALUATIONS:
         why = f"{counted(len(losses), 'evaluation')} of the loss, and at least {MIN_EVALUATIONS} are needed"
         return unknown(key, "model", question, why)
-    at, (best_step, best) = min(enumerate(losses), key=lambda item: item[1][1])
-    after, noise = losses[at:], noise_of([value for _, value in losses])
-    end = fmean(value for _, value in losses[-2:])
-    rise = end - best
-    trained_before, trained_after = _training_loss(evidence, losses, at), _training_loss(evidence, losses, -1)
-    chart = Chart(
-        "loss",
-        (Series("training", values_of(evidence.steps, "loss")), Series("validation", losses, True)),
-        marks=((best_step, "best"),) if at < len(losses) - 1 else (),
-    )
-    numbers = {"best_step": best_step, "best_loss": best, "rise": rise, "noise": noise}
-    facts = (
-        f"Validation loss was lowest at step {best_step:,.0f} ({best:.4g}); its noise is at most about ±{noise:.2g},"
-        " from the second differences of the evaluations.",
-        *([f"Training loss around then was {trained_before:.4g}, at the end {trained_after:.4g}."]
-          if trained_before is not None and trained_after is not None and at < len(losses) - 1 else []),
+    turn = turn_of(evidence, losses)
+    answer, verdict = _how_fitted(evidence, turn)
+    facts = [
+        f"Validation loss was lowest at step {turn.step:,.0f} ({turn.lowest:.4g}); its noise is at most about"
+        f" ±{turn.noise:.2g}, from the second differences of the evaluations.",
         "Overfitting means that validation loss rises beyond noise and 1 % while training loss falls.",
-    )  # fmt: skip
+    ]
+    if turn.before is not None and turn.after is not None and not turn.is_last:
+        facts.append(f"Training loss around then was {turn.before:.4g}, at the end {turn.after:.4g}.")
+    lines = (Series("training", values_of(evidence.steps, "loss")), Series("validation", losses, True))
+    chart = Chart("loss", lines, marks=() if turn.is_last else ((turn.step, "lowest"),))
+    numbers = {
+        "best_step": turn.step, "best_loss": turn.lowest, "rise": turn.end - turn.lowest, "noise": turn.noise
+    }  # fmt: skip
+    return Finding(key, "model", question, answer, verdict, tuple(facts), (chart,), numbers)
 
-    def answered(answer: str, verdict: Verdict) -> Finding:
-        return Finding(key, "model", question, answer, verdict, facts, (chart,), numbers)
 
-    if not _rises(after, rise, best, noise):
-        when = "at the end" if at == len(losses) - 1 else f"at step {best_step:,.0f} and has not risen beyond noise"
-        return answered(f"No: validation loss was lowest {when}.", "good")
-    rose = f"validation loss rose from {best:.3g} to {end:.3g}"
-    if trained_before is None or trained_after is None or trained_after >= trained_before:
-        return answered(
-            f"No, but something else is wrong: {rose} after step {best_step:,.0f}, and so did training loss.", "bad"
-        )
+def _how_fitted(evidence: Evidence, turn: Turn) -> tuple[str, Verdict]:
+    if not turn.rises:
+        when = "at the end" if turn.is_last else f"at step {turn.step:,.0f} and has not risen beyond noise"
+        return f"No: validation loss was lowest {when}.", "good"
+    rose = f"validation loss rose from {turn.lowest:.3g} to {turn.end:.3g}"
+    if turn.before is None or turn.after is None or turn.after >= turn.before:
+        wrong = f"No, but something else is wrong: {rose} after step {turn.step:,.0f}, and training loss did not fall."
+        return wrong, "bad"
     measure = evidence.summary.measure
     score = progression(measure, evidence.scores(measure), measure in evidence.lower_is_better)
     if measure != "loss" and score is not None and score.course == "improving":
-        return answered(
-            f"The loss does, from about step {best_step:,.0f}: {rose} while training loss fell. But {measure} still"
+        return (
+            f"The loss does, from about step {turn.step:,.0f}: {rose} while training loss fell. But {measure} still"
             " improves: the model grows too sure of itself, not worse.",
             "note",
         )
-    return answered(
-        f"Yes, from about step {best_step:,.0f}: {rose} while training loss fell to {trained_after:.3g}."
-        f"{_best_kept(evidence, best_step)}",
-        "bad",
-    )
+    kept = _best_kept(evidence, turn.step)
+    return f"Yes, from about step {turn.step:,.0f}: {rose} while training loss fell to {turn.after:.3g}.{kept}", "bad"
 
 
 def _rises(after: Sequence[tuple[float, float]], rise: float, best: float, noise: float) -> bool:
@@ -265,8 +282,7 @@ def _rises(after: Sequence[tuple[float, float]], rise: float, best: float, noise
 
 def _training_loss(evidence: Evidence, losses: Sequence[tuple[float, float]], at: int) -> float | None:
     """Return the mean training loss of the steps before an evaluation, back to the one before it."""
-    number = at % len(losses)
-    start, end = losses[number - 1][0] if number else 0.0, losses[number][0]
+    start, end = losses[at - 1][0] if at else 0.0, losses[at][0]
     values = [value for step, value in values_of(evidence.steps, "loss") if start < step <= end]
     return fmean(values) if values else None
 

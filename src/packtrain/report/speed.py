@@ -40,7 +40,7 @@ def graded(value: float, good: float, note: float) -> Verdict:
 
 
 def duration(evidence: Evidence) -> Finding:
-    """How long it took, and every loss."""
+    """Account for the time, with every loss."""
     key, question = "duration", "How long did it take, and where did the time go?"
     times, total = evidence.summary.goodput, evidence.summary.seconds
     if not times.seconds or times.fraction is None:
@@ -173,7 +173,7 @@ def _busy(sample: TelemetrySample) -> float:
 
 
 def data_loading(evidence: Evidence) -> Finding | None:
-    """Whether loading kept up with computing."""
+    """Compare loading with computing."""
     key, question = "loading", "Did data loading keep up?"
     if evidence.job.recipe is None:
         return None
@@ -213,7 +213,7 @@ def data_loading(evidence: Evidence) -> Finding | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a worker sends in a step, in bytes, and what its link was measured to carry; None where it is not known.
+    """The bytes that a worker sends in a step, and what its link was measured to carry; None where it is not known.
 
     `machine` is what telemetry saw each machine send while it trained, in bytes per second, `peak` its 95th percentile.
     """
@@ -420,7 +420,7 @@ def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Rows:
 
 
 def scaling(evidence: Evidence) -> Finding | None:
-    """How much of the work of that many workers arrived, and what twice as many would bring."""
+    """Measure how much of the work of that many workers arrived, and estimate what twice as many would bring."""
     key, question = "scaling", f"Were {evidence.workers} workers worth it?"
     if evidence.job.recipe is None or evidence.workers < 2:
         return None
@@ -440,15 +440,8 @@ def scaling(evidence: Evidence) -> Finding | None:
     if evidence.machines < evidence.workers:
         facts.append("Workers of one machine share its memory and processors; what that costs shows only in a run with"
                      " fewer of them: `packtrain compare`.")  # fmt: skip
-    measured = _by_workers(evidence)
-    figures: tuple[Rows, ...] = ()
-    if len(measured) > 1:
-        base, base_speed = min(measured.items())
-        rows = tuple(
-            (str(count), show_count(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
-            for count, speed in sorted(measured.items())
-        )
-        figures = (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
+    figures = _speed_ups(evidence)
+    if figures:
         facts.append("Measured in generations of this run with different numbers of workers.")
     answer = (
         f"{evidence.workers} workers did the work of about {evidence.workers * efficiency:.1f} ({efficiency:.0%}"
@@ -462,6 +455,19 @@ def scaling(evidence: Evidence) -> Finding | None:
         )
     verdict = "bad" if data >= 0.2 else graded(efficiency, 0.85, 0.6)
     return Finding(key, "speed", question, answer, verdict, tuple(facts), figures, {"efficiency": efficiency})
+
+
+def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
+    """Return a table of what was measured with different numbers of workers, if there were."""
+    measured = sorted(_by_workers(evidence).items())
+    if len(measured) < 2:
+        return ()
+    base, base_speed = measured[0]
+    rows = tuple(
+        (str(count), show_count(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
+        for count, speed in measured
+    )
+    return (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
 
 
 def _by_workers(evidence: Evidence) -> dict[int, float]:
