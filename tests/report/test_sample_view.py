@@ -69,6 +69,13 @@ def test_a_picture_that_the_store_has_lost_leaves_an_empty_place() -> None:
     assert "is cat" in "".join(Page(html).text)
 
 
+def test_a_wide_picture_keeps_its_shape_so_that_attention_lies_on_it() -> None:
+    wide = io.BytesIO()
+    Image.new("RGB", (40, 20)).save(wide, "JPEG")
+    sample = Sample("x", "car", "car", RED, ("car",), (looked(1, 2),), (1, 2))
+    assert "aspect-ratio: 40 / 20;" in samples_html([sample], {RED: wide.getvalue()})
+
+
 def test_a_grid_of_zeros_is_dark_everywhere() -> None:
     sample = Sample("x", "car", "car", RED, ("car",), (looked(0, 0, 0, 0),), (2, 2))
     assert "data:image/png" in samples_html([sample], PICTURES)

@@ -288,3 +288,17 @@ def test_closing_a_flusher_flushes_the_rest_and_returns_whether_it_succeeded(dir
     flusher = Flusher([writing], complaints.append, seconds=60)
     assert flusher.close()
     assert numbers(reader(directory_store).read()) == [1]
+
+
+def test_a_stream_that_is_too_long_is_read_in_evenly_spaced_parts(directory_store: Store) -> None:
+    for name, count in (("a", 40), ("b", 4)):
+        writing = writer(directory_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    whole = reader(directory_store).spread(1 << 20)
+    assert len(whole) == 44
+    size = sum(entry.size for entry in directory_store.list("runs/job-1/notes/"))
+    assert numbers(reader(directory_store).spread(size // 4 + 1)) == [*range(0, 40, 4), 0.0]
+    assert len(reader(directory_store).spread(1)) == 2, "at least one chunk of each writer"
+    assert reader(directory_store).spread(0) != []

@@ -230,9 +230,9 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to the store.")
     ] = None,
 ) -> None:
-    """Answer what is asked of a run, with evidence, on one page in its folder.
+    """Answer questions about a run, with evidence, on one page.
 
-    It is written when a run ends, and by this command at any time.
+    The page is in the run's folder. It is written when a run ends, and by this command at any time.
     """
     from packtrain.cli.common import json_text
     from packtrain.errors import Mistake

@@ -32,8 +32,8 @@ _PART_COLORS = {
 }  # fmt: skip
 _STYLE = """
 :root { --good: #2b8a5c; --note: #a8700b; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
-@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078; --unknown: #93a0ad;
-  --s4: #7c8996; --s5: #ff8078; } }
+@media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
+  --unknown: #93a0ad; --s4: #7c8996; --s5: #ff8078; } }
 body { max-width: 1020px; margin: 3rem auto 5rem; }
 h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; letter-spacing: -.01em; }
@@ -77,7 +77,7 @@ pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .
 @media (max-width: 600px) { body { margin-top: 1.5rem; padding: 0 1rem; } h1 { font-size: 1.6rem; }
   summary { gap: .6rem; } .evidence { padding-left: .2rem; } .figures { gap: .9rem 1.6rem; }
   .figures dd { font-size: 1.2rem; } }
-@media print { :root { color-scheme: light; } body { margin: 0; max-width: none; font-size: 11px; }
+@media print { :root { color-scheme: light; font-size: 11px; } body { margin: 0; max-width: none; font-size: 11px; }
   details::details-content { content-visibility: visible; block-size: auto; height: auto; }
   summary::after { display: none; } summary, figure, tr { break-inside: avoid; } h2, summary { break-after: avoid; }
   .charts { grid-template-columns: 1fr 1fr; } pre { white-space: pre-wrap; } }

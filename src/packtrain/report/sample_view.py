@@ -14,7 +14,7 @@ from packtrain.run.records import Sample
 
 STYLE = """
 .sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 1rem .9rem; margin: 1rem 0; }
-.sheet figure { margin: 0; min-width: 0; } .sheet figcaption { line-height: 1.35; margin-top: .35rem;
+.sheet .picture { aspect-ratio: 1 !important; } .sheet figure { margin: 0; min-width: 0; } .sheet figcaption { line-height: 1.35; margin-top: .35rem;
   overflow-wrap: anywhere; }
 .picture { display: block; aspect-ratio: 1; border-radius: 8px; background: var(--shade) center / contain no-repeat;
   overflow: hidden; position: relative; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
@@ -56,13 +56,24 @@ def samples_html(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> st
         if data is not None:
             # In a style, so that a picture that is shown once for every word is in the page once.
             source = base64.b64encode(data).decode()
-            styles.append(f".p{number} {{ background-image: url(data:image/jpeg;base64,{source}); }}")
+            styles.append(f".p{number} {{ background-image: url(data:image/jpeg;base64,{source}); {_shape(data)} }}")
     if not any(one.picture for one in shown):
         return _texts(shown)
     looked = [one for one in shown if one.attention]
     parts = [_caption(number, one) if looked else _classified(number, one) for number, one in enumerate(shown)]
     body = "".join(parts) if looked else f'<div class="sheet">{"".join(parts)}</div>'
     return f"<style>{''.join(styles)}</style>{body}"
+
+
+def _shape(jpeg: bytes) -> str:
+    """Return the shape of a picture as a style, so that what is laid over it covers it and nothing else."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
+            return f"aspect-ratio: {image.width} / {image.height};"
+    except Exception:  # Pillow raises anything on hostile bytes; the browser will show nothing then
+        return ""
 
 
 def _text(text: str) -> str:
