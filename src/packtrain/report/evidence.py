@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,7 +132,11 @@ class Evidence:
             if point.kind == "train":
                 first, last = times.get(point.generation, (point.time, point.time))
                 times[point.generation] = min(first, point.time), max(last, point.time)
-        return [one for one in self.telemetry if any(first <= one.time <= last for first, last in times.values())]
+        spans = sorted(times.values())
+        starts = [first for first, _ in spans]  # one generation follows the other
+        return [
+            one for one in self.telemetry if (at := bisect_right(starts, one.time)) and one.time <= spans[at - 1][1]
+        ]
 
 
 def values_of(points: Sequence[Point], name: str) -> list[tuple[float, float]]:

@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 560, 240
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8;
-  --s0: #2a6fdb; --s1: #d9642c; --s2: #2f9e6b; --s3: #9b59b6; }
+  --s0: #2a6fdb; --s1: #bd4d14; --s2: #1f7a4d; --s3: #8e4bab; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f;
   --line: #2b343d;  --shade: #1d242c; --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;

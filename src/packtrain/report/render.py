@@ -31,11 +31,11 @@ _PART_COLORS = {
     "recovery": ("s5", 1.0), "lost steps": ("s5", 0.6),
 }  # fmt: skip
 _STYLE = """
-:root { --good: #2b8a5c; --note: #a8700b; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
+:root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
 @media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
   --unknown: #93a0ad; --s4: #7c8996; --s5: #ff8078; } }
-body { max-width: 1020px; margin: 3rem auto 5rem; }
-h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; overflow-wrap: anywhere; }
+body { max-width: 1020px; margin: 3rem auto 5rem; overflow-wrap: anywhere; } table { overflow-wrap: break-word; }
+h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; letter-spacing: -.01em; }
 .s4 { color: var(--s4); } .s5 { color: var(--s5); }
 .good { color: var(--good); } .note { color: var(--note); } .bad { color: var(--bad); }
@@ -56,21 +56,21 @@ details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; 
 .verdict { width: 1.5rem; height: 1.5rem; border-radius: 50%; background: currentColor; display: grid;
   place-items: center; font-size: .85rem; font-weight: 700; line-height: 1; margin-top: .55rem;
   print-color-adjust: exact; -webkit-print-color-adjust: exact; } .verdict b { color: var(--paper); }
-.question { color: var(--dim); font-size: .85rem; display: block; } .answer { display: block; overflow-wrap: anywhere; }
+.question { color: var(--dim); font-size: .85rem; display: block; } .answer { display: block; }
 .evidence { padding: .1rem .2rem 1.3rem 2.5rem; } .evidence ul { margin: .2rem 0 1rem; padding-left: 1.1rem;
   color: var(--dim); }
-.evidence li { margin: .25rem 0; overflow-wrap: anywhere; }
+.evidence li { margin: .25rem 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem;
   margin: .8rem 0; }
 .charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
   min-width: 0; }
 .wide { overflow-x: auto; margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
-td { font-variant-numeric: tabular-nums; } td:first-child { overflow-wrap: break-word; }
+td { font-variant-numeric: tabular-nums; }
 .bar { display: flex; height: 1.5rem; border-radius: 7px; overflow: hidden; margin: .8rem 0 .5rem; }
 .bar span { background: currentColor; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 .label { color: var(--ink); } .time { white-space: nowrap; } .warning td { color: var(--note); }
 .hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-code, pre { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
+code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .8rem 1rem; margin: .4rem 0 1rem;
   white-space: pre; }
 .plain summary { grid-template-columns: 1fr .8rem; font-weight: 600; } .plain .evidence { padding-left: .2rem; }

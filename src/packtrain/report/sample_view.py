@@ -14,7 +14,8 @@ from packtrain.run.records import Sample
 
 STYLE = """
 .sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 1rem .9rem; margin: 1rem 0; }
-.sheet .picture { aspect-ratio: 1 !important; } .sheet figure { margin: 0; min-width: 0; } .sheet figcaption { line-height: 1.35; margin-top: .35rem;
+.sheet .picture { aspect-ratio: 1 !important; } .sheet figure { margin: 0; min-width: 0; }
+.sheet figcaption { line-height: 1.35; margin-top: .35rem;
   overflow-wrap: anywhere; }
 .picture { display: block; aspect-ratio: 1; border-radius: 8px; background: var(--shade) center / contain no-repeat;
   overflow: hidden; position: relative; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
