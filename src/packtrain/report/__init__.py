@@ -12,7 +12,7 @@ from packtrain.report.render import newest_samples, render
 from packtrain.report.sample_view import MAX_SAMPLES
 from packtrain.run.run import Run
 
-__all__ = ["report_json", "report_page", "report_url", "write_report"]
+__all__ = ["finding_json", "report_json", "report_page", "report_url", "write_report"]
 
 
 def write_report(run: Run) -> str:
@@ -34,12 +34,13 @@ def report_json(evidence: Evidence) -> dict[str, Any]:
     """Return the answers for scripts, with their numbers and tables. The series are in the metrics."""
     return {
         **asdict(evidence.summary),
-        "findings": [_finding_json(finding) for finding in findings_of(evidence)],
+        "findings": [finding_json(finding) for finding in findings_of(evidence)],
         "samples": [asdict(sample) for sample in newest_samples(evidence)],
     }
 
 
-def _finding_json(finding: Finding) -> dict[str, Any]:
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return one answer as plain values, without its series."""
     tables = [asdict(figure) for figure in finding.figures if isinstance(figure, Rows)]
     known = {name: value for name, value in vars(finding).items() if name != "figures"}
     return {**known, "tables": tables}

@@ -12,7 +12,7 @@ from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text,
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import POLICY, Series, line_chart, page
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
-from packtrain.report.sample_view import confusions, samples_html
+from packtrain.report.sample_view import confusions, samples_html, wide
 from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Sample
 from packtrain.units import counted, show_count, show_dollars, show_seconds
@@ -174,7 +174,7 @@ def _figure(figure: Figure) -> str:
     if isinstance(figure, Shares):
         return _bar(figure)
     if isinstance(figure, Text):
-        return f'<p class="dim">{escape(figure.title)}</p><pre>{escape(figure.text)}</pre>'
+        return f'<p class="dim">{escape(figure.title)}</p><pre tabindex="0">{escape(figure.text)}</pre>'
     return _table(figure)
 
 
@@ -196,7 +196,7 @@ def _bar(shares: Shares) -> str:
 def _table(rows: Rows) -> str:
     head = "".join(f"<th>{escape(one)}</th>" for one in rows.heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows.rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return wide(f"<tr>{head}</tr>{body}")
 
 
 # Curves, samples, events.
@@ -248,5 +248,5 @@ def _events(events: Sequence[Event]) -> str:
     cut = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
     return (
         f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{cut}</span></summary>'
-        f'<div class="evidence"><div class="wide"><table>{rows}</table></div></div></details>'
+        f'<div class="evidence">{wide(rows)}</div></details>'
     )

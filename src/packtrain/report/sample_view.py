@@ -81,6 +81,11 @@ def _text(text: str) -> str:
     return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
 
 
+def wide(rows: str) -> str:
+    """Return a table that scrolls sideways where it does not fit, by keyboard, too."""
+    return f'<div class="wide" tabindex="0" role="group" aria-label="table"><table>{rows}</table></div>'
+
+
 def _texts(samples: Sequence[Sample]) -> str:
     rows = "".join(
         f'<tr><td class="text" dir="auto">{_text(one.input)}</td>'
@@ -89,7 +94,7 @@ def _texts(samples: Sequence[Sample]) -> str:
         for one in samples
     )
     heads = "<tr><th>input</th><th>prediction</th><th>reference</th></tr>"
-    return f'<div class="wide"><table>{heads}{rows}</table></div>' if rows else ""
+    return wide(heads + rows) if rows else ""
 
 
 def _marked(prediction: str, reference: str) -> str:
