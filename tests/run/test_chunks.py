@@ -370,3 +370,17 @@ def test_a_writer_that_was_quiet_for_long_is_still_found(s3_store: Store) -> Non
     note(writing, 2)
     writing.flush()
     assert any(list(following.take_keys()) for _ in range(31))
+
+
+def test_a_stream_that_is_too_long_is_read_in_evenly_spaced_parts(directory_store: Store) -> None:
+    for name, count in (("a", 40), ("b", 4)):
+        writing = writer(directory_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    whole = reader(directory_store).spread(1 << 20)
+    assert len(whole) == 44
+    size = sum(entry.size for entry in directory_store.list("runs/job-1/notes/"))
+    assert numbers(reader(directory_store).spread(size // 4 + 1)) == [*range(0, 40, 4), 0.0]
+    assert len(reader(directory_store).spread(1)) == 2, "at least one chunk of each writer"
+    assert reader(directory_store).spread(0) != []

@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -220,11 +221,46 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.say_lines(hints(run, "resume"))
 
 
-def report(name: RunArgument = None, store: StoreOption = None) -> None:
-    """Write the report of a run so far and print its location."""
-    from packtrain.report import write_report
+def report(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: JsonOption = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to the store.")
+    ] = None,
+) -> None:
+    """Answer questions about a run, with evidence, on one page.
 
-    print(write_report(find_run(store, name)))
+    The page is in the run's folder. It is written when a run ends, and by this command at any time.
+    """
+    from packtrain.cli.common import json_text
+    from packtrain.errors import Mistake
+    from packtrain.report import report_json, report_page, write_report
+    from packtrain.report.findings import findings_of, gather
+    from packtrain.report.markdown import markdown
+
+    if as_markdown and as_json:
+        raise Mistake("--markdown and --json: pass one of them")
+    run = find_run(store, name)
+    if as_markdown:
+        evidence = gather(run)
+        text = markdown(evidence, findings_of(evidence))
+    elif as_json:
+        text = json_text(report_json(gather(run))) + "\n"
+    elif output is not None:
+        text = report_page(run)
+    else:
+        print(write_report(run))
+        return
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise Mistake(f"{output}: {error.strerror}") from error
+    print(output)
 
 
 def mirror(

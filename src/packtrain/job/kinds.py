@@ -203,6 +203,11 @@ class ScheduleKind(Part):
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
 
+    @property
+    @abstractmethod
+    def in_words(self) -> str:
+        """The formula in one sentence, for a person who sees the curve and asks why."""
+
     @abstractmethod
     def build(self, width: int, duration: Duration) -> Callable[[Any], float]:
         """Return the rate as a function of the `Progress` before a step; `width` is the model's."""
@@ -245,6 +250,11 @@ class ExchangeKind(Part):
     def interval(self) -> int:
         """The number of steps from one sync to the next."""
         return 1
+
+    @property
+    def lighter(self) -> str:
+        """A setting of this kind that would send fewer bytes, as a job says it; empty if there is none."""
+        return ""
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""

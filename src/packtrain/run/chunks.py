@@ -123,6 +123,22 @@ class ChunkReader(Generic[Record]):
                     return
                 yield self._parse(entry.key)
 
+    def spread(self, max_bytes: int) -> list[Record]:
+        """Return the records of chunks that are evenly spaced over every writer's time, up to a total size.
+
+        For readers of means over a whole run, whatever its length. Independent of `read`.
+        """
+        entries = {writer: self._entries(writer) for writer in self._writers()}
+        size = sum(entry.size for chunks in entries.values() for entry in chunks)
+        share = min(1.0, max_bytes / size) if size else 1.0
+        chosen = [
+            chunks[number * len(chunks) // count]
+            for chunks in entries.values()
+            if chunks and (count := max(1, int(len(chunks) * share)))
+            for number in range(count)
+        ]
+        return [record for entry in chosen for record in self._parse(entry.key)]
+
     def _writers(self) -> list[str]:
         return self._store.folders(f"{self._stream}/")
 
