@@ -52,11 +52,15 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart; `marked` puts a dot on each point, for series that have few."""
+    """A line of a chart; `marked` puts a dot on each point, for series that have few.
+
+    `color` is the number of its color; None is its place among the lines that are drawn.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     marked: bool = False
+    color: int | None = None
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
@@ -90,7 +94,8 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
             x, _ = place(tick, y_low)
             parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
     parts.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
-    for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
+    colors = [place if one.color is None else one.color for place, one in enumerate(drawn)]
+    for number, one, points in zip(colors, drawn, lines, strict=True):
         places = [place(x, y) for x, y in points]
         line = " ".join(f"{across},{down}" for across, down in places)
         parts.append(f'<polyline class="line s{number}" points="{line}"/>')
@@ -103,7 +108,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     parts.append("</svg>")
     legend = "".join(
         f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
-        for number, one in enumerate(drawn)
+        for number, one in zip(colors, drawn, strict=True)
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
 
