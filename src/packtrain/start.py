@@ -70,8 +70,26 @@ def pack_data(
         raise loaded.mistake(mistake.field, mistake.fault) from None
 
 
+@dataclass(frozen=True)
+class NewRun:
+    """Everything that the folder of a run starts with, before there is one."""
+
+    store: Store
+    job: Job
+    code: bytes
+    pack: str | None
+
+
 def create(loaded: LoadedJob, progress: PackProgress) -> Run:
-    """Create the run's folder with everything its nodes need. All checks come first, the cheap ones before packing."""
+    """Create the run's folder with everything its nodes need."""
+    new = prepare_run(loaded, progress)
+    run = create_run(new.store, new.job, new.code, new.pack)
+    remember(run)
+    return run
+
+
+def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: bool = False) -> NewRun:
+    """Pack the data and do all checks, the cheap ones before packing; no run exists before they have passed."""
     job = loaded.job
     _check_can_run(loaded)
     _require_torch(job)
@@ -83,7 +101,8 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     if (fault := _store_fault(job, store)) is not None:
         raise loaded.mistake("store", fault)
     try:
-        fleet_of(job.fleet.kind).check(job, store, progress.say)
+        if not fleet_is_checked:
+            fleet_of(job.fleet.kind).check(job, store, progress.say)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
@@ -100,9 +119,7 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    run = create_run(store, job.model_copy(update=updates), code.archive, packed.name if packed else None)
-    remember(run)
-    return run
+    return NewRun(store, job.model_copy(update=updates), code.archive, packed.name if packed else None)
 
 
 @dataclass(frozen=True)

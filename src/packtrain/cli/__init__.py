@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from packtrain.backoff import SLOW_ANSWERS
-from packtrain.cli import compare, copies, evaluate, export, jobs, machines, models, packages, runs, serve
+from packtrain.cli import compare, copies, evaluate, export, jobs, machines, models, packages, runs, serve, sweep
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -49,7 +49,7 @@ def options(
         SLOW_ANSWERS.tell = _complain
 
 
-for group in (jobs, runs, compare, models, evaluate, export, serve, copies, machines, packages):
+for group in (jobs, sweep, runs, compare, models, evaluate, export, serve, copies, machines, packages):
     group.register(app)
 
 
