@@ -17,13 +17,14 @@ from packtrain.store import Store
 from packtrain.units import Duration, counted
 
 _WIDTH, _HEIGHT = 900, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 90, 40, 30  # margins of the plot
-_LOGARITHMIC = 20.0  # an axis that spans this factor has a logarithmic scale
+_LEFT, _RIGHT, _TOP, _BOTTOM = 20, 90, 40, 30  # margins of the plot
+_LOGARITHMIC = 9.0  # an axis that spans this factor has a logarithmic scale
 _MAX_TEXT = 18  # characters of a value on an axis
 _PLOT_STYLE = """
 .axis { stroke: var(--dim); } .run { fill: none; stroke-width: 1.4; opacity: .75; }
 .best { stroke-width: 3.5; opacity: 1; }
-.early { stroke-dasharray: 4 3; opacity: .45; } .name { font-size: 12px; fill: var(--ink); text-anchor: middle; }
+.early { stroke-dasharray: 4 3; opacity: .45; } .name { font-size: 12px; fill: var(--ink); }
+.axis-text { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
 """
 
 
@@ -97,10 +98,10 @@ def _row(
     return SweepRow(trial.number, trial.run, state, standing, trial.values, score, step, early, loss)
 
 
-def _order(row: SweepRow, lower: bool) -> tuple[bool, bool, float, float, int]:
-    # A run that was stopped early may have a good score at its rung; those that trained on come first.
+def _order(row: SweepRow, lower: bool) -> tuple[bool, float, float, int]:
+    """Return the sort key: by score, equal ones by loss, those without a score last."""
     score = 0.0 if row.score is None else row.score if lower else -row.score
-    return row.score is None, row.stopped_early, score, math.inf if row.loss is None else row.loss, row.trial
+    return row.score is None, score, math.inf if row.loss is None else row.loss, row.trial
 
 
 def _progress(run: Run, plan: SweepPlan) -> tuple[float | None, float | None, int, bool]:
@@ -230,12 +231,13 @@ def _down(place: float) -> float:
 
 
 def _drawn_axis(x: float, axis: CoordinateAxis) -> str:
+    anchor = "start" if x <= _LEFT else "middle"  # the name of the first one would not fit to its left
     name = axis.name if len(axis.name) <= 2 * _MAX_TEXT else f"...{axis.name[-2 * _MAX_TEXT + 3 :]}"
     parts = [
         f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>',
-        f'<text class="name" x="{x:.1f}" y="{_TOP - 16}">{escape(name)}</text>',
+        f'<text class="name" x="{x:.1f}" y="{_TOP - 16}" text-anchor="{anchor}">{escape(name)}</text>',
     ]
     for place, text in axis.ticks:
         short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-        parts.append(f'<text class="tick" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>')
+        parts.append(f'<text class="tick axis-text" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>')
     return "".join(parts)
