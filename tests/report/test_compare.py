@@ -126,6 +126,11 @@ def test_a_difference_in_speed_within_the_noise_of_the_steps_is_none() -> None:
     assert "equally fast within the noise" in speed_up(*shaky).sentences[0]
 
 
+def test_a_step_that_is_faster_in_every_part_is_the_machine() -> None:
+    found = speed_up(made("A", {"forward": 1.0, "backward": 2.0}), made("B", {"forward": 0.5, "backward": 1.1}))
+    assert "Every part of a step is about as much faster: it is the machines" in found.sentences[1]
+
+
 def test_runs_with_few_steps_have_no_speed_up() -> None:
     short = ComparedRun("B", "b", "running", recipe_job(), [a_step(1, {"forward": 1.0})], unit="tokens")
     found = speed_up(made("A"), short)

@@ -19,7 +19,7 @@ from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
-from packtrain.run.records import Result
+from packtrain.run.records import DamagedRecord, Result, encode
 from packtrain.run.run import Run, open_run
 from packtrain.run.sweeps import (
     DriverBeat,
@@ -244,13 +244,28 @@ def stored(store: Store) -> Sweep:
 
 def test_a_plan_is_put_once_and_a_start_is_claimed_once(directory_store: Store) -> None:
     sweep = stored(directory_store)
-    other = SweepPlan("s", "other", "other", (), (), 1, {})
+    other = SweepPlan("s", "other", "other", (), sweep.plan.trials, 1, {})
     assert Sweep(directory_store, "s").put_plan(other).job == "job"
     start = TrialStart(1, 1, 0, 0, 1.0, 1)
     assert [sweep.claim(start), sweep.claim(start)] == [True, False]
     assert sweep_names(directory_store) == ["s"]
     with pytest.raises(NotFound, match="did you mean 's'"):
         _ = Sweep(directory_store, "ss").plan
+
+
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        ("plan.json", b"{}"),
+        ("plan.json", b'{"name": "s", "job": "", "digest": "", "parameters": [], "trials": [], "parallel": 1}'),
+        ("starts/000009-001.json", encode(TrialStart(9, 1, 0, 0, 1.0, 1))),
+        ("rungs/001.json", b'{"scores": {"1": 1e999}, "survivors": [-1]}'),
+    ],
+)
+def test_damaged_records_of_a_sweep_are_one_line(directory_store: Store, key: str, data: bytes) -> None:
+    directory_store.put(stored(directory_store).key(key), data)
+    with pytest.raises(DamagedRecord, match="damaged"):
+        sweep_table(directory_store, "s")
 
 
 def test_a_run_that_was_left_half_made_is_completed_and_other_code_is_refused(directory_store: Store) -> None:

@@ -19,6 +19,7 @@ from packtrain.cli.common import (
     console,
     find_store,
     print_json,
+    store_option,
     trusting,
 )
 from packtrain.errors import EXIT_FAILED, EXIT_UNFINISHED, Mistake
@@ -150,8 +151,7 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
     except KeyboardInterrupt:
         screen.say()
         screen.say(f"Detached. {_still_running(drive.running)}")
-        where = shlex.join(["packtrain", "sweep", sweep.name, "--store", sweep.store.url])
-        screen.say(f"  continue: {where}")
+        screen.say(f"  continue: {shlex.join(['packtrain', 'sweep', sweep.name, *store_option(sweep.store)])}")
         return EXIT_UNFINISHED
     finally:
         drive.close()
@@ -218,9 +218,9 @@ def _drawn(table: SweepTable, most: int | None = None) -> Table:
 
 
 def _short_names(names: tuple[str, ...]) -> list[str]:
-    """Return the last part of each field's name, with as many more as make them different."""
+    """Return the last part of each field's name, with as many more as make them different and a word."""
     parts = [name.split(".") for name in names]
-    length = 1
+    length = 2 if any(part[-1].isdecimal() for part in parts) else 1  # `program.2`, not `2`
     while len({".".join(part[-length:]) for part in parts}) < len(parts) and length < max(map(len, parts)):
         length += 1
     return [".".join(part[-length:]) for part in parts]

@@ -36,6 +36,7 @@ _NEAR_END = 1 / 3  # of the evaluations
 _BLOCKS = 10  # of steps, whose means say how exact a mean is
 _PER_TOKEN = ("loss", "perplexity")
 _SAME_BATCH = 0.02  # batches of tokens differ a little from step to step
+_LARGE, _ALIKE = 0.05, 0.25  # shares of a step that count as large, and of a factor that count as equal
 _BEYOND, _BELOW = 1.1, 0.9  # of the speed-up that the number of workers gives
 # Student's t, two-sided 95 %, by degrees of freedom; above the last it is nearly that of the normal distribution.
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -364,8 +365,15 @@ def _explained(found: SpeedUp, per: str, base: ComparedRun, other: ComparedRun) 
 
 
 def _largest(found: SpeedUp) -> Iterable[str]:
-    """Name the term that makes most of the difference."""
+    """Name the term that makes most of the difference, unless all of them changed alike."""
     total = found.base_seconds - found.other_seconds
+    large = [one for one in found.terms if one.base >= _LARGE * found.base_seconds]
+    if found.ideal == 1 and len(large) > 1 and all(_is_alike(one, found) for one in large):
+        yield (
+            f"Every part of a step is about as much {'faster' if total > 0 else 'slower'}: it is the machines"
+            " (other ones, or busy with something else), or the size of the model."
+        )
+        return
     term = max(found.terms, key=lambda one: one.saved if total > 0 else -one.saved)
     verb = "saved" if total > 0 else "added"
     rest = "" if term.without is None else f"; everything else is {term.without:.2f} times as fast"
@@ -373,6 +381,12 @@ def _largest(found: SpeedUp) -> Iterable[str]:
         f"{show_step(abs(term.saved))} of the {show_step(abs(total))} {verb} is {term.label}"
         f" ({show_step(term.base)} -> {show_step(term.other)}){rest}."
     )
+
+
+def _is_alike(term: SpeedTerm, found: SpeedUp) -> bool:
+    """True if a term changed by about the same factor as the whole step."""
+    whole = found.other_seconds / found.base_seconds
+    return abs(term.other / term.base / whole - 1) <= _ALIKE
 
 
 def _scaling(found: SpeedUp, factor: float, base: ComparedRun, other: ComparedRun) -> Iterable[str]:

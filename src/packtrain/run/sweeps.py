@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic import model_validator
+
 from packtrain.errors import Mistake, NotFound, nearest, quoted
 from packtrain.job.part import is_name
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
     MAX_RECORD_BYTES,
     Count,
+    DamagedRecord,
     FileName,
     Label,
     Many,
@@ -83,6 +86,12 @@ class SweepPlan:
     lower: bool = False
     rungs: Many[Rung] = ()
     unit: Label = "steps"
+
+    @model_validator(mode="after")
+    def _is_numbered(self) -> SweepPlan:
+        if not self.trials or [trial.number for trial in self.trials] != list(range(1, len(self.trials) + 1)):
+            raise ValueError("trials are numbered from 1")
+        return self
 
     def trial(self, number: int) -> Trial:
         return self.trials[number - 1]
@@ -161,7 +170,10 @@ class Sweep:
         return Run(self.store, trial.run)
 
     def starts(self) -> list[TrialStart]:
-        return self._all("starts/", _START, TrialStart)
+        found = self._all("starts/", _START, TrialStart)
+        if any(not 1 <= start.trial <= len(self.plan.trials) for start in found):
+            raise DamagedRecord(f"{self.key('starts')} in {self.store.url} is damaged: it has a trial of another sweep")
+        return found
 
     def claim(self, start: TrialStart) -> bool:
         """True if this start is the first of its trial and attempt, and so may happen."""

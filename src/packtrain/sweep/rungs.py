@@ -75,7 +75,7 @@ class TrialView:
 
 @dataclass(frozen=True)
 class Actions:
-    """What a driver does next. `settled` ends the round; `over`: there is nothing left to do, now or later."""
+    """The next steps of a driver. `settled` ends the round; `over`: there is nothing left to do, now or later."""
 
     start: tuple[int, ...] = ()
     stop: tuple[int, ...] = ()
