@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake, NotFound
+from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
@@ -34,9 +35,9 @@ from packtrain.run.sweeps import (
     sweep_of,
 )
 from packtrain.store import Store, open_store
-from packtrain.sweep.drive import DriverSeat
+from packtrain.sweep.drive import DriverSeat, moved
 from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
-from parts.runs import new_run
+from parts.runs import new_run, recipe_job
 from parts.sandbox import EXAMPLES, Sandbox, assert_nothing_left, make_sandbox, wait_until
 
 JOB = f"""
@@ -230,6 +231,15 @@ def test_hosts_are_divided_among_the_runs_that_train_at_the_same_time() -> None:
     assert [part.hosts for part in fleet.divided(1)] == [("a", "b")]
     local = kind_class(FLEETS, "local").model_validate({})
     assert [len(local.divided(count)) for count in (None, 3)] == [1, 3]
+
+
+def test_a_run_gets_its_part_of_the_fleet_before_it_starts(directory_store: Store) -> None:
+    job = recipe_job(fleet={"ssh": {"hosts": ["a", "b", "c", "d"], "machines": 2}, "workers": 3, "price": 2.0})
+    run, part = new_run(directory_store, job), job.fleet.kind.divided(None)[1]
+    changed, _ = changed_job(run.job_data, moved(run, part))
+    assert changed.fleet == job.fleet.model_copy(update={"kind": part})
+    assert changed.fleet.kind.hosts == ("c", "d")
+    assert moved(run, job.fleet.kind) == moved(run, None) == []
 
 
 # The store.

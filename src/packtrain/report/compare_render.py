@@ -23,6 +23,7 @@ from packtrain.units import show_count, show_seconds
 WIDTH = 80
 _CHART_HEIGHT = 12
 _MAX_VALUE = 60  # characters of a value in the text
+_SHORT = 20  # characters of a cell that does not wrap
 
 STYLE = """
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; } .wide { overflow-x: auto; }
@@ -204,7 +205,9 @@ def compare_page(found: RunComparison) -> str:
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table that scrolls on a narrow screen; cells are HTML already."""
     head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    # Short values stay on one line: a number that is apart from its unit is hard to read.
+    lines = ["".join(f"<td{' class=value' if len(cell) <= _SHORT else ''}>{cell}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 

@@ -21,6 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 20, 90, 40, 30  # margins of the plot
 _LOGARITHMIC = 9.0  # an axis that spans this factor has a logarithmic scale
 _MAX_TEXT = 18  # characters of a value on an axis
 _PLOT_STYLE = """
+.plot { overflow-x: auto; } .plot svg { min-width: 640px; }
 .axis { stroke: var(--dim); } .run { fill: none; stroke-width: 1.4; opacity: .75; }
 .best { stroke-width: 3.5; opacity: 1; }
 .early { stroke-dasharray: 4 3; opacity: .45; } .name { font-size: 12px; fill: var(--ink); }
@@ -223,7 +224,7 @@ def parallel_coordinates(table: SweepTable) -> str:
         )
     for x, axis in zip(across, every, strict=True):
         parts.append(_drawn_axis(x, axis))
-    return f"<figure><figcaption>one line per run</figcaption>{''.join(parts)}</svg></figure>"
+    return f'<figure class="plot"><figcaption>one line per run</figcaption>{"".join(parts)}</svg></figure>'
 
 
 def _down(place: float) -> float:

@@ -39,7 +39,7 @@ from packtrain.run.sweeps import (
     survivors,
 )
 from packtrain.run.trust import Accept
-from packtrain.start import reopen, start
+from packtrain.start import AlreadyComplete, reopen, start
 from packtrain.store import StoreError
 from packtrain.sweep.rungs import RungScore, TrialView, next_actions
 from packtrain.system import FileLock, cache_directory, machine_id, this_client
@@ -193,6 +193,7 @@ class SweepDrive:
         self._settled: list[RungResult] = []
         self._views: list[TrialView] = []
         self._was_driving = True
+        self._has_started = False
         self._fleets = self._parts(parallel)
 
     def _parts(self, parallel: int | None) -> list[FleetKind | None]:
@@ -321,14 +322,17 @@ class SweepDrive:
         self._stopping.discard(number)
         run = self._sweep.run(trial)
         try:
-            run = reopen(run, self._accept, self._say, _moved(run, self._fleets[slot]))
+            run = reopen(run, self._accept, self._say, moved(run, self._fleets[slot]))
             start(run, tied=False, say=self._say)
-        except Mistake:
-            if run.result() is None:  # else it has finished meanwhile, and that is no mistake
+        except AlreadyComplete:
+            pass  # its result came a moment ago; the next look sees it
+        except PacktrainError as error:
+            # A host that does not answer later should not end a sweep of days; a mistake shows at the first start.
+            if isinstance(error, Mistake) and not self._has_started:
                 raise
-        except PacktrainError as error:  # such as a host that does not answer; the next look tries again
             self._say(f"could not start {run.name}: {error}")
         else:
+            self._has_started = True
             self._say(f"{'resumed' if starts else 'started'} {run.name} ({in_words(trial)})")
         self._watch(number, [*starts, claim], run)
 
@@ -341,7 +345,7 @@ def _ended(result: Result) -> str:
     return f"reached its rung at step {result.step:,}" if is_paused(result) else f"{result.status}: {result.reason}"
 
 
-def _moved(run: Run, kind: FleetKind | None) -> list[str]:
+def moved(run: Run, kind: FleetKind | None) -> list[str]:
     """Return the change that gives a run its part of the fleet, if it has another one."""
     if kind is None or run.job.fleet.kind == kind:
         return []
