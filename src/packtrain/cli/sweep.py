@@ -89,17 +89,17 @@ def sweep(
         if grid or draws or halving or overrides or dry_run:
             raise Mistake(f"{target} is not a job file: --grid and the like need one; a name alone continues a sweep")
         found = Sweep(find_store(store), target)
-        if not (show or as_json):
-            sys.exit(_drive(found, parallel, trusting(trust_code), output))
-        _report(found, output, as_json)
-        return
+        if show:
+            _report(found, output, as_json)
+            return
+        sys.exit(_drive(found, parallel, trusting(trust_code), output, as_json))
     if store is not None:
         raise Mistake("--store: a job file names its store; change it with --set store=...")
     prepared = _prepared(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name)
     if dry_run:
         _print_plan(prepared, as_json)
         return
-    _create_and_drive(prepared, parallel, trusting(trust_code), output)
+    sys.exit(_drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json))
 
 
 def _prepared(
@@ -120,17 +120,22 @@ def _prepared(
     return prepare_sweep(SweepRequest(job, grid, overrides, draws, seed, halving, parallel, name))
 
 
-def _create_and_drive(prepared: PreparedSweep, parallel: int | None, accept: Accept, output: Path | None) -> None:
+def _created(prepared: PreparedSweep, as_json: bool) -> Sweep:
     from packtrain.cli.packs import ProgressBars
     from packtrain.report.sweep import rungs_in_words
     from packtrain.sweep.plan import create_sweep
 
-    screen = console()
+    screen = _news(as_json)
     screen.say((prepared.plan.name, "bold"), f": {rungs_in_words(prepared.plan)}, {prepared.plan.parallel} at a time")
-    sys.exit(_drive(create_sweep(prepared, ProgressBars(screen)), parallel, accept, output))
+    return create_sweep(prepared, ProgressBars(screen))
 
 
-def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | None) -> int:
+def _news(as_json: bool) -> Screen:
+    """Return where to say what happens: not where JSON goes."""
+    return console(sys.stderr if as_json else None)
+
+
+def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | None, as_json: bool) -> int:
     """Drive or watch a sweep until it is over, and return the exit code."""
     from rich.live import Live
     from rich.text import Text
@@ -138,7 +143,7 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
     from packtrain.report.sweep import sweep_table
     from packtrain.sweep.drive import SweepDrive
 
-    screen = console()
+    screen = _news(as_json)
     drive = SweepDrive(sweep, accept, lambda text: screen.say(f"  {text}"), parallel)
     shown = float("-inf")
     try:
@@ -155,7 +160,7 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
         return EXIT_UNFINISHED
     finally:
         drive.close()
-    table = _report(sweep, output, as_json=False)
+    table = _report(sweep, output, as_json)
     return EXIT_FAILED if all(row.state == "failed" for row in table.rows) else 0
 
 
