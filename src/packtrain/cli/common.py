@@ -78,10 +78,14 @@ def find_run(location: str | None, name: str | None) -> Run:
 
 def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
-    # A hint has --store only if the command would otherwise look elsewhere.
-    known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
-    where = [] if run.store.url in known else ["--store", run.store.url]
+    where = store_option(run.store)
     return [f"  {word + ':':<8} {shlex.join(['packtrain', *_HINTS[word], run.name, *where])}" for word in words]
+
+
+def store_option(store: Store) -> list[str]:
+    """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
+    known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
+    return [] if store.url in known else ["--store", store.url]
 
 
 def trusting(given: bool) -> Accept:
