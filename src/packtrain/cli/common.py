@@ -56,6 +56,11 @@ CheckpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+STATE_STYLES = {
+    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
+    "failed": "red",
+}  # fmt: skip
+
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
 

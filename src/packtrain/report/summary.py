@@ -79,6 +79,13 @@ def overview(run: Run, state: State) -> Overview:
     points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
     # The leases of a large run are many objects to read: without a price they would tell nothing about its cost.
     leases = run.leases() if job.fleet.dollars_per_hour is not None else ()
+    return overview_of(run, state, points, result, leases)
+
+
+def overview_of(
+    run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
+) -> Overview:
+    """Return the overview of a run whose end was read already."""
     return Overview(**_overview_fields(run, state, points, result, leases))
 
 
