@@ -10,9 +10,11 @@ import select
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -27,7 +29,7 @@ from packtrain.report.page import Series
 from packtrain.report.summary import summarize
 from packtrain.run.liveness import EXIT_CODES
 from packtrain.run.run import Run
-from packtrain.units import counted, show_bytes, show_count, show_seconds
+from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
 
 _MACHINE_STYLES = {"working": "green", "starting": "cyan", "lost": "red", "left": "dim"}
 _LINE_STYLES = ("cyan", "yellow", "green", "magenta")
@@ -174,8 +176,8 @@ def _beside(blocks: Sequence[Lines], widths: Sequence[int], gap: int = 2) -> Lin
 
 
 def _title(text: str, width: int, extra: str = "") -> Text:
-    rule = "─" * max(0, width - len(text) - len(extra) - 5)
-    return Text.assemble(("── ", "dim"), (text, "bold"), (f" {extra}" if extra else "", "dim"), (f" {rule}", "dim"))
+    start = Text.assemble(("── ", "dim"), (text, "bold"), (f" {extra} " if extra else " ", "dim"))
+    return start.append("─" * max(0, width - start.cell_len), "dim")
 
 
 # The head: state, progress, numbers, where the time goes.
@@ -188,31 +190,36 @@ def _head(view: RunView, trouble: str, width: int) -> Lines:
         (one.run, "bold"), "  ", (f"● {one.state}{reason}", STATE_STYLES[one.state]), "  ",
         (harmless(one.description), "dim"),
     )  # fmt: skip
-    lines = [first, _progress(view), _numbers(view)]
+    lines = [first, _progress(view, width), _numbers(view)]
     if view.spans:
         lines.append(_spans(view.spans, width))
     if trouble:
         lines.append(Text(harmless(trouble), "yellow"))
+    elif one.state == "interrupted":
+        lines.append(Text(f"no machine is working on it; run `packtrain resume {one.run}` to continue", "yellow"))
     elif not view.is_complete:
         lines.append(Text("reading the history of the run ...", "dim"))
     return lines
 
 
-def _progress(view: RunView) -> Text:
+def _progress(view: RunView, width: int) -> Text:
+    """Return bar, step, time and money. In a narrow terminal the last parts are cut: the most important are first."""
     one, line = view.overview, Text()
     if view.progress is not None:
-        filled = round(_BAR_WIDTH * view.progress)
-        line.append("━" * filled, STATE_STYLES[one.state]).append("╌" * (_BAR_WIDTH - filled), "dim")
+        bar = _BAR_WIDTH if width >= _TWO_COLUMNS else _BAR_WIDTH // 2
+        filled = round(bar * view.progress)
+        line.append("━" * filled, STATE_STYLES[one.state]).append("╌" * (bar - filled), "dim")
         line.append(f" {view.progress:.0%}  ", "bold")
     parts = [f"step {one.step:,}" + (f" of {one.goal:,}" if one.goal else "")] if one.unit or one.step else []
-    if one.seconds:
-        parts.append(show_seconds(one.seconds))
     if view.seconds_left is not None:
         parts.append(f"{show_seconds(view.seconds_left)} left")
+    if one.cost is not None:
+        expected = "" if one.cost.expected is None else f" of {show_dollars(one.cost.expected)}"
+        parts.append(f"{show_dollars(one.cost.so_far)}{expected}")
     if view.budget_seconds_left is not None:
         parts.append(f"budget {show_seconds(view.budget_seconds_left)}")
-    if one.cost is not None:
-        parts.append(one.cost.line)
+    if one.seconds:
+        parts.append(f"{show_seconds(one.seconds)} so far" if one.state == "running" else show_seconds(one.seconds))
     if view.generation > 1:
         parts.append(f"generation {view.generation}")
     return line.append("  ".join(parts))
@@ -229,13 +236,13 @@ def _numbers(view: RunView) -> Text:
     if headline[0]:
         pairs.append((harmless(headline[0]), headline[2]))
     if view.best is not None:
-        pairs.append(("best", f"{view.best[0]:.2f} at step {view.best[1]:,}"))
-    parts = [part for name, value in pairs for part in ((f"{name} ", "dim"), (f"{value}   ", "bold"))]
+        pairs.append(("best", f"{view.best[0]:.2f} at {view.best[1]:,}"))
+    parts = [part for name, value in pairs for part in ((f"{name} ", "dim"), (f"{value}  ", "bold"))]
     return Text.assemble(*parts) if parts else Text("no steps yet", "dim")
 
 
 def _spans(spans: Mapping[str, float], width: int) -> Text:
-    line = Text("time ", "dim")
+    line = Text.assemble(("time ", "dim"))
     for span in LABELS:
         line.append("█" * round(_BAR_WIDTH * spans.get(span, 0.0)), _SPAN_STYLES.get(span, "dim"))
     for span in sorted(spans, key=lambda name: -spans[name]):
@@ -271,7 +278,7 @@ def _charts(charts: Sequence[tuple[str, Sequence[Series]]], width: int, room: in
 
 def chart(title: str, series: Sequence[Series], width: int, height: int) -> Lines:
     """Draw lines over common axes: a title with the last values, the curves, and the steps below them."""
-    head = Text(harmless(title), "bold")
+    head = Text.assemble((harmless(title), "bold"))
     for number, one in enumerate(series):
         name = f"  ● {harmless(one.name)} " if len(series) > 1 else "  "
         head.append(name, _LINE_STYLES[number % 4]).append(_short(one.points[-1][1]), _LINE_STYLES[number % 4])
@@ -283,14 +290,16 @@ def chart(title: str, series: Sequence[Series], width: int, height: int) -> Line
     margin = max(map(len, labels.values())) + 1
     canvas = Canvas(width - margin - 1, height - 2)
     for number, one in enumerate(series):
-        places = [
-            (canvas.across * _share(x, left, right), canvas.down * (1 - _share(y, low, high))) for x, y in one.points
-        ]
-        canvas.line([(round(x), round(y)) for x, y in places], _LINE_STYLES[number % 4])
+        # One dot per column: the mean of all points that fall into it.
+        columns: defaultdict[int, list[float]] = defaultdict(list)
+        for x, y in one.points:
+            columns[round(canvas.across * _share(x, left, right))].append(_share(y, low, high))
+        places = [(x, round(canvas.down * (1 - fmean(ys)))) for x, ys in sorted(columns.items())]
+        canvas.line(places, _LINE_STYLES[number % 4])
     lines = [head]
     for row, drawn in enumerate(canvas.rows()):
         axis = f"{labels.get(row, ''):>{margin - 1}} {'┤' if row in labels else '│'}"
-        lines.append(Text(axis, "dim").append_text(drawn))
+        lines.append(Text.assemble((axis, "dim"), drawn))
     first, last = f"{left:,.0f} ", f" {right:,.0f}"
     rule = "─" * max(0, width - margin - 1 - len(first) - len(last))
     lines.append(Text(f"{'':>{margin}}└{first}{rule}{last}", "dim"))
@@ -367,7 +376,7 @@ def _machines(view: RunView, width: int, room: int) -> Lines:
 
 def _machine(one: MachineView, name_width: int) -> Text:
     used = one.telemetry
-    line = Text(f"{harmless(one.hostname)[:name_width]:<{name_width}}  ", "bold")
+    line = Text.assemble((f"{harmless(one.hostname)[:name_width]:<{name_width}}  ", "bold"))
     line.append(f"{one.state:<8}  ", _MACHINE_STYLES[one.state])
     line.append(f"{counted(one.workers, 'worker')}  ")
     if one.state in ("working", "starting"):

@@ -107,7 +107,7 @@ class RunView:
         scores += sorted(
             name for name in self.curves if name.startswith("valid.") and name not in (*scores, "valid.loss")
         )
-        named = [("loss", {"training": "train.loss", "validation": "valid.loss"})]
+        named = [("loss", {"train": "train.loss", "valid": "valid.loss"})]
         named += [(name.replace(".", " "), {name.partition(".")[2]: name}) for name in scores]
         named += [(f"{self.overview.unit}/s", {"speed": "speed"})]
         named += [("learning rate", {"rate": "train.rate"}), ("gradient norm", {"norm": "train.gradient_norm"})]
