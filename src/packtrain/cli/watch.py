@@ -81,9 +81,9 @@ def _until_terminated() -> Iterator[None]:
 
 def _draw(screen: Console, watcher: RunWatcher) -> None:
     """Draw what is new, and at least every second, until the run ends or `q` is typed."""
-    board = Board(watcher)
+    picture = TerminalBoard(watcher)
     drawn, size = 0.0, screen.size
-    with _keys() as keys, Live(board, console=screen, screen=True, auto_refresh=False) as live:
+    with _keys() as keys, Live(picture, console=screen, screen=True, auto_refresh=False) as live:
         while True:
             is_new = watcher.wait(0)
             if is_new or screen.size != size or time.monotonic() - drawn >= _REDRAW_SECONDS:
@@ -130,7 +130,7 @@ class Keys:
         return typed.decode(errors="replace")
 
 
-class Board:
+class TerminalBoard:
     """The picture, for whatever size the terminal has when it is drawn."""
 
     def __init__(self, watcher: RunWatcher) -> None:

@@ -85,7 +85,7 @@ def overview(run: Run, state: State) -> Overview:
 def overview_of(
     run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
 ) -> Overview:
-    """Return the overview of a run whose end was read already."""
+    """Return the overview of a run whose last points, result and leases were read already."""
     return Overview(**_overview_fields(run, state, points, result, leases))
 
 
