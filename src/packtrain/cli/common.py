@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -170,6 +171,20 @@ def console(stream: TextIO | None = None) -> Screen:
 
     stream = stream or sys.stdout
     return Screen(stream.stream if isinstance(stream, SafeStream) else stream)
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, for commands that have to clean up: the terminal, or files."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_json(value: Any) -> None:

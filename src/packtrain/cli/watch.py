@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from packtrain.cli.common import STATE_STYLES, console, hints
+from packtrain.cli.common import STATE_STYLES, console, hints, termination_as_interrupt
 from packtrain.cli.follow import follow, print_summary
 from packtrain.errors import EXIT_DONE, harmless
 from packtrain.report.goodput import LABELS
@@ -50,7 +49,7 @@ def watch(run: Run) -> int:
     if not screen.is_terminal or screen.is_dumb_terminal or not screen.encoding.lower().startswith("utf"):
         return follow(run, [], foreground=False)
     try:
-        with _until_terminated(), RunWatcher(run) as watcher:
+        with termination_as_interrupt(), RunWatcher(run) as watcher:
             _draw(screen, watcher)
     except KeyboardInterrupt:
         pass
@@ -63,20 +62,6 @@ def watch(run: Run) -> int:
     state = view.overview.state
     print_summary(screen, run, summarize(run, state))
     return EXIT_CODES[state]
-
-
-@contextmanager
-def _until_terminated() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C: a program that is killed would leave its picture in the terminal."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _draw(screen: Console, watcher: RunWatcher) -> None:
