@@ -169,7 +169,7 @@ class TensorBoardOutput:
             if found := _URL.search(line):
                 print(f"TensorBoard: {found[1]}  Ctrl-C ends it.", flush=True)
             elif line.strip():
-                self.last = line.strip()
+                self.last = line.strip().removeprefix("ERROR: ").removeprefix("TensorBoard ")
         self._over.set()
 
     def wait(self, seconds: float) -> None:

@@ -292,7 +292,8 @@ def chart(title: str, series: Sequence[Series], width: int, height: int) -> Line
 
 
 def _share(value: float, low: float, high: float) -> float:
-    return (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5  # halves: a difference may overflow
+    spread = high / 2 - low / 2  # halves: the difference of two large numbers overflows
+    return (value / 2 - low / 2) / spread if spread > 0 else 0.5
 
 
 def _short(value: float) -> str:

@@ -22,7 +22,7 @@ from packtrain.run.run import Run
 from packtrain.units import counted, show_count, show_dollars, show_seconds
 
 _UPDATE_SECONDS, _PRINT_SECONDS = 2.0, 15.0
-_CHARTS, _EVENTS, _REASON_LENGTH = 2, 4, 120
+_CHARTS, _EVENTS, _TEXT_LENGTH = 2, 4, 120
 _DIM = "color:#808a96"
 _FONT = "font:13px/1.5 system-ui,sans-serif"
 _STATE_COLORS = {
@@ -63,6 +63,11 @@ class Report:
         return f"<report {self.url}>"
 
 
+def _plain(text: str) -> str:
+    """Return a text from the store as HTML that is only text."""
+    return escape(harmless(text)[:_TEXT_LENGTH])
+
+
 # Many runs.
 
 
@@ -89,16 +94,16 @@ def runs_table(rows: Sequence[tuple[str, Overview | PacktrainError]], store: str
 
 def _row(name: str, row: Overview | PacktrainError) -> list[str]:
     if isinstance(row, PacktrainError):
-        return [f"<b>{escape(name)}</b>", "?", "", "", "", "", "", escape(str(row)[:_REASON_LENGTH])]
+        return [f"<b>{escape(name)}</b>", "?", "", "", "", "", "", _plain(str(row))]
     return [
         f"<b>{escape(name)}</b>",
         f'<span style="color:{_STATE_COLORS[row.state]}">● {row.state}</span>',
         f"{row.step:,}" + (f" of {row.goal:,}" if row.goal and row.state != "finished" else ""),
         "" if row.loss is None else f"{row.loss:.3f}",
-        escape(row.headline),
+        _plain(row.headline),
         show_seconds(row.seconds) if row.seconds else "",
         "" if row.cost is None else show_dollars(row.cost.so_far),
-        escape(harmless(row.description)[:_REASON_LENGTH]),
+        _plain(row.description),
     ]
 
 
@@ -114,13 +119,13 @@ def panel(view: RunView, note: str = "") -> str:
         f'<div style="background:#808a9633;border-radius:3px;height:6px;margin:.4em 0">'
         f'<div style="background:{color};border-radius:3px;height:6px;width:{share}%"></div></div>'
     )
-    reason = f": {escape(one.reason[:_REASON_LENGTH])}" if one.reason else ""
+    reason = f": {_plain(one.reason)}" if one.reason else ""
     return (
         f'<div style="{_FONT};max-width:1160px">'
         f'<div><b style="font-size:16px">{escape(one.run)}</b> <span style="color:{color}">● {one.state}{reason}</span>'
-        f' <span style="{_DIM}">{escape(harmless(one.description)[:_REASON_LENGTH])}</span></div>'
+        f' <span style="{_DIM}">{_plain(one.description)}</span></div>'
         f"{bar if view.progress is not None else ''}{_facts(view)}{_pictures(view)}{_events(view)}"
-        f"{f'<div style={_quoted(_DIM)}>{escape(note)}</div>' if note else ''}</div>"
+        f"{f'<div style={_quoted(_DIM)}>{_plain(note)}</div>' if note else ''}</div>"
     )
 
 
@@ -159,7 +164,7 @@ def _pictures(view: RunView) -> str:
         svg = Plot(title, tuple(series)).svg()
         data = base64.b64encode(svg.encode()).decode()
         pictures.append(
-            f'<img alt="{escape(title)}" style="width:49%;margin:.5em .5% 0 0" src="data:image/svg+xml;base64,{data}">'
+            f'<img alt="{_plain(title)}" style="width:49%;margin:.5em .5% 0 0" src="data:image/svg+xml;base64,{data}">'
         )
     return f"<div>{''.join(pictures)}</div>" if pictures else ""
 
@@ -169,7 +174,7 @@ def _events(view: RunView) -> str:
     return "".join(
         f'<div><span style="{_DIM}">{time.strftime("%H:%M:%S", time.gmtime(event.time))} UTC</span> '
         f'<span style="color:{"#c9a227" if event.display == "warning" else "inherit"}">'
-        f"{escape(event.kind)}: {escape(harmless(event.text)[:_REASON_LENGTH])}</span></div>"
+        f"{escape(event.kind)}: {_plain(event.text)}</span></div>"
         for event in shown
     )
 
@@ -233,7 +238,7 @@ def draw(run: Run, place: Display, update_seconds: float = _UPDATE_SECONDS) -> N
                 if view is not None:
                     place.update(Shown(panel(view, trouble), _text(view)))
                 elif trouble:
-                    place.update(Shown(f'<div style="{_FONT};{_DIM}">{escape(trouble)}</div>', trouble))
+                    place.update(Shown(f'<div style="{_FONT};{_DIM}">{_plain(trouble)}</div>', trouble))
     except KeyboardInterrupt:
         note = f"No longer drawn; {run.name} keeps running. watch() draws it again."
         if view is not None:

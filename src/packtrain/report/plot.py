@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from packtrain.errors import Mistake, nearest
+from packtrain.errors import Mistake, harmless, nearest
 from packtrain.report.frame import in_order
 from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart
 from packtrain.run.records import Point
@@ -41,7 +41,7 @@ class Plot:
 
     def svg(self) -> str:
         """Return the picture as a document of its own."""
-        names = [f"{one.name} {_last(one):.4g}" for one in self.series]
+        names = [f"{harmless(one.name)} {_last(one):.4g}" for one in self.series]
         key_width = 32 + _CHARACTER_WIDTH * max(map(len, names))
         across = max(1, int(WIDTH // key_width))
         top = 22 + _KEY_HEIGHT * -(-len(self.series) // across)
@@ -50,13 +50,14 @@ class Plot:
             x, y = 4 + number % across * key_width, 32 + number // across * _KEY_HEIGHT
             keys.append(f'<circle class="key s{number}" cx="{x + 4}" cy="{y - 4}" r="4"/>')
             keys.append(f'<text x="{x + 13}" y="{y}">{escape(name)}</text>')
-        figure = line_chart(self.title, self.series, self.x_label)
+        title = escape(harmless(self.title))  # a control character would make the document invalid
+        figure = line_chart(title, self.series, self.x_label)
         drawn = figure[figure.index(">", figure.index("<svg")) + 1 : figure.index("</svg>")]
         colors = "".join(f".s{number}{{color:{_COLORS[number % len(_COLORS)]}}}" for number in range(len(self.series)))
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + top}" width="{WIDTH}"'
-            f' height="{HEIGHT + top}" role="img" aria-label="{escape(self.title)}"><style>{_STYLE}{colors}</style>'
-            f'<text class="title" x="2" y="14">{escape(self.title)}</text>{"".join(keys)}'
+            f' height="{HEIGHT + top}" role="img" aria-label="{title}"><style>{_STYLE}{colors}</style>'
+            f'<text class="title" x="2" y="14">{title}</text>{"".join(keys)}'
             f'<g transform="translate(0,{top})">{drawn}</g></svg>\n'
         )
 
