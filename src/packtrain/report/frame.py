@@ -17,7 +17,7 @@ _LIBRARIES: tuple[Library, ...] = ("pandas", "polars")  # the first that is inst
 _KINDS = ("train", "valid", "test")
 
 
-class Columns:
+class MetricColumns:
     """Rows of numbers in which most columns have gaps: a step has no scores unless it was evaluated."""
 
     def __init__(self, points: Iterable[Point]) -> None:
@@ -67,7 +67,7 @@ def frame_of(points: Iterable[Point], library: Library) -> Any:
 
     A gap is NaN in pandas and null in polars; there, NaN is a measurement that was not a number.
     """
-    columns = Columns(points)
+    columns = MetricColumns(points)
     steps, generations = np.array(columns.steps, dtype=np.int64), np.array(columns.generations, dtype=np.int64)
     times = (np.array(columns.times) * 1e6).astype("datetime64[us]")
     if library == "pandas":
