@@ -197,6 +197,10 @@ def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = JOIN_SECOND
             time.sleep(0.05)
 
 
+class AlreadyComplete(Mistake):
+    """There is nothing to resume: the run has reached its end."""
+
+
 def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] = ()) -> Run:
     """Prepare a run that has ended to be started again, after the checks that `create` does; return it with its job.
 
@@ -220,7 +224,7 @@ def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] 
             remember(run)
     elif (result := run.result()) is not None and result.status == "finished":
         # On a busy machine it looked interrupted while it ended. Its result must not be lost.
-        raise Mistake(f"{run.name} is complete by now")
+        raise AlreadyComplete(f"{run.name} is complete by now")
     run.reopen()
     return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,10 @@ def halves(network: Network, uninterrupted: Sandbox) -> None:
     split_for_less_than_their_patience(field)
     split_for_more_than_their_patience(field)
 
+    card = Path(f"/sys/class/net/{network.bridge}/address")
+    before = card.read_text()
     first.kill()
+    assert card.read_text() == before, "the others would send to an address that nobody has"
     field.wait_for(lambda: field.told("lost"), "the other to notice")
     first.start()
     field.start(first)

@@ -24,8 +24,9 @@ from packtrain.fleet.cloud import LABEL_TAG, label_of, remove
 from packtrain.fleet.down import launched_fleets, take_down, take_inventory
 from packtrain.fleet.local import find_processes
 from packtrain.job.kinds import FleetKind
+from packtrain.run import liveness
 from packtrain.run.checkpoint import last_step
-from packtrain.run.liveness import state_of
+from packtrain.run.liveness import State, state_of
 from packtrain.run.records import FleetLaunch, Result
 from packtrain.run.run import Run, open_run
 from packtrain.run.trust import refuse, remember, trusts_fleet
@@ -206,11 +207,12 @@ def test_the_end_of_a_run_gives_back_all_machines_of_this_person_and_contacts_no
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", ["stop", "resume"])
+@pytest.mark.parametrize(("verb", "seen"), [("stop", "finished"), ("resume", "finished"), ("resume", "interrupted")])
 def test_who_finds_that_a_run_has_ended_gives_its_machines_back(
-    verb: str, directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    verb: str, seen: State, directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RentalFleet, "release", RentalFleet.give_back)
+    monkeypatch.setattr(liveness, "state_of", lambda _: seen)  # `interrupted` if the result came a moment later
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
     done = command(verb, run.name, "--store", run.store.url)

@@ -161,7 +161,7 @@ class Host:
                 raise RuntimeError(f"{self.name} did not boot: {(self.place / 'boot.log').read_text()}")
             [self._init] = psutil.Process(process.pid).children()
             # The same hardware address after every start, or the other hosts would use the old one for a while.
-            card = ["address", self._hardware_address(), "netns", str(process.pid)]
+            card = ["address", _hardware_address(self.address), "netns", str(process.pid)]
             _command("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", *card)
             _command("ip", "link", "set", self._link, "master", self._network.bridge, "up")
             self._inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
@@ -173,9 +173,6 @@ class Host:
         except BaseException:
             self.kill()
             raise
-
-    def _hardware_address(self) -> str:
-        return "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
 
     def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -327,7 +324,10 @@ class Network(Sequence[Host]):
             used = {entry["local"] for link in _links("addr") for entry in link["addr_info"] if "local" in entry}
             taken = {address.rpartition(".")[0] for address in used}
             prefix = next(one for one in (f"10.77.{number}" for number in range(256)) if one not in taken)
-            _command("ip", "link", "add", self.bridge, "type", "bridge")
+            # With an address of its own: it would take the lowest of its ports', and when that port's host loses power,
+            # the others would send to the old address for up to a minute.
+            own = _hardware_address(f"{prefix}.254")
+            _command("ip", "link", "add", self.bridge, "address", own, "type", "bridge")
             _command("ip", "link", "set", self.bridge, "alias", f"{_ALIAS} {os.getpid()} {_birth(os.getpid())}")
             _command("ip", "addr", "add", f"{prefix}.254/24", "dev", self.bridge)
             _command("ip", "link", "set", self.bridge, "up")
@@ -390,6 +390,10 @@ def _mounted(shared: Iterable[Path]) -> list[Path]:
     hidden = [Path("/root"), Path("/tmp"), Path("/run"), Path("/dev/shm")]  # hosts have their own
     # The overlay shows everything else; but only in a bind mount are later changes visible on both sides.
     return [path for path in distinct if path != Path("/usr") and (path in distinct[2:] or _within(path, hidden))]
+
+
+def _hardware_address(address: str) -> str:
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
 
 
 def _namespace(pid: int) -> int:

@@ -157,18 +157,16 @@ def resume(
     """Resume a run from its last checkpoint. With --set: on another fleet, or for longer."""
     from packtrain.cli.follow import follow
     from packtrain.errors import Mistake
-    from packtrain.fleet import release
     from packtrain.job.changes import changed_job
     from packtrain.run.liveness import state_of
-    from packtrain.start import reopen
+    from packtrain.start import AlreadyComplete, reopen
 
     _check_modes(foreground, detach)
     found = find_run(store, name)
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
     state = state_of(found)
     if state == "finished" and not overrides:
-        console().say(f"{found.name} is already complete")
-        release(found, console().say)  # nobody may have seen its end
+        _say_complete(found)
         return
     if state == "running" and overrides:
         raise Mistake(f"{found.name} is running; stop it first (`packtrain stop {found.name}`), then resume it")
@@ -181,7 +179,19 @@ def resume(
         sys.exit(follow(found, [], foreground=False))
     job = changed_job(found.job_data, overrides)[0] if overrides else found.job
     _check_modes(foreground, detach, job.fleet.kind)
-    _start_and_follow(reopen(found, trusting(trust_code), _print_line, overrides or ()), foreground, detach)
+    try:
+        reopened = reopen(found, trusting(trust_code), _print_line, overrides or ())
+    except AlreadyComplete:  # its machines had left, and its result came a moment later
+        _say_complete(found)
+        return
+    _start_and_follow(reopened, foreground, detach)
+
+
+def _say_complete(found: Run) -> None:
+    from packtrain.fleet import release
+
+    console().say(f"{found.name} is already complete")
+    release(found, console().say)  # nobody may have seen its end
 
 
 def _print_dry_run(loaded: LoadedJob) -> None:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 _FOLDER = "ctranslate2"
 _POSITIONS = MAX_INPUT_TOKENS + EXTRA_TOKENS + 1  # of the longest source, and of the longest translation after BOS
-_BATCH_TOKENS = 4096  # that one of its threads translates together
-_PATIENCE = 2.0  # times the beam that must have ended: with 1 it stops before better ones, which are longer, have ended
+_BATCH_TOKENS = 512  # that one of its threads translates together: what it works on then stays in the core's cache
+PATIENCE = 1.5
+"""Times the beam that must have ended: with 1 the search stops before better ones, which are longer, have ended."""
 _NEVER = -1e9  # a bias: PAD and BOS are never written
 Array = NDArray[np.float32]
 
@@ -78,7 +79,7 @@ class Ctranslate2Text(TextNetwork):
             max_batch_size=_BATCH_TOKENS,
             batch_type="tokens",
             beam_size=decoding.beam,
-            patience=_PATIENCE,
+            patience=PATIENCE,
             num_hypotheses=decoding.beam,
             length_penalty=LENGTH_PENALTY,
             repetition_penalty=decoding.repetition,
