@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.report.live import Curve, History, LiveRun, RunWatcher
+from packtrain.report.live import GrowingLine, History, LiveRun, RunWatcher
 from packtrain.run.records import Event, LogLine, Point, Result, Telemetry
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -37,7 +37,7 @@ def write(run: Run, *points: Point, generation: int = 1) -> None:
 
 @given(st.integers(1, 2000))
 def test_a_curve_is_small_and_spans_all_that_was_added(count: int) -> None:
-    curve = Curve(max_points=8)
+    curve = GrowingLine(max_points=8)
     for step in range(count):
         curve.add(step, 2.0 * step)
     line = curve.line()
@@ -48,7 +48,7 @@ def test_a_curve_is_small_and_spans_all_that_was_added(count: int) -> None:
 
 
 def test_a_value_that_is_not_a_number_is_left_out_of_a_curve() -> None:
-    curve = Curve()
+    curve = GrowingLine()
     for step, value in enumerate([1.0, math.nan, math.inf, 2.0]):
         curve.add(step, value)
     assert curve.line() == ((0.0, 1.0), (3.0, 2.0))

@@ -36,7 +36,7 @@ _LOOK_SECONDS = 1.0  # of reading at a time: a long history is drawn while it is
 _POLL_SECONDS = 1.0
 
 
-class Curve:
+class GrowingLine:
     """A line that grows: the means of equally many neighbors, twice as many whenever there are too many means.
 
     A restart discards the steps after its checkpoint. A mean that also has steps from before stays as it is.
@@ -134,7 +134,7 @@ class History:
         recipe = recipe_class(job.recipe) if job.recipe is not None and job.recipe in RECIPES else Recipe
         self._measure = str(job.checkpoint.best_by or getattr(recipe, "best_metric", ""))
         self._sign = -1 if self._measure in recipe.lower_is_better else 1
-        self._curves: defaultdict[str, Curve] = defaultdict(Curve)
+        self._curves: defaultdict[str, GrowingLine] = defaultdict(GrowingLine)
         self._scores: list[tuple[float, int]] = []  # the best so far, each with its step: a restart may discard some
         self._steps: deque[Point] = deque(maxlen=_RECENT_STEPS)
         self._evaluations: dict[str, Point] = {}
