@@ -72,7 +72,7 @@ def test_the_picture_fills_a_terminal_of_any_size_exactly(view: RunView, trouble
 
 def test_a_small_terminal_has_every_part(view: RunView) -> None:
     shown = plain(board(view, "", 80, 24))
-    for words in ("job-1  ● ", "80%", "$0.00", "bleu 16.00", "waiting for data 60%", "loss", "valid bleu", "machines",
+    for words in ("job-1  ● ", "80%", "$0.00", "bleu 16.00", "data 60%", "loss", "valid bleu", "machines",
                   "2 working", "GPU  90%", "events", "warning", "output", "q quits"):  # fmt: skip
         assert words in shown
 

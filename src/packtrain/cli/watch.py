@@ -231,9 +231,9 @@ def _spans(spans: Mapping[str, float], width: int) -> Text:
     for span in LABELS:
         line.append("█" * round(_BAR_WIDTH * spans.get(span, 0.0)), _SPAN_STYLES.get(span, "dim"))
     for span in sorted(spans, key=lambda name: -spans[name]):
-        words = f"  {LABELS[span]} {spans[span]:.0%}"
-        if spans[span] >= 0.01 and line.cell_len + len(words) <= width:
-            line.append("  ").append(f"{LABELS[span]} {spans[span]:.0%}", _SPAN_STYLES.get(span, "dim"))
+        words = f"{LABELS[span] if width >= _TWO_COLUMNS else span} {spans[span]:.0%}"
+        if spans[span] >= 0.01 and line.cell_len + 2 + len(words) <= width:
+            line.append("  ").append(words, _SPAN_STYLES.get(span, "dim"))
     return line
 
 
