@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,11 @@ CheckpointOption = Annotated[
     typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+STATE_STYLES = {
+    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
+    "failed": "red",
+}  # fmt: skip
 
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
@@ -169,6 +175,20 @@ def console(stream: TextIO | None = None) -> Screen:
 
     stream = stream or sys.stdout
     return Screen(stream.stream if isinstance(stream, SafeStream) else stream)
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, for commands that have to clean up: the terminal, or files."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_json(value: Any) -> None:
