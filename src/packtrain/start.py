@@ -137,7 +137,7 @@ def _put_forecast(run: Run, packed: Manifest) -> None:
 
     with suppress(PacktrainError):  # a run does not need it: whatever is wrong shows when it starts
         if (found := expected(run, packed)) is not None:
-            run.put_prediction(found)
+            run.put_forecast(found)
 
 
 @dataclass(frozen=True)

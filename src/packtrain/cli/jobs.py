@@ -153,7 +153,7 @@ def _print_expected(created: Run) -> None:
     """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
     from packtrain.plan.estimate import lines_of
 
-    found = created.prediction()
+    found = created.forecast()
     for line in lines_of(found, created.job) if found is not None else ():
         console().say(("plan", "dim"), f"  {line}")
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import (
+    STATE_STYLES,
     JsonOption,
     RunArgument,
     StoreOption,
     TrustOption,
-    STATE_STYLES,
     console,
     find_run,
     find_store,

@@ -6,7 +6,7 @@ import { card, make, quiet, table } from "./dom.js";
 import { clean, duration, number, percent, short } from "./format.js";
 
 const VERDICTS = { good: ["✓", "good"], note: ["!", "worth a look"], bad: ["✕", "a problem"], unknown: ["?", "not known"] };
-const CLOSE = 0.2; // a prediction that is off by less is called close
+const CLOSE = 0.2; // a forecast that is off by less is called close
 
 export class Answers {
   constructor(place) {
@@ -15,7 +15,7 @@ export class Answers {
   }
 
   detailed(detail) {
-    const key = JSON.stringify([detail.findings, detail.prediction, detail.goodput, detail.result]);
+    const key = JSON.stringify([detail.findings, detail.forecast, detail.goodput, detail.result]);
     if (key === this.known) return;
     this.known = key;
     this.detail = detail;
@@ -23,10 +23,10 @@ export class Answers {
   }
 
   #show() {
-    const { findings, goodput, prediction, result } = this.detail;
+    const { findings, goodput, forecast, result } = this.detail;
     const parts = [findings?.length ? list(findings) : quiet("No answers yet.", "They need some steps first.")];
     if (goodput?.seconds) parts.push(spent(goodput));
-    if (prediction?.length) parts.push(compared(prediction));
+    if (forecast?.length) parts.push(compared(forecast));
     if (result?.scores && Object.keys(result.scores).length) parts.push(scores(result));
     this.place.replaceChildren(...parts);
   }
@@ -70,9 +70,9 @@ function spent({ parts, seconds, fraction, useful }) {
   return made;
 }
 
-function compared(prediction) {
+function compared(forecast) {
   const value = (one) => (typeof one === "number" ? number(one) : one === null ? "–" : short(one, 60));
-  const rows = prediction.map(({ what, expected, seen, off }) => {
+  const rows = forecast.map(({ what, expected, seen, off }) => {
     const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
     return [short(what, 60), value(expected), value(seen), sign];
   });
