@@ -17,6 +17,7 @@ from packtrain.cli.common import (
     RunArgument,
     StoreOption,
     TrustOption,
+    STATE_STYLES,
     console,
     find_run,
     find_store,
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
-_STATE_STYLES = {
-    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
-    "failed": "red",
-}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -104,7 +101,7 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
         one, queue = answer
         table.add_row(
             Text(one.run, "bold"),
-            Text(one.state, _STATE_STYLES[one.state]),
+            Text(one.state, STATE_STYLES[one.state]),
             *([harmless(queue or "")] if queued else []),
             f"{one.step:,}",
             "" if one.loss is None else f"{one.loss:.3f}",
@@ -138,13 +135,27 @@ def _listed(run: Run, state: State | PacktrainError) -> Listed:
     return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
 
 
-def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
+def show(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+    live: Annotated[
+        bool, typer.Option("-w", "--watch", help="Draw curves, machines, events and output until the run ends.")
+    ] = False,
+) -> None:
     """Show the state, scores, time and machines of a run."""
     from packtrain.cli.follow import print_summary
+    from packtrain.errors import Mistake
     from packtrain.report.summary import summarize
     from packtrain.run.liveness import EXIT_CODES, state_of
 
+    if live and as_json:
+        raise Mistake("--watch and --json exclude each other; use one of them")
     run = find_run(store, name)
+    if live:
+        from packtrain.cli.watch import watch
+
+        sys.exit(watch(run))
     summary = summarize(run, state_of(run))
     if as_json:
         events = sorted(run.events().read(), key=lambda event: event.time)

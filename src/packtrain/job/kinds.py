@@ -107,6 +107,13 @@ class FleetKind(Part):
     def build(self) -> Any:
         """Return the `Fleet` with these settings."""
 
+    def divided(self, parallel: int | None) -> Sequence[FleetKind]:
+        """Return the fleet of each of the runs that train at the same time; None is as many as its machines allow.
+
+        Most start machines for each run, or share them: how many at once is for a person to say.
+        """
+        return [self] * (parallel or 1)
+
     def hourly_prices(self) -> Mapping[str, float | None]:
         """Return the dollars per hour of every type of machine that it may rent; None is a price that is not known.
 

@@ -53,11 +53,15 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart; `marked` puts a dot on each point, for series that have few."""
+    """A line of a chart; `marked` puts a dot on each point, for series that have few.
+
+    `color` is the number of its color; None is its place among the lines that are drawn.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     marked: bool = False
+    color: int | None = None
 
 
 def line_chart(
@@ -103,7 +107,8 @@ def line_chart(
             anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
             parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
             parts.append(f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>')
-    for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
+    colors = [place if one.color is None else one.color for place, one in enumerate(drawn)]
+    for number, one, points in zip(colors, drawn, lines, strict=True):
         places = [place(x, y) for x, y in points]
         line = " ".join(f"{across},{down}" for across, down in places)
         parts.append(f'<polyline class="line s{number}" points="{line}"/>')
@@ -116,7 +121,7 @@ def line_chart(
     parts.append("</svg>")
     legend = "".join(
         f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
-        for number, one in enumerate(drawn)
+        for number, one in zip(colors, drawn, strict=True)
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
 

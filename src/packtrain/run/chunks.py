@@ -100,10 +100,18 @@ class ChunkReader(Generic[Record]):
         self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
         return records
 
-    def skip(self) -> ChunkReader[Record]:
-        """Take what is there as read, and return the reader."""
+    def chunks(self) -> Iterator[list[Record]]:
+        """Yield what is new chunk by chunk, for readers that keep little of it; what is not consumed stays new."""
+        for writer in self._writers():
+            for entry in self._entries(writer, self._seen.get(writer)):
+                records = self._parse(entry.key)
+                self._seen[writer] = entry.key
+                yield records
+
+    def skip(self, but: int = 0) -> ChunkReader[Record]:
+        """Take what is there as read, except the last `but` chunks of each writer, and return the reader."""
         entries = {writer: self._entries(writer) for writer in self._writers()}
-        self._seen = {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
+        self._seen = {writer: chunks[-1 - but].key for writer, chunks in entries.items() if len(chunks) > but}
         return self
 
     def of(self, writer: str) -> Iterator[list[Record]]:

@@ -12,7 +12,7 @@ const VIEWS = { runs: showRuns, run: showRun, sweeps: showSweeps, sweep: showSwe
 const KEYS = [
   ["Everywhere", [["g r", "All runs"], ["g s", "Sweeps"], ["t", "Change the color theme"], ["?", "This help"]]],
   ["Runs", [["/", "Filter"], ["j k", "Next, previous run"], ["Enter", "Open the run"], ["x", "Select for overlay"], ["o", "Overlay selected runs"]]],
-  ["A run", [["1 … 8", "Choose a tab"], ["/", "Search, or overlay a run"], ["u", "Back to all runs"]]],
+  ["A run", [["1 … 7", "Choose a tab"], ["/", "Search, or overlay a run"], ["u", "Back to all runs"]]],
   ["Charts", [["← →", "Move the cursor"], ["+ −", "Zoom in, out"], ["< >", "Move the view"], ["0", "Show everything"], ["drag", "Zoom to a range"]]],
   ["Samples", [["[ ]", "Previous, next evaluation"]]],
 ];
