@@ -217,10 +217,8 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
     """
     mirror: Mirror | None = None
     backoff = Backoff(1.0, 30.0)
-    told, ended = (
-        "",
-        math.inf,
-    )  # the last failure, and when the run was first seen to be over while MLflow was not there
+    told = ""  # the kind of the last failure: its text may differ each time, such as by an address in memory
+    ended = math.inf  # when the run was first seen to be over while MLflow was not there
     while True:
         try:
             if not is_wanted():
