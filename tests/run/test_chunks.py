@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import PacktrainError
-from packtrain.run.chunks import MAX_CHUNK_BYTES, ChunkReader, ChunkWriter, Flusher
+from packtrain.run.chunks import MAX_CHUNK_BYTES, ChunkFollower, ChunkReader, ChunkWriter, Flusher, chunk_keys
 from packtrain.store import Store, StoreError
 from parts.faulty import FaultyStore
 
@@ -52,6 +52,26 @@ def test_what_was_flushed_is_read_in_order(any_store: Store) -> None:
     note(writing, 3)
     writing.flush()
     assert numbers(reading.read()) == [1, 2, 3]
+
+
+def test_what_is_not_consumed_stays_new(any_store: Store) -> None:
+    writing, reading = writer(any_store), reader(any_store)
+    for number in (1, 2, 3):
+        note(writing, number)
+        writing.flush()
+    assert numbers(next(reading.chunks())) == [1]
+    assert [numbers(chunk) for chunk in reading.chunks()] == [[2], [3]]
+    assert list(reading.chunks()) == []
+
+
+def test_the_last_chunks_of_each_writer_can_be_left_to_read(any_store: Store) -> None:
+    for name, count in (("v", 1), ("w", 4)):
+        writing = writer(any_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    assert numbers(reader(any_store).skip(but=2).read()) == [0, 2, 3]
+    assert reader(any_store).skip().read() == []
 
 
 def test_each_read_returns_what_is_new(any_store: Store) -> None:
@@ -288,3 +308,99 @@ def test_closing_a_flusher_flushes_the_rest_and_returns_whether_it_succeeded(dir
     flusher = Flusher([writing], complaints.append, seconds=60)
     assert flusher.close()
     assert numbers(reader(directory_store).read()) == [1]
+
+
+# Following.
+
+
+def follower(store: Store, seen: Sequence[str] = ()) -> ChunkFollower:
+    return ChunkFollower(store, "runs/job-1/notes", seen)
+
+
+def taken(following: ChunkFollower) -> list[str]:
+    return [data.decode().count("number") * key.split("/")[-2] for key, data in following.take()]
+
+
+def test_a_follower_yields_each_chunk_of_each_writer_once(any_store: Store) -> None:
+    first, second = writer(any_store, "a"), writer(any_store, "b")
+    following = follower(any_store)
+    assert taken(following) == []
+    note(first, 1, 2)
+    first.flush()
+    assert taken(following) == ["aa"]
+    note(second, 1)
+    second.flush()
+    note(first, 3)
+    first.flush()
+    assert sorted(taken(following)) == ["a", "b"]
+    assert taken(following) == []
+
+
+def test_what_a_follower_was_not_asked_for_comes_later(directory_store: Store) -> None:
+    writing, following = writer(directory_store, "a"), follower(directory_store)
+    for number in range(4):
+        note(writing, number)
+        writing.flush()
+    keys = [next(iter(following.take()))[0] for _ in range(4)]
+    assert keys == chunk_keys(directory_store, "runs/job-1/notes")
+    assert taken(following) == []
+
+
+def test_a_follower_starts_after_what_was_read(directory_store: Store) -> None:
+    writing = writer(directory_store, "a")
+    note(writing, 1)
+    writing.flush()
+    following = follower(directory_store, chunk_keys(directory_store, "runs/job-1/notes"))
+    note(writing, 2)
+    writing.flush()
+    assert list(following.take_keys()) == ["runs/job-1/notes/a/00000001.jsonl"]
+
+
+def test_a_follower_costs_the_same_however_long_the_stream_is(s3_store: Store) -> None:
+    counting = FaultyStore(s3_store)
+    writing, following = writer(s3_store, "a"), follower(counting)
+    costs = []
+    for number in range(6):
+        note(writing, number)
+        writing.flush()
+        counting.operations.clear()
+        assert taken(following) == ["a"]
+        costs.append(len(counting.operations))
+    assert len(set(costs[1:])) == 1
+
+
+def test_a_follower_survives_an_outage(directory_store: Store) -> None:
+    faulty = FaultyStore(directory_store)
+    writing, following = writer(directory_store, "a"), follower(faulty)
+    note(writing, 1)
+    writing.flush()
+    faulty.refuse("find")
+    with pytest.raises(StoreError):
+        taken(following)
+    faulty.refuse()
+    assert taken(following) == ["a"]
+
+
+def test_a_writer_that_was_quiet_for_long_is_still_found(s3_store: Store) -> None:
+    writing, following = writer(s3_store, "a"), follower(s3_store)
+    note(writing, 1)
+    writing.flush()
+    for _ in range(40):
+        list(following.take_keys())
+    note(writing, 2)
+    writing.flush()
+    assert any(list(following.take_keys()) for _ in range(31))
+
+
+def test_a_stream_that_is_too_long_is_read_in_evenly_spaced_parts(directory_store: Store) -> None:
+    for name, count in (("a", 40), ("b", 4)):
+        writing = writer(directory_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    whole = reader(directory_store).spread(1 << 20)
+    assert len(whole) == 44
+    size = sum(entry.size for entry in directory_store.list("runs/job-1/notes/"))
+    assert numbers(reader(directory_store).spread(size // 4 + 1)) == [*range(0, 40, 4), 0.0]
+    assert len(reader(directory_store).spread(1)) == 2, "at least one chunk of each writer"
+    assert reader(directory_store).spread(0) != []

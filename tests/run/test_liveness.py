@@ -23,6 +23,7 @@ from packtrain.run.liveness import (
     LeaseAge,
     LeaseWatch,
     State,
+    StateWatch,
     state_by,
     states_now,
     watch_states,
@@ -304,3 +305,36 @@ def test_runs_in_a_store_that_cannot_be_written_are_watched(directory_store: Sto
     assert watched.names == [run.name]
     assert states_now([]) == []
     assert open_store(run.store.url).list("scratch/") == []
+
+
+# Look by look.
+
+
+def test_a_reader_that_stays_sees_a_run_start_stop_and_continue(directory_store: Store) -> None:
+    run, now = new_run(directory_store), [0.0]
+    watch = StateWatch(run, lambda: now[0])
+    assert watch.look() == "waiting"
+    run.renew(a_lease("a", 1))
+    assert (watch.look(), watch.is_alive("a")) == ("running", True)
+    while now[0] < 2 * LEASE_LOST_SECONDS:
+        now[0] += 1.0
+        state = watch.look()
+    assert (state, watch.is_alive("a")) == ("interrupted", False)
+    aged(run, a_lease("a", 2), -5.0)  # a file system's clock may be too coarse to tell two renewals apart
+    assert watch.look() == "running"
+    run.renew(a_lease("a", 3, left=True))
+    assert (watch.look(), [lease.left for lease in watch.leases]) == ("interrupted", [True])
+
+
+def test_a_reader_that_stays_knows_at_once_that_an_old_lease_is_of_no_one(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    aged(run, a_lease("a"), DOUBT_SECONDS + 10)
+    assert StateWatch(run).look() == "interrupted"
+
+
+def test_looking_at_a_run_writes_nothing(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a"))
+    before = directory_store.list()
+    StateWatch(run).look()
+    assert directory_store.list() == before

@@ -353,3 +353,21 @@ def test_the_error_says_that_permission_is_denied(directory_store: Store, tmp_pa
             assert not caught.value.temporary
         with pytest.raises(StoreError, match="permission denied"):
             directory_store.put("a/c", b"")
+
+
+def test_a_stamp_changes_with_the_objects_of_a_folder_and_of_those_named_below_it(directory_store: Store) -> None:
+    directory_store.put("runs/a/job.json", b"1")
+    directory_store.put("runs/b/job.json", b"1")
+    directory_store.put("runs/a/nodes/x.json", b"1")
+    changes = [
+        ("runs/a/job.json", True), ("runs/a/result.json", True), ("runs/a/nodes/x.json", True),
+        ("runs/a/other/x.json", True), ("runs/a/other/y.json", False), ("runs/b/job.json", False),
+    ]  # fmt: skip
+    for key, is_seen in changes:
+        before = directory_store.stamps("runs/", ("nodes",))
+        time.sleep(0.02)  # the clock of a file system may be coarse
+        directory_store.put(key, b"2")
+        after = directory_store.stamps("runs/", ("nodes",))
+        assert before is not None and after is not None
+        assert (after["a"] != before["a"]) == is_seen, key
+    assert directory_store.stamps("none/") == {}

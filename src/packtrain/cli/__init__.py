@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 
 from packtrain.backoff import SLOW_ANSWERS
-from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve
+from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve, ui
+from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, plan, runs, serve
+from packtrain.cli import compare, copies, evaluate, export, jobs, machines, models, packages, runs, serve, sweep
+from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve, tensorboard
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -49,7 +52,10 @@ def options(
         SLOW_ANSWERS.tell = _complain
 
 
-for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages):
+for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages, ui):
+for group in (jobs, plan, runs, models, evaluate, export, serve, copies, machines, packages):
+for group in (jobs, sweep, runs, compare, models, evaluate, export, serve, copies, machines, packages):
+for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages, tensorboard):
     group.register(app)
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.errors import Mistake, printable, quoted
+from packtrain.errors import Mistake, printable
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 TOKEN_VARIABLE = "PACKTRAIN_SERVE_TOKEN"  # noqa: S105 - the name of a variable
@@ -49,8 +48,8 @@ def serve(
 ) -> None:
     """Serve an exported model over HTTP, with a page to try it."""
     try:
-        from packtrain.export.serve import is_loopback
         from packtrain.export.serve import serve as serve_model
+        from packtrain.http_server import is_loopback, listening, url_of
     except ImportError as error:
         from packtrain.identity import install_command
 
@@ -67,10 +66,8 @@ def serve(
     size, seconds = _parsed("--max-bytes", parse_bytes, max_bytes), _parsed("--timeout", parse_seconds, timeout)
     settings = ServiceSettings(batch, queue, int(size), float(seconds))
     model = ServedModel.of(read_model(folder), threads)
-    listener = _listening(host, port)
-    name, number = listener.getsockname()[:2]
-    shown = f"[{name}]" if ":" in name else name
-    print(f"{model.name} ({model.form} {model.precision}): http://{shown}:{number}  Ctrl-C stops it.", flush=True)
+    listener = listening(host, port)
+    print(f"{model.name} ({model.form} {model.precision}): {url_of(listener)}  Ctrl-C stops it.", flush=True)
     serve_model(model, settings, listener, token, lambda line: print(line, file=sys.stderr, flush=True))
 
 
@@ -101,15 +98,3 @@ def _token(file: Path | None) -> str | None:
     ):
         raise Mistake(f"{source}: a token must have {_MIN_TOKEN} or more ASCII characters without spaces")
     return token
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    import socket
-
-    try:
-        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=kind, backlog=2048)
-    except OSError as error:
-        # Python adds the address to the error of bind; that of a name that cannot be resolved has a negative number.
-        fault = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
-        raise Mistake(f"cannot listen on {quoted(host)}, port {port}: {fault}") from None

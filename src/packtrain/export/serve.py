@@ -14,10 +14,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
-import hmac
-import ipaddress
-import resource
 import socket
 import sys
 import time
@@ -25,14 +21,12 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import asynccontextmanager
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import uvicorn
 from pydantic import BaseModel
@@ -42,7 +36,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from packtrain.errors import Mistake, quoted
 from packtrain.export.batching import Batched, QueueFull
@@ -71,6 +64,16 @@ from packtrain.export.messages import (
 )
 from packtrain.export.predict import DecodeOptions
 from packtrain.export.service import Answer, Manner, Question, ServedModel, Service, ServiceSettings, Written
+from packtrain.http_server import (
+    CLIENT_LEFT,
+    HEADERS,
+    Token,
+    is_from_elsewhere,
+    log_line,
+    names_this_machine,
+    server_config,
+    with_headers,
+)
 from packtrain.pack.vocabulary import MAX_TEXT_BYTES, is_too_long
 from packtrain.units import show_bytes
 
@@ -87,32 +90,7 @@ _FILES = {
 _OPEN = {*_FILES, "/healthz", "/readyz"}
 _WORK = {"/v1/predict", "/v1/chat/completions", "/v1/completions"}
 _ROUTES = {*_OPEN, *_WORK, "/v1/models", "/openapi.json", "/metrics"}
-_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-_LEFT = 499  # the status in the log if the client left, as nginx has it
 _BODIES = 16  # bodies of the largest size that may be in memory at once
-_MAX_CONNECTIONS = 2000
-_FILES_PER_PROCESS = 4096
-_IDLE_SECONDS = 15
-_SHUTDOWN_SECONDS = 5
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach the address."""
-    with suppress(OSError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return bool(found) and all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
-    return False
 
 
 def serve(
@@ -123,11 +101,7 @@ def serve(
     log: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered."""
-    _allow_many_files()
     server = ModelServer(Service(model, settings), listener, token, log)
-    # Headers and body are two packets, and a client may wait 40 ms before it acknowledges the first. asyncio sets this
-    # only for sockets whose protocol is stated.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
@@ -143,20 +117,7 @@ class ModelServer(uvicorn.Server):
         self._door = Door(application(service, token), service, token, log)
         self._log, self._address = log, listener.getsockname()[:2]
         self._was_ready = False
-        super().__init__(
-            uvicorn.Config(
-                self._door,
-                http=PatientProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                limit_concurrency=_MAX_CONNECTIONS,
-                timeout_keep_alive=_IDLE_SECONDS,
-                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            )
-        )
+        super().__init__(server_config(self._door))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
@@ -185,81 +146,33 @@ class ModelServer(uvicorn.Server):
         self.service.close()
 
 
-class PatientProtocol(H11Protocol):
-    """A connection that is closed if the head of a request does not arrive in time.
-
-    Uvicorn's own timer runs only between requests: connections that say nothing, or a byte now and then, would
-    otherwise stay until they are too many.
-    """
-
-    _impatience: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()  # the endpoint limits the time of a request
-        elif self._impatience is None:  # later bytes of the head do not extend its time
-            self._impatience = self.loop.call_later(self.timeout_keep_alive, self._give_up)
-
-    def _stop_watching(self) -> None:
-        if self._impatience is not None:
-            self._impatience.cancel()
-            self._impatience = None
-
-    def _give_up(self) -> None:
-        self._impatience = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files, each connection being one, as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 class Door:
     """Every request passes it, in and out."""
 
     def __init__(self, app: ASGIApp, service: Service, token: str | None, log: Callable[[str], None]) -> None:
         self._app, self._service, self._log = app, service, log
-        self._token = None if token is None else _digest(token.encode())
+        self._token = None if token is None else Token(token)
         self.num_working = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.perf_counter(), _LEFT
+        started, status = time.perf_counter(), CLIENT_LEFT
         is_work = scope["path"] in _WORK
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
-                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         self.num_working += is_work
         try:
-            await self._within(scope, receive, send_on)
+            await self._within(scope, receive, with_headers(send_on, HEADERS))
         finally:
             self.num_working -= is_work
             seconds = time.perf_counter() - started
             route = _route_of(scope["path"])
             self._service.metrics.count_request(route, status, seconds)
-            self._log(_line(scope, route, status, seconds))
+            self._log(log_line(scope, route, status, seconds, scope["state"].get("details", "")))
 
     async def _within(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -273,29 +186,13 @@ class Door:
         if self._token is None:
             # A page of another site can make a browser on this machine send requests, under the name of that site.
             host = request.headers.get("host", "")
-            if not _names_this_machine(host):
+            if not names_this_machine(host):
                 raise RequestFault(403, f"the host {quoted(host)} is not this machine; use localhost", "wrong_host")
-            origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != host:
+            if is_from_elsewhere(request):
                 raise RequestFault(403, "requests from pages of other sites are refused", "wrong_origin")
-        elif request.scope["path"] not in _OPEN:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            # Digests have one length, and comparing them takes the same time wherever they differ.
-            is_right = hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._token)
-            if scheme.lower() != "bearer" or not is_right:
-                message = "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
-                raise RequestFault(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()
-
-
-def _names_this_machine(host: str) -> bool:
-    with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
-    return False
+        elif request.scope["path"] not in _OPEN and not self._token.is_sent_in(request):
+            message = "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
+            raise RequestFault(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _route_of(path: str) -> str:
@@ -303,14 +200,6 @@ def _route_of(path: str) -> str:
     if path in _ROUTES:
         return path
     return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
-
-
-def _line(scope: Scope, route: str, status: int, seconds: float) -> str:
-    method = scope["method"] if scope["method"] in _METHODS else "-"
-    client = scope["client"][0] if scope.get("client") else "-"
-    details = scope["state"].get("details", "")
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return f"{now} {client} {method} {route} {status} {1000 * seconds:.1f} ms{details}"
 
 
 def _fault_response(fault: RequestFault) -> Response:
@@ -348,7 +237,7 @@ def application(service: Service, token: str | None) -> ASGIApp:
         if isinstance(error, Mistake):
             return _fault_response(RequestFault(400, str(error)))
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=_LEFT)  # nobody reads it, but the log has the status
+            return Response(status_code=CLIENT_LEFT)  # nobody reads it, but the log has the status
         assert isinstance(error, HTTPException)  # of the router
         words = {404: "no such path; see /openapi.json", 405: "this path needs another method; see /openapi.json"}
         return _fault_response(

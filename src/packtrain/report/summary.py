@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from packtrain.job import Job
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.cost import Cost, cost_of
 from packtrain.report.goodput import Goodput, goodput
@@ -74,11 +75,22 @@ class Summary(Overview):
 def overview(run: Run, state: State) -> Overview:
     """Read only the end of a run, back to its last evaluation."""
     result, job = run.result(), run.job
-    evaluated = job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
     # A result with scores replaces the search for the last evaluation, which may be thousands of steps back.
-    points = run.recent_points(_RECENT_STEPS, evaluated and not (result and result.scores))
+    points = run.recent_points(_RECENT_STEPS, is_evaluated(job) and not (result and result.scores))
     # The leases of a large run are many objects to read: without a price they would tell nothing about its cost.
     leases = run.leases() if job.fleet.dollars_per_hour is not None else ()
+    return overview_of(run, state, points, result, leases)
+
+
+def is_evaluated(job: Job) -> bool:
+    """True if the validation split is measured now and then."""
+    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
+
+
+def overview_of(
+    run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
+) -> Overview:
+    """Return the overview of a run whose last points, result and leases were read already."""
     return Overview(**_overview_fields(run, state, points, result, leases))
 
 

@@ -11,6 +11,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol
 
 from packtrain.run.records import DamagedRecord, Record, decode_many
@@ -21,6 +22,9 @@ MAX_CHUNK_BYTES = 4 << 20
 """What gathers while a store is away becomes several chunks: readers refuse an object of more than `RECORD_BYTES`."""
 MAX_STREAM_BYTES = 1 << 30
 """The most that one call reads: millions of steps. A store may have more than a machine has memory."""
+_BUSY_LOOKS = 30  # without a new chunk, until a writer is asked less often: workers flush every 1 to 10 s
+_STAMPED_LOOKS = 3  # the same where a folder tells that it has changed
+_IDLE_LOOKS = 30
 _CHUNK = re.compile(r"[0-9]{8,}\.jsonl")  # what has another name is none of ours
 
 
@@ -96,10 +100,18 @@ class ChunkReader(Generic[Record]):
         self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
         return records
 
-    def skip(self) -> ChunkReader[Record]:
-        """Take what is there as read, and return the reader."""
+    def chunks(self) -> Iterator[list[Record]]:
+        """Yield what is new chunk by chunk, for readers that keep little of it; what is not consumed stays new."""
+        for writer in self._writers():
+            for entry in self._entries(writer, self._seen.get(writer)):
+                records = self._parse(entry.key)
+                self._seen[writer] = entry.key
+                yield records
+
+    def skip(self, but: int = 0) -> ChunkReader[Record]:
+        """Take what is there as read, except the last `but` chunks of each writer, and return the reader."""
         entries = {writer: self._entries(writer) for writer in self._writers()}
-        self._seen = {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
+        self._seen = {writer: chunks[-1 - but].key for writer, chunks in entries.items() if len(chunks) > but}
         return self
 
     def of(self, writer: str) -> Iterator[list[Record]]:
@@ -119,6 +131,22 @@ class ChunkReader(Generic[Record]):
                     return
                 yield self._parse(entry.key)
 
+    def spread(self, max_bytes: int) -> list[Record]:
+        """Return the records of chunks that are evenly spaced over every writer's time, up to a total size.
+
+        For readers of means over a whole run, whatever its length. Independent of `read`.
+        """
+        entries = {writer: self._entries(writer) for writer in self._writers()}
+        size = sum(entry.size for chunks in entries.values() for entry in chunks)
+        share = min(1.0, max_bytes / size) if size else 1.0
+        chosen = [
+            chunks[number * len(chunks) // count]
+            for chunks in entries.values()
+            if chunks and (count := max(1, int(len(chunks) * share)))
+            for number in range(count)
+        ]
+        return [record for entry in chosen for record in self._parse(entry.key)]
+
     def _writers(self) -> list[str]:
         return self._store.folders(f"{self._stream}/")
 
@@ -127,8 +155,107 @@ class ChunkReader(Generic[Record]):
         return [one for one in self._store.list(folder, after) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
 
     def _parse(self, key: str) -> list[Record]:
-        lines = self._store.get(key).splitlines()
-        return decode_many(self._record, b"[" + b",".join(lines) + b"]", f"{key} in {self._store.url}")
+        return decode_many(self._record, lines_of(self._store.get(key)), f"{key} in {self._store.url}")
+
+
+@dataclass
+class _Followed:
+    """A writer of a stream that is followed: the number of its next chunk, and looks in a row without a new one."""
+
+    next: int = 0
+    quiet: int = 0
+    stamp: tuple[int, ...] | None = None
+
+
+class ChunkFollower:
+    """Follows a stream, chunk by chunk, and reads nothing twice: for readers that stay for hours.
+
+    A writer's chunks are numbered without gaps. So once a writer was listed, its next chunk is asked for by name, and
+    a look costs the same however long the stream is.
+    """
+
+    def __init__(self, store: Store, stream: str, seen: Iterable[str] = ()) -> None:
+        """`seen` are the keys of chunks that were read already."""
+        self._store, self._stream = store, stream
+        self._writers: dict[str, _Followed] = {}
+        self._listed: deque[str] = deque()
+        self._looks = 0
+        for key in seen:
+            writer, _, name = key.removeprefix(f"{stream}/").partition("/")
+            followed = self._writers.setdefault(writer, _Followed())
+            followed.next = max(followed.next, _number_of(name) + 1)
+
+    def take(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the key and data of each new chunk. What the caller does not ask for is left for the next call."""
+        return self._take(self._store.find)
+
+    def take_keys(self) -> Iterator[str]:
+        """Yield the key of each new chunk without reading it."""
+        return (key for key, _ in self._take(lambda key: b"" if self._store.exists(key) else None))
+
+    def _take(self, read: Callable[[str], bytes | None]) -> Iterator[tuple[str, bytes]]:
+        for writer in self._changed():
+            if writer not in self._writers:
+                self._list(writer)
+        while self._listed:
+            data = read(self._listed[0])
+            key = self._listed.popleft()
+            if data is not None:  # deleted meanwhile, with its run
+                yield key, data
+        for writer, followed in self._writers.items():
+            if self._is_due(followed):
+                yield from self._next_of(writer, followed, read)
+        self._looks += 1
+
+    def _changed(self) -> Iterable[str]:
+        """Return the writers, and mark those whose folder has changed as due."""
+        stamps = self._store.stamps(f"{self._stream}/")
+        if stamps is None:
+            return self._store.folders(f"{self._stream}/")
+        for writer, followed in self._writers.items():
+            stamp = stamps.get(writer)
+            if stamp != followed.stamp:
+                followed.quiet = 0
+            followed.stamp = stamp
+        return sorted(stamps)
+
+    def _list(self, writer: str) -> None:
+        folder = f"{self._stream}/{writer}/"
+        keys = [one.key for one in self._store.list(folder) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
+        self._writers[writer] = _Followed(_number_of(keys[-1].removeprefix(folder)) + 1 if keys else 0)
+        self._listed.extend(keys)
+
+    def _is_due(self, followed: _Followed) -> bool:
+        """True for writers that wrote something lately; the others are asked now and then: most are long gone."""
+        busy = _BUSY_LOOKS if followed.stamp is None else _STAMPED_LOOKS
+        return followed.quiet < busy or (self._looks + followed.next) % _IDLE_LOOKS == 0
+
+    def _next_of(
+        self, writer: str, followed: _Followed, read: Callable[[str], bytes | None]
+    ) -> Iterator[tuple[str, bytes]]:
+        while True:
+            key = f"{self._stream}/{writer}/{followed.next:08d}.jsonl"
+            data = read(key)
+            if data is None:
+                followed.quiet += 1
+                return
+            followed.next, followed.quiet = followed.next + 1, 0
+            yield key, data
+
+
+def chunk_keys(store: Store, stream: str) -> list[str]:
+    """Return the keys of all chunks of a stream: by writer, first to last."""
+    entries = store.list(f"{stream}/")
+    return [one.key for one in entries if _CHUNK.fullmatch(one.key.removeprefix(f"{stream}/").partition("/")[2])]
+
+
+def _number_of(name: str) -> int:
+    return int(name.removesuffix(".jsonl"))
+
+
+def lines_of(data: bytes) -> bytes:
+    """Return the lines of a chunk as one JSON list."""
+    return b"[" + b",".join(data.splitlines()) + b"]"
 
 
 class Flushable(Protocol):

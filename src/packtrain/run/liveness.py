@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -37,6 +37,7 @@ DOUBT_SECONDS = 120.0
 _BLIND_SECONDS = 4.0  # a longer pause between two looks means that the reader could not look
 _COARSE_SECONDS = 2.0  # object stores keep times to the second
 _READERS = 16
+_MAX_LEASES = 64  # that one look reads: of a thousand machines, those that were not read wait for the next look
 
 Answer = TypeVar("Answer")
 State = Literal["finished", "failed", "stopped", "running", "waiting", "interrupted"]
@@ -170,6 +171,53 @@ def _readable(state: State | PacktrainError) -> State:
     if isinstance(state, PacktrainError):
         raise state
     return state
+
+
+class StateWatch:
+    """The state of a run without a result, look by look: for a reader that stays, and that writes nothing.
+
+    The first looks judge by the age of the leases, later ones by what was seen of them.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._watch, self._since = LeaseWatch(), clock()
+        self._modified: dict[str, datetime] = {}
+        self._alive: set[str] = set()
+
+    @property
+    def leases(self) -> list[Lease]:
+        return list(self._watch.leases.values())
+
+    def is_alive(self, node: str) -> bool:
+        """True if the node worked on the run at the last look, as far as this reader can know."""
+        return node in self._alive
+
+    def look(self) -> State:
+        """Read the leases that were renewed since the last look, and judge."""
+        folder = self._run.key("nodes/")
+        modified = {entry.key: entry.modified for entry in self._run.store.list(folder)}
+        names = [
+            key.removeprefix(folder).removesuffix(".json")
+            for key, renewed in modified.items()
+            if key.endswith(".json") and "/" not in key.removeprefix(folder) and self._modified.get(key) != renewed
+        ][:_MAX_LEASES]
+        read = {lease.node: lease for lease in map(self._run.lease, names) if lease is not None}
+        self._modified |= {self._run.lease_key(name): modified[self._run.lease_key(name)] for name in read}
+        now = self._clock()
+        self._watch.observe((self._watch.leases | read).values(), now)
+        present = [lease for lease in self._watch.leases.values() if not lease.left]
+        self._alive = {lease.node for lease in present if self._may_live(lease, modified, now)}
+        return "running" if self._alive else "interrupted" if self._watch.leases else "waiting"
+
+    def _may_live(self, lease: Lease, modified: Mapping[str, datetime], now: float) -> bool:
+        age = _age(self._run, lease, modified, datetime.now(UTC))
+        if age.holds_lock is not None:
+            return age.holds_lock
+        if now - self._since > LEASE_LOST_SECONDS:
+            return not self._watch.lost(lease.node, now)
+        # The time is that of this machine, not of the store.
+        return replace(age, one_clock=lease.hostname == socket.gethostname()).is_alive() is not False
 
 
 # At one look.

@@ -6,7 +6,7 @@ import builtins
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,6 +99,14 @@ class Store(ABC):
 
         `is_dead` is asked with the name of each. A writer that turns out to be alive loses nothing: it starts over.
         """
+
+    def stamps(self, prefix: str, below: Sequence[str] = ()) -> dict[str, tuple[int, ...]] | None:  # noqa: ARG002
+        """Return a stamp for each folder one level below `prefix`; None if the store can tell no cheaper than by lists.
+
+        It is another one after an object directly in that folder, or in one of the folders `below` it, was made,
+        replaced or deleted. So a reader who looks every second lists only what has changed.
+        """
+        return None
 
     def exists(self, key: str) -> bool:
         return self.entry(key) is not None

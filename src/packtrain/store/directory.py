@@ -18,7 +18,7 @@ import shlex
 import stat
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +108,13 @@ class DirectoryStore(Store):
             below = [entry.name for _, entry in _scan(folder, prefix) if entry.is_dir(follow_symlinks=False)]
             return sorted(name for name in below if _has_objects(folder, name))
         return []
+
+    def stamps(self, prefix: str, below: Sequence[str] = ()) -> dict[str, tuple[int, ...]] | None:
+        prefix = checked_prefix(prefix)
+        with self._explained(prefix), suppress(*_ABSENT), self._folder(prefix) as folder:
+            names = [entry.name for _, entry in _scan(folder, prefix) if entry.is_dir(follow_symlinks=False)]
+            return {name: tuple(_changed(folder, path) for path in (name, *_below(name, below))) for name in names}
+        return {}
 
     def entry(self, key: str) -> Entry | None:
         above, _, name = checked_key(key).rpartition("/")
@@ -317,6 +324,18 @@ def _walk(folder: int, prefix: str, after: str) -> Generator[Entry]:
         elif name > after and entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
                 yield _entry(name, entry.stat(follow_symlinks=False))
+
+
+def _below(name: str, folders: Sequence[str]) -> Iterator[str]:
+    return (f"{name}/{folder}" for folder in folders)
+
+
+def _changed(folder: int, path: str) -> int:
+    """Return when names in a folder last changed, as they do when a file is replaced; 0 without a folder."""
+    try:
+        return os.stat(path, dir_fd=folder, follow_symlinks=False).st_mtime_ns
+    except _ABSENT:
+        return 0
 
 
 def _has_objects(folder: int, name: str) -> bool:

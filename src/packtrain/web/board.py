@@ -1,0 +1,399 @@
+"""All runs of a store as rows of a list, kept up to date at a cost that depends on what changes.
+
+A finished run is read once. In a directory, folders tell by their times that something in them has changed; in a
+bucket, runs that work are looked at every second and the others in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from packtrain.errors import PacktrainError
+from packtrain.job import Job
+from packtrain.job.part import is_name
+from packtrain.recipes import RECIPES, recipe_class
+from packtrain.recipes.recipe import Recipe
+from packtrain.report.cost import seconds_to_goal
+from packtrain.report.summary import Overview, is_evaluated, overview_of, units_per_second
+from packtrain.run.checkpoint import committed, is_scored
+from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
+from packtrain.run.liveness import State, StateWatch
+from packtrain.run.records import Notes, Point, Result, decode, decode_many
+from packtrain.run.run import Run, surviving
+from packtrain.store import Store
+from packtrain.web import insight
+from packtrain.web.reader import is_away
+
+Row = dict[str, Any]
+Tell = Callable[[Sequence[Row], Sequence[str]], None]
+
+LOADING, DAMAGED, ABSENT = "loading", "damaged", "absent"
+"""States of a row that are not those of a run: not read yet, not readable (`reason` says why), and without a job."""
+_RECENT_STEPS = 50
+_SPARKS = 40
+_DIRECTORY_READS, _BUCKET_READS = 16, 6
+_MAX_CHUNKS = 1000  # that are read to find the last evaluation
+_PART = 64  # runs that are read before pages are told
+_STARTING_SECONDS = 3600.0
+_TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
+_QUIET_SECONDS = 10.0  # ... and those on which no machine works
+_EMPTY: Row = {
+    "state": LOADING, "reason": "", "job": "", "recipe": None, "description": "", "step": None, "goal": None,
+    "progress": None, "loss": None, "rate": None, "units_per_second": None, "unit": "", "seconds": None,
+    "seconds_left": None, "dollars": None, "dollars_left": None, "measure": "", "score": None, "best": None,
+    "machines": None, "created": None, "tags": [], "note": "", "sweep": None, "sparkline": [], "problem": None,
+}  # fmt: skip
+
+
+class Sparkline:
+    """A few losses from all over a run, evenly spaced: its shape, not its values."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, float | None]] = []
+        self._every = 1  # steps between two of them, at least
+
+    def add(self, step: int, loss: float) -> None:
+        if self._points and step < self._points[-1][0]:  # a restart has discarded steps
+            self._points = [point for point in self._points if point[0] < step]
+        if self._points and step < self._points[-1][0] + self._every:
+            return
+        self._points.append((step, _finite(loss)))
+        if len(self._points) > _SPARKS:
+            self._points = self._points[::2]
+            self._every = max(self._every * 2, (self._points[-1][0] - self._points[0][0]) // _SPARKS)
+
+    def extend(self, later: Sparkline) -> None:
+        for step, loss in later._points:
+            self.add(step, math.nan if loss is None else loss)
+
+    @property
+    def losses(self) -> list[float | None]:
+        return [loss for _, loss in self._points]
+
+
+@dataclass
+class ListedRun:
+    """A run as the list has it, with what is needed to read only what is new."""
+
+    run: Run
+    row: Row
+    stamp: tuple[int, ...] | None = None
+    looked: float = 0.0
+    is_read: bool = False
+    made: datetime | None = None
+    """When the job was written that the row is made from."""
+    created: float | None = None
+    result: Result | None = None
+    points: list[Point] = field(default_factory=list)
+    follower: ChunkFollower | None = None
+    watch: StateWatch | None = None
+    best: float | None = None
+    sparks: Sparkline = field(default_factory=Sparkline)
+    unsampled: list[str] = field(default_factory=list)
+    """The chunks that the sparkline is yet to be made from."""
+
+    @property
+    def is_busy(self) -> bool:
+        if self.row["state"] == "waiting":  # somebody has just started it, or it was forgotten
+            return time.time() - (self.created or 0.0) < _STARTING_SECONDS
+        return self.row["state"] in ("running", LOADING)
+
+
+class Board:
+    """The rows, the thread that keeps them up to date while somebody looks, and those who want to hear of changes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.away: str | None = None
+        """Why the store cannot be read now."""
+        self._runs: dict[str, ListedRun] = {}
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._looked = 0.0
+        # A disk answers at once; a bucket is slow to answer one request, but answers many at the same time.
+        self._pool = ThreadPoolExecutor(2 if store.is_directory else 16, thread_name_prefix="rows")
+
+    def rows(self) -> list[Row]:
+        """Return all rows, the newest run first."""
+        with self._lock:
+            found = [listed.row for listed in self._runs.values()]
+        return sorted(found, key=lambda row: (row["created"] or float("inf"), row["name"]), reverse=True)
+
+    def row(self, name: str) -> Row | None:
+        with self._lock:
+            listed = self._runs.get(name)
+        return None if listed is None else listed.row
+
+    def run(self, name: str) -> Run | None:
+        with self._lock:
+            listed = self._runs.get(name)
+        return None if listed is None else listed.run
+
+    def refresh(self, name: str) -> None:
+        """Read one row now, if it is known and was not read yet."""
+        with self._lock:
+            listed = self._runs.get(name)
+        if listed is not None and not listed.is_read:
+            self._refresh(listed)
+
+    def machines(self, name: str) -> StateWatch | None:
+        with self._lock:
+            listed = self._runs.get(name)
+        return None if listed is None else listed.watch
+
+    def look(self, tell: Tell = lambda *_: None, shown: Collection[str] = ()) -> None:
+        """Read what has changed, and tell the changed rows, in several parts if there are many, and the runs gone.
+
+        Pages show the runs `shown`: those are looked at every time.
+        """
+        with self._looking:
+            try:
+                self._look(tell, shown)
+                self.away = None
+            except PacktrainError as error:
+                self.away = str(error)
+            self._looked = time.monotonic()
+
+    def _look(self, tell: Tell, shown: Collection[str]) -> None:
+        stamps = self.store.stamps("runs/", ("nodes",))
+        names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
+        with self._lock:
+            gone = [name for name in self._runs if name not in set(names)]
+            for name in gone:
+                del self._runs[name]
+            for name in names:
+                if name not in self._runs:
+                    self._runs[name] = ListedRun(Run(self.store, name), {"name": name, **_EMPTY})
+            due = [one for one in self._runs.values() if self._is_due(one, stamps, shown)]
+        if gone:
+            tell([], gone)
+        due.sort(key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)  # the newest first
+        self._each(due, self._refresh, tell)
+        # Last, because it is many reads: first all runs are listed.
+        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+
+    def _each(self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell) -> None:
+        """Read runs in parts, and tell what changed after each; raise the error if the store is away."""
+        for start in range(0, len(due), _PART):
+            part = due[start : start + _PART]
+            before = [one.row for one in part]
+            errors = [error for error in self._pool.map(read, part) if error is not None]
+            absent = [one.run.name for one in part if one.row["state"] == ABSENT]
+            with self._lock:
+                for name in absent:
+                    self._runs.pop(name, None)
+            changed = [one.row for one, old in zip(part, before, strict=True) if one.row != old]
+            tell([row for row in changed if row["state"] != ABSENT], absent)
+            if errors:
+                raise errors[0]
+
+    def _is_due(self, listed: ListedRun, stamps: dict[str, tuple[int, ...]] | None, shown: Collection[str]) -> bool:
+        now = time.monotonic()
+        if stamps is not None:
+            stamp = stamps[listed.run.name]
+            # A time may be too coarse to tell two changes apart: what changed lately is looked at again.
+            is_fresh = stamp and time.time() - max(stamp) / 1e9 < 3
+            is_due = not listed.is_read or listed.is_busy or listed.stamp != stamp or bool(is_fresh)
+            listed.stamp = stamp
+            return is_due
+        seconds = (
+            0.0 if listed.is_busy or listed.run.name in shown else _TURN_SECONDS if listed.result else _QUIET_SECONDS
+        )
+        return not listed.is_read or now - listed.looked >= seconds
+
+    def _refresh(self, listed: ListedRun) -> PacktrainError | None:
+        """Read a run's row anew; return the error if the store is away."""
+        try:
+            listed.row = _row(listed)
+        except PacktrainError as error:
+            if is_away(error):
+                return error
+            listed.row = {**listed.row, "state": DAMAGED, "reason": str(error), "problem": str(error)}
+        except Exception as error:
+            # A defect that one run's records bring to light must not hide the other runs.
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            reason = f"a defect of the dashboard: {type(error).__name__}"
+            listed.row = {**listed.row, "state": DAMAGED, "reason": reason, "problem": reason}
+        listed.is_read, listed.looked = True, time.monotonic()
+        return None
+
+
+def _row(listed: ListedRun) -> Row:
+    """Read what is new of a run, and return its row."""
+    run = Run(listed.run.store, listed.run.name)
+    entry = run.store.entry(run.key("job.json"))
+    if entry is None:
+        return {**listed.row, "state": ABSENT}
+    if entry.modified != listed.made:  # a new job: `resume --set` changes it, and names are used again
+        listed.made, listed.run = entry.modified, run
+        listed.created = min(listed.created or entry.modified.timestamp(), entry.modified.timestamp())
+    run = listed.run
+    listed.result = run.result()
+    if listed.result is not None:
+        state: State = listed.result.status
+        listed.watch = None
+    else:
+        listed.watch = listed.watch or StateWatch(run)
+        state = listed.watch.look()
+    problem = _read_points(listed)
+    if listed.watch is not None:
+        leases = listed.watch.leases
+    else:
+        leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
+    seen = overview_of(run, state, listed.points, listed.result, leases)
+    _find_best(listed, seen)
+    alive = sum(listed.watch.is_alive(lease.node) for lease in leases) if listed.watch else 0
+    return {
+        "name": run.name, "state": state, "reason": seen.reason, "job": run.job.name, "recipe": run.job.recipe,
+        "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
+        "loss": _finite(seen.loss), "rate": _finite(seen.rate), "unit": seen.unit, "seconds": _finite(seen.seconds),
+        **_scores(listed, seen), "machines": alive if state == "running" else 0, "created": listed.created,
+        **_notes(run), "sweep": insight.sweep_of(run), "sparkline": listed.sparks.losses, "problem": problem,
+    }  # fmt: skip
+
+
+def _pace(listed: ListedRun, seen: Overview) -> Row:
+    job, cost = listed.run.job, seen.cost
+    steps = [point for point in listed.points if point.kind == "train"][-_RECENT_STEPS:]
+    return {
+        "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
+        "units_per_second": _finite(units_per_second(steps, seen.unit)),
+        "seconds_left": _finite(seconds_to_goal(job, steps)) if seen.state == "running" else None,
+        "dollars": cost.so_far if cost else None,
+        "dollars_left": None if cost is None or cost.expected is None else max(0.0, cost.expected - cost.so_far),
+    }
+
+
+def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
+    if job.recipe is None:
+        return None
+    goal = job.train.duration
+    if goal.unit == "steps":
+        done = float(step)
+    elif not steps:
+        return None
+    else:
+        done = steps[-1].values["elapsed_seconds" if goal.unit == "seconds" else "epoch"]
+    return _finite(min(1.0, max(0.0, done / goal.value))) if goal.value else None
+
+
+def _scores(listed: ListedRun, seen: Overview) -> Row:
+    names = (f"test.{seen.measure}", f"valid.{seen.measure}")
+    score = next((seen.scores[name] for name in names if name in seen.scores), None)
+    return {"measure": seen.measure, "score": _finite(score), "best": _finite(listed.best)}
+
+
+def _find_best(listed: ListedRun, seen: Overview) -> None:
+    """Keep the best score of the validation split: at first that of the best checkpoint."""
+    job, measure = listed.run.job, seen.measure
+    known = recipe_class(job.recipe) if job.recipe and job.recipe in RECIPES else Recipe
+    is_low = measure in known.lower_is_better
+    found = [point.values[measure] for point in listed.points if point.kind == "valid" and measure in point.values]
+    if listed.best is None and measure and (job.checkpoint.best_by or measure) == measure:
+        scores = [one.score for one in committed(listed.run) if is_scored(one) and one.score is not None]
+        found += [-score if is_low else score for score in scores]
+    found = [one for one in (*found, listed.best) if one is not None and math.isfinite(one)]
+    listed.best = (min if is_low else max)(found, default=None)
+
+
+def _notes(run: Run) -> Row:
+    try:
+        notes = run.notes()
+    except PacktrainError as error:
+        if is_away(error):
+            raise
+        notes = Notes()
+    return {"tags": list(notes.tags), "note": notes.text}
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _read_points(listed: ListedRun) -> str | None:
+    """Read the end of the metrics at first, then what is new; return what is damaged."""
+    run = listed.run
+    try:
+        if listed.follower is None:
+            listed.unsampled = chunk_keys(run.store, run.key("metrics"))
+            listed.follower = ChunkFollower(run.store, run.key("metrics"), listed.unsampled)
+            listed.points = _last_points(listed)
+            return None
+        new = [
+            point
+            for key, data in listed.follower.take()
+            for point in decode_many(Point, lines_of(data), f"{key} in {run.store.url}")
+        ]
+        if new:
+            listed.points = _tail(surviving([*listed.points, *new]))
+            for point in new:
+                if point.kind == "train":
+                    listed.sparks.add(point.step, point.values["loss"])
+    except PacktrainError as error:
+        if is_away(error):
+            raise
+        return str(error)
+    return None
+
+
+def _last_points(listed: ListedRun) -> list[Point]:
+    """Return the last steps and the last evaluation, from no more lines than they are."""
+    run, found = listed.run, list[Point]()
+    is_sought = is_evaluated(run.job) and not (listed.result and listed.result.scores)
+    missing = _RECENT_STEPS
+    for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
+        data = run.store.find(key) or b""
+        # Before a line is decoded: of a long chunk most are steps, and not the last.
+        for line in reversed(data.splitlines()):
+            is_step = b'"kind": "train"' in line
+            if missing > 0 or (is_sought and not is_step):
+                found.append(decode(Point, line, f"{key} in {run.store.url}"))
+                missing -= is_step
+                is_sought = is_sought and found[-1].kind != "valid"
+        if missing <= 0 and not is_sought:
+            break
+    return surviving(found)
+
+
+def _tail(points: Sequence[Point]) -> list[Point]:
+    """Return the last steps and the last evaluations."""
+    steps = [point for point in points if point.kind == "train"][-_RECENT_STEPS:]
+    kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
+    return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
+
+
+def _read_sparks(listed: ListedRun) -> None:
+    """Read some lines from all over the metrics: a few objects of a directory, and fewer of a bucket."""
+    run, keys = listed.run, listed.unsampled
+    listed.unsampled = []
+    most = _DIRECTORY_READS if run.store.is_directory else _BUCKET_READS
+    if len(keys) > most:
+        keys = [keys[index * len(keys) // most] for index in range(most)]
+    each = max(1, _SPARKS // max(1, len(keys)))
+    live, listed.sparks = listed.sparks, Sparkline()
+    for key in keys:
+        lines = (run.store.find(key) or b"").splitlines()
+        for line in lines[:: max(1, len(lines) // each)][:each]:
+            point = decode(Point, line, f"{key} in {run.store.url}")
+            if point.kind == "train":
+                listed.sparks.add(point.step, point.values["loss"])
+    listed.sparks.extend(live)
+
+
+def _add_sparks(listed: ListedRun) -> PacktrainError | None:
+    """Read a run's sparkline; return the error if the store is away."""
+    try:
+        _read_sparks(listed)
+    except PacktrainError as error:
+        if is_away(error):
+            return error
+    listed.row = {**listed.row, "sparkline": listed.sparks.losses}
+    return None

@@ -1,0 +1,426 @@
+"""The answers of the dashboard: the store as JSON. See docs/dashboard-api.md.
+
+Those that read the store are plain functions, which Starlette calls in threads. Anyone may have written the store:
+every record is checked where it is read, and what is damaged is named in the answer instead of ending it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from packtrain.errors import NotFound, PacktrainError, quoted
+from packtrain.job.changes import FieldChange
+from packtrain.report.goodput import LABELS, Goodput
+from packtrain.run.checkpoint import committed, manifest_key
+from packtrain.run.records import Event, Generation, Lease
+from packtrain.run.run import Run
+from packtrain.store import Store
+from packtrain.web import insight
+from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
+from packtrain.web.news import News
+from packtrain.web.query import Cursor, Query, RefusedRequest
+from packtrain.web.reader import TELEMETRY, RunReader, is_away
+from packtrain.web.table import as_json
+
+Part = TypeVar("Part")
+Limits = tuple[float | None, float | None]
+
+_PAGE = Path(__file__).parent / "page"
+_READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there
+_FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
+_MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
+_MAX_PICTURE_BYTES = 1 << 20
+_FILE_KINDS = {
+    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml", ".png": "image/png", ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2",
+}  # fmt: skip
+_NO_PICTURE = {"picture": None, "words": (), "attention": (), "attention_shape": None, "confidence": None}
+_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "start", "other")
+
+
+def json_answer(value: Any, status: int = 200) -> Response:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode(errors="replace"), status, media_type="application/json")
+
+
+def error_answer(status: int, text: str) -> Response:
+    return json_answer({"error": text}, status)
+
+
+class DashboardEndpoints:
+    def __init__(self, store: Store, news: News) -> None:
+        self._store, self._news, self._board = store, news, news.board
+        found = (path for path in _PAGE.rglob("*") if path.is_file() and path.suffix in _FILE_KINDS)
+        self._files = {path.relative_to(_PAGE).as_posix(): path for path in found}
+
+    def application(self) -> Starlette:
+        routes = [
+            Route("/", self.index),
+            Route("/assets/{name:path}", self.asset),
+            Route("/api/runs", self.runs),
+            Route("/api/runs/{run}", self.run),
+            Route("/api/series", self.series),
+            Route("/api/bands", self.bands),
+            Route("/api/machines", self.machines),
+            Route("/api/logs", self.logs),
+            Route("/api/samples", self.samples),
+            Route("/api/picture", self.picture),
+            Route("/api/difference", self.difference),
+            Route("/api/sweeps", self.sweeps),
+            Route("/api/sweeps/{name}", self.sweep),
+            Route("/api/stream", self.stream),
+        ]
+        kinds: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+            (PacktrainError, HTTPException, Exception), _answer_error
+        )
+        app = Starlette(routes=routes, exception_handlers=kinds)
+        app.router.redirect_slashes = False
+        return app
+
+    def index(self, _: Request) -> Response:
+        return self._file("index.html")
+
+    def asset(self, request: Request) -> Response:
+        return self._file(request.path_params["name"])
+
+    def _file(self, name: str) -> Response:
+        path = self._files.get(name)  # only what is there: no path of a request reaches the disk
+        if path is None:
+            raise RefusedRequest(404, "no such page")
+        return Response(path.read_bytes(), media_type=_FILE_KINDS[path.suffix])
+
+    def runs(self, _: Request) -> Response:
+        self._news.ask()
+        self._news.wait_for_first(_FIRST_SECONDS)
+        if self._board.away is not None:
+            raise RefusedRequest(503, self._board.away)
+        return json_answer({"store": self._store.url, "time": time.time(), "runs": self._board.rows()})
+
+    def run(self, request: Request) -> Response:
+        run, reader = self._reader(request.path_params["run"])
+        self._board.refresh(run.name)
+        problems: list[str] = []
+        with reader.lock:
+            problems += [reader.problem] if reader.problem else []
+            events = list(reader.events)
+        generations = _part(lambda: list(run.generations()), list[Generation], problems)
+        spent = _part(lambda: reader.goodput(generations), Goodput, problems)
+        result = _part(run.result, lambda: None, problems)
+        found = {
+            **(self._board.row(run.name) or {"name": run.name}),
+            "generations": [_generation(one, events) for one in generations],
+            "events": [{**vars(event), "display": event.display} for event in events],
+            "checkpoints": _part(lambda: _checkpoints(run), list, problems),
+            "goodput": {
+                "useful": spent.useful,
+                "seconds": spent.seconds,
+                "fraction": spent.fraction,
+                "parts": spent.parts,
+                "labels": {span: LABELS.get(span, span) for span in spent.parts},
+                "ranks": [vars(rank) for rank in spent.ranks],
+            },
+            "prediction": _part(lambda: insight.prediction(run), list, problems),
+            "findings": _part(lambda: insight.findings(run), list, problems),
+            "result": None if result is None else {**vars(result), "samples": []},
+            "job_file": _part(lambda: _job_file(run), str, problems),
+            "names": reader.names(),
+        }
+        if problems:
+            found["problem"] = problems[0]
+        return json_answer(_clean(found))
+
+    def series(self, request: Request) -> Response:
+        query = Query(request)
+        runs, names = query.texts("run", _MAX_RUNS), query.texts("name", _MAX_NAMES)
+        x = query.choice("x", ("step", "time", "epoch"), "step") or "step"
+        points = query.integer("points", 1000, 2, _MAX_POINTS) or 2
+        limits = query.number("from"), query.number("to")
+        known, now = Cursor.of(query.text("since", 20_000)).runs, Cursor({})
+        found: list[dict[str, Any]] = []
+        is_reset = False
+        deadline = time.monotonic() + _READ_SECONDS
+        for name in runs:
+            _, reader = self._reader(name, ("metrics",), deadline - time.monotonic())
+            with reader.lock:
+                now.runs[name] = (reader.edition, *(table.rows for table in reader.tables.values()))
+                edition, *begins = known.get(name, (0, 0, 0, 0))
+                if edition != reader.edition:
+                    is_reset, begins = is_reset or name in known, [0, 0, 0]
+                for series in names:
+                    found += _series(reader, series, x, limits, points, begins)
+        return json_answer({"cursor": str(now), "series": found, "reset": is_reset})
+
+    def bands(self, request: Request) -> Response:
+        query = Query(request)
+        points = query.integer("points", 300, 1, _MAX_POINTS) or 1
+        _, reader = self._reader(query.text("run"), ("metrics",))
+        with reader.lock:
+            table = reader.tables["train"]
+            names = [f"{span}_seconds" for span in _SPANS if f"{span}_seconds" in table.columns]
+            rows, means = table.means(names, points)
+            steps = table.all("step")[rows].tolist() if len(rows) else []
+        spans = {name.removesuffix("_seconds"): as_json(numbers) for name, numbers in means.items()}
+        return json_answer({"step": steps, "spans": spans})
+
+    def machines(self, request: Request) -> Response:
+        query = Query(request)
+        points = query.integer("points", 300, 1, _MAX_POINTS) or 1
+        run, reader = self._reader(query.text("run"), ("telemetry",))
+        self._board.refresh(run.name)
+        watch = self._board.machines(run.name)
+        leases = {one.node: one for one in (watch.leases if watch else _part(run.leases, list[Lease], []))}
+        with reader.lock:
+            nodes = [
+                _machine(reader, node, leases.get(node), watch is not None and watch.is_alive(node), points)
+                for node in sorted({*leases, *reader.machines})
+            ]
+        return json_answer(_clean({"nodes": nodes}))
+
+    def logs(self, request: Request) -> Response:
+        query = Query(request)
+        limit = query.integer("limit", 200, 1, _MAX_LINES) or 1
+        wanted = LogQuery(
+            query.text("search").casefold(),
+            query.integer("rank", None, 0, 2**31),
+            query.choice("stream", ("out", "err"), None),
+            query.text("node") or None,
+        )
+        before, after = query.place("before"), query.place("after")
+        run, reader = self._reader(query.text("run"), ())
+        keys = reader.refresh_logs()
+        if after is not None:
+            lines, end = lines_after(run, keys, after, wanted, limit)
+            return json_answer(_clean({"lines": [shown_line(one) for one in lines], "before": None, "after": str(end)}))
+        lines, begin, end = lines_before(run, keys, before, wanted, limit)
+        places = {"before": None if begin is None else str(begin), "after": str(end)}
+        return json_answer(_clean({"lines": [shown_line(one) for one in lines], **places}))
+
+    def samples(self, request: Request) -> Response:
+        query = Query(request)
+        step = query.integer("step", None, 0, 2**53)
+        _, reader = self._reader(query.text("run"), ("metrics",))
+        found = reader.samples(step)
+        if isinstance(found, list):
+            return json_answer({"steps": found})
+        extra: dict[str, Any] = {
+            "picture": None,
+            "words": [],
+            "attention": [],
+            "attention_shape": None,
+            "confidence": None,
+        }
+        return json_answer(_clean({"step": found[0], "samples": [{**extra, **vars(one)} for one in found[1]]}))
+
+    def picture(self, request: Request) -> Response:
+        query = Query(request)
+        run, name = self._run(query.text("run")), query.text("name", 200)
+        stem = name.removesuffix(".jpg")
+        if not stem or not all(one.isascii() and (one.isalnum() or one in "-_") for one in stem):
+            raise RefusedRequest(400, "name: not the name of a picture")
+        data = run.store.find(run.key(f"pictures/{stem}.jpg"), _MAX_PICTURE_BYTES)
+        if data is None or not data.startswith(b"\xff\xd8\xff"):
+            raise RefusedRequest(404, f"no picture {quoted(name)}")
+        return Response(data, media_type="image/jpeg")
+
+    def difference(self, request: Request) -> Response:
+        runs = [self._run(name) for name in Query(request).texts("run", 20)]
+        return json_answer(_clean({"fields": _difference(runs)}))
+
+    def sweeps(self, _: Request) -> Response:
+        return json_answer(_clean({"sweeps": insight.sweeps(self._store)}))
+
+    def sweep(self, request: Request) -> Response:
+        found = insight.sweep(self._store, request.path_params["name"])
+        if found is None:
+            raise RefusedRequest(404, f"no sweep {quoted(request.path_params['name'])}")
+        return json_answer(_clean(found))
+
+    async def stream(self, request: Request) -> Response:
+        names = tuple(Query(request).texts("run", _MAX_RUNS))
+        return StreamingResponse(self._news.listen(names), media_type="text/event-stream")
+
+    def _run(self, name: str) -> Run:
+        """Return the run of that name, if it exists."""
+        self._news.ask()
+        run = self._board.run(name)
+        if run is None:
+            run = Run(self._store, name)  # refuses what is not a name
+            if not self._store.exists(run.key("job.json")):
+                raise RefusedRequest(404, f"no run {quoted(name)} in {self._store.url}")
+        return run
+
+    def _reader(
+        self, name: str, streams: Sequence[str] | None = None, seconds: float = _READ_SECONDS
+    ) -> tuple[Run, RunReader]:
+        run = self._run(name)
+        reader = self._news.readers.of(run)
+        if streams is None or streams:
+            reader.refresh(seconds, streams)
+        return run, reader
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, RefusedRequest):
+        return error_answer(error.status, str(error))
+    if isinstance(error, PacktrainError):
+        return error_answer(404 if isinstance(error, NotFound) else 503, str(error))
+    if isinstance(error, HTTPException):
+        return error_answer(error.status_code, "no such page" if error.status_code == 404 else error.detail)
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return error_answer(500, "a defect of the server; its log says where")
+
+
+def _part(read: Callable[[], Part], otherwise: Callable[[], Part], problems: list[str]) -> Part:
+    """Return a part of an answer. If it is damaged, the rest can still be seen, and `problems` says so."""
+    try:
+        return read()
+    except PacktrainError as error:
+        if is_away(error):
+            raise
+        problems.append(str(error))
+        return otherwise()
+
+
+def _clean(value: Any) -> Any:
+    """Return plain data that JSON can write: records as mappings, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): _clean(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "__dataclass_fields__"):
+        return _clean(vars(value))
+    return value
+
+
+def _series(
+    reader: RunReader, series: str, x: str, limits: Limits, points: int, begins: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return a series of a run, in a list; an empty one if the run does not have it."""
+    kind, _, name = series.partition(".")
+    table = reader.tables.get(kind)
+    if table is None or name not in table.columns or name in ("generation", "time"):
+        return []
+    begin, end = _range(reader, kind, x, limits)
+    begin = max(begin, begins[list(reader.tables).index(kind)])
+    rows = table.thinned(name, begin, max(begin, end), points)
+    axis = np.nan_to_num(reader.axis(kind, x, rows), posinf=0.0, neginf=0.0)
+    return [
+        {
+            "run": reader.run.name,
+            "name": series,
+            "x": np.round(axis, 3 if x == "time" else 6).tolist(),
+            "y": as_json(table.all(name)[rows]),
+            "complete": reader.complete,
+        }
+    ]
+
+
+def _range(reader: RunReader, kind: str, x: str, limits: Limits) -> tuple[int, int]:
+    """Return the rows between two values of x, and one more on each side, so that lines reach the edges."""
+    table = reader.tables[kind]
+    if limits == (None, None) or not table.rows:
+        return 0, table.rows
+    axis = reader.axis(kind, x, np.arange(table.rows))
+    begin = 0 if limits[0] is None else max(0, int(np.searchsorted(axis, limits[0], "left")) - 1)
+    end = table.rows if limits[1] is None else min(table.rows, int(np.searchsorted(axis, limits[1], "right")) + 1)
+    return begin, end
+
+
+def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, points: int) -> dict[str, Any]:
+    newest = reader.newest.get(node)
+    telemetry = lease.telemetry if lease is not None and is_alive else newest.telemetry if newest else None
+    has_left = lease is not None and lease.left
+    return {
+        "node": node,
+        "hostname": lease.hostname if lease else "",
+        "workers": lease.workers if lease else None,
+        "state": "working" if is_alive else "left" if has_left else "lost",
+        "now": telemetry,
+        **_over_time(reader, node, points),
+    }
+
+
+def _over_time(reader: RunReader, node: str, points: int) -> dict[str, Any]:
+    table = reader.machines.get(node)
+    if table is None:
+        return {"time": [], **{name: [] for name in TELEMETRY}}
+    present = [name for name in TELEMETRY if not np.isnan(table.all(name)).all()]
+    rows, means = table.means(present, points)
+    times = np.round(table.all("time")[rows], 3).tolist() if len(rows) else []
+    return {"time": times, **{name: as_json(means[name]) if name in means else [] for name in TELEMETRY}}
+
+
+def _generation(generation: Generation, events: Sequence[Event]) -> dict[str, Any]:
+    return {
+        "number": generation.number,
+        "time": next((one.time for one in events if one.generation == generation.number), None),
+        "step": generation.step,
+        "cause": generation.cause,
+        "reason": generation.reason,
+        "culprit": generation.culprit,
+        "members": [member.node for member in generation.members],
+    }
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    found = []
+    for one in committed(run):
+        entry = run.store.entry(manifest_key(run, one.name))
+        found.append(
+            {
+                "step": one.step, "time": entry.modified.timestamp() if entry else None, "name": one.name,
+                "score": one.score, "bytes": sum(file.bytes for file in one.files),
+                "files": [{"name": file.name, "bytes": file.bytes} for file in one.files],
+            }
+        )  # fmt: skip
+    return found
+
+
+def _job_file(run: Run) -> str:
+    """Return the job as YAML, without what it does not say."""
+    document = _without_nulls(run.job.model_dump(mode="json"))
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _difference(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the fields in which jobs differ, with the text of each."""
+    flat = [_flat(run.job.model_dump(mode="json"), "") for run in runs]
+    names = dict.fromkeys(name for fields in flat for name in fields)
+    shown = [(name, [_shown(fields.get(name)) for fields in flat]) for name in names]
+    return [{"field": name, "values": values} for name, values in shown if len(set(values)) > 1]
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    fields: dict[str, Any] = {}
+    for key, entry in value.items():
+        fields |= _flat(entry, f"{prefix}.{key}" if prefix else key)
+    return fields
+
+
+def _shown(value: Any) -> str:
+    return str(FieldChange("", None, value)).removeprefix(": none -> ")

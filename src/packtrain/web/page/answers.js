@@ -1,0 +1,85 @@
+// Answers to what people ask about a run, with their evidence; where its time went; what `plan` had said.
+
+import { color } from "./chart.js";
+import { SPANS, spanColor } from "./curves.js";
+import { card, make, quiet, table } from "./dom.js";
+import { clean, duration, number, percent, short } from "./format.js";
+
+const VERDICTS = { good: ["✓", "good"], note: ["!", "worth a look"], bad: ["✕", "a problem"], unknown: ["?", "not known"] };
+const CLOSE = 0.2; // a prediction that is off by less is called close
+
+export class Answers {
+  constructor(place) {
+    this.place = place;
+    place.append(make("div", "skeleton tall"));
+  }
+
+  detailed(detail) {
+    const key = JSON.stringify([detail.findings, detail.prediction, detail.goodput, detail.result]);
+    if (key === this.known) return;
+    this.known = key;
+    this.detail = detail;
+    this.#show();
+  }
+
+  #show() {
+    const { findings, goodput, prediction, result } = this.detail;
+    const parts = [findings?.length ? list(findings) : quiet("No answers yet.", "They need some steps first.")];
+    if (goodput?.seconds) parts.push(spent(goodput));
+    if (prediction?.length) parts.push(compared(prediction));
+    if (result?.scores && Object.keys(result.scores).length) parts.push(scores(result));
+    this.place.replaceChildren(...parts);
+  }
+
+  themed() {
+    if (this.detail) this.#show();
+  }
+
+  close() {}
+}
+
+function list(findings) {
+  return make("ol", "findings", ...findings.map((one) => {
+    const [sign, meaning] = VERDICTS[one.verdict] ?? VERDICTS.unknown;
+    const mark = make("span", `verdict ${one.verdict in VERDICTS ? one.verdict : "unknown"}`, sign);
+    mark.setAttribute("role", "img");
+    mark.setAttribute("aria-label", meaning);
+    const evidence = Array.isArray(one.evidence) ? one.evidence.join(" ") : one.evidence;
+    return make("li", "", mark, make("div", "", make("h3", "", short(one.question, 200)), make("p", "", clean(one.answer, 2000)), evidence ? make("p", "evidence", clean(evidence, 2000)) : null));
+  }));
+}
+
+function spent({ parts, seconds, fraction, useful }) {
+  const bar = make("div", "stack");
+  bar.setAttribute("role", "img");
+  const known = SPANS.filter(([span]) => parts[span] > 0);
+  const rows = known.map(([span, label]) => {
+    const share = parts[span] / seconds;
+    const piece = make("i");
+    piece.style.flexGrow = String(share);
+    piece.style.background = color(spanColor(span));
+    piece.title = `${label}: ${duration(parts[span])}`;
+    bar.append(piece);
+    const swatch = make("i", "swatch");
+    swatch.style.background = color(spanColor(span));
+    return make("li", "", swatch, make("span", "", label), make("b", "", duration(parts[span])), make("small", "", share < 0.005 ? "< 1%" : percent(share)));
+  });
+  bar.setAttribute("aria-label", known.map(([span, label]) => `${label} ${percent(parts[span] / seconds)}`).join(", "));
+  const made = card("Where the time went", bar, make("ul", "key columns", ...rows));
+  made.head.append(make("p", "readout", `${percent(fraction)} of ${duration(seconds)} in steps that counted (${duration(useful)})`));
+  return made;
+}
+
+function compared(prediction) {
+  const value = (one) => (typeof one === "number" ? number(one) : one === null ? "–" : short(one, 60));
+  const rows = prediction.map(({ what, expected, seen, off }) => {
+    const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
+    return [short(what, 60), value(expected), value(seen), sign];
+  });
+  return card("Plan against outcome", table("listing", ["", ">Expected", ">Measured", ">Off by"], rows));
+}
+
+function scores({ scores: known, signatures }) {
+  const rows = Object.entries(known).map(([name, value]) => [short(name, 60), number(value), make("code", "dim", short(signatures?.[name] ?? signatures?.[name.split(".").pop()] ?? "", 200))]);
+  return card("Final scores", table("listing", ["Measure", ">Score", "Signature"], rows));
+}

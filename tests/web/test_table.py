@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.web.table import BLOCK, Table, as_json
+
+
+def filled(losses: np.ndarray, each: int = 1000) -> Table:
+    table = Table()
+    for start in range(0, len(losses), each):
+        part = losses[start : start + each]
+        table.append({"step": np.arange(start, start + len(part), dtype=float), "loss": part})
+    return table
+
+
+@pytest.mark.parametrize("rows", [1, 99, 3 * BLOCK, 20 * BLOCK + 7])
+def test_few_points_keep_the_lowest_and_the_highest_value(rows: int) -> None:
+    losses = np.random.default_rng(rows).normal(size=rows)
+    table = filled(losses)
+    kept = table.thinned("loss", 0, rows, 100)
+    assert len(kept) <= 104
+    assert (np.diff(kept) > 0).all()
+    assert {losses.argmin(), losses.argmax(), 0, rows - 1} <= set(kept.tolist())
+
+
+def test_every_part_of_a_curve_keeps_its_extremes() -> None:
+    losses = np.random.default_rng(1).normal(size=BLOCK * 100)
+    kept = filled(losses).thinned("loss", 0, len(losses), 202)
+    for part in np.array_split(np.arange(len(losses)), 100):
+        assert {part[losses[part].argmin()], part[losses[part].argmax()]} <= set(kept.tolist())
+
+
+def test_a_part_of_a_curve_can_be_asked_for() -> None:
+    losses = np.random.default_rng(2).normal(size=BLOCK * 50)
+    kept = filled(losses).thinned("loss", 300, 9000, 100)
+    inner = losses[300:9000]
+    assert kept[0] == 300 and kept[-1] == 8999
+    assert {300 + inner.argmin(), 300 + inner.argmax()} <= set(kept.tolist())
+
+
+def test_a_stretch_without_numbers_stays_visible() -> None:
+    losses = np.ones(40 * BLOCK)
+    losses[10 * BLOCK : 30 * BLOCK] = np.nan
+    table = filled(losses)
+    shown = table.all("loss")[table.thinned("loss", 0, len(losses), 100)]
+    assert 10 < np.isnan(shown).sum() < 90
+
+
+def test_a_measurement_that_some_steps_lack_has_no_gaps() -> None:
+    table = Table()
+    table.append({"step": np.arange(3.0), "loss": np.ones(3)})
+    table.append({"step": np.arange(3.0, 6.0), "loss": np.ones(3), "save_seconds": np.array([np.nan, 2.0, np.nan])})
+    assert table.thinned("save_seconds", 0, 6, 100).tolist() == [4]
+
+
+def test_rows_that_are_cut_do_not_come_back() -> None:
+    table = filled(np.arange(5.0 * BLOCK))
+    table.thinned("loss", 0, table.rows, 10)
+    table.cut(BLOCK + 1)
+    assert (table.rows, table.last("loss")) == (BLOCK + 1, BLOCK)
+    table.append({"step": np.array([1e6]), "loss": np.array([-1.0])})
+    assert table.thinned("loss", 0, table.rows, 10)[-1] == BLOCK + 1
+
+
+@pytest.mark.parametrize("rows", [1, 700, 200 * BLOCK + 13])
+def test_means_of_parts_add_up_to_the_whole(rows: int) -> None:
+    seconds = np.random.default_rng(rows).random(rows)
+    table = filled(seconds)
+    last, means = table.means(["loss"], 100)
+    counts = np.diff(np.append(-1, last))
+    assert len(last) <= 100 and last[-1] == rows - 1
+    assert (means["loss"] * counts).sum() == pytest.approx(seconds.sum(), rel=1e-5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(width=32), max_size=3000), st.integers(2, 200), st.integers(1, 700))
+def test_any_numbers_can_be_thinned_and_sent(numbers: list[float], points: int, each: int) -> None:
+    table = filled(np.array(numbers), each)
+    rows = table.thinned("loss", 0, table.rows, points) if numbers else np.zeros(0, int)
+    sent = as_json(table.all("loss")[rows])
+    assert len(sent) <= max(points, 4) + 2
+    finite = [one for one in numbers if np.isfinite(one)]
+    if finite and not table.columns["loss"].gaps:
+        assert min(finite) == pytest.approx(min(one for one in sent if one is not None), rel=1e-5)
+        assert max(finite) == pytest.approx(max(one for one in sent if one is not None), rel=1e-5)
