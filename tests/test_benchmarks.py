@@ -27,6 +27,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         ["checkpoint.py", "--megabytes", "20", "--steps", "25"],
         ["recover.py", "--seconds", "2", "--every", "2", "--save-every", "3"],
         ["exchange.py", "--steps", "2", "--quality-steps", "4", "--only", "ddp", "--links", "1 Gbit/s"],
+        ["plan.py", "--steps", "6", "--seconds", "0.2", "--only", "1 worker"],
         ["faults.py", "--only", "worker"],
         ["soak.py", "--minutes", "0.15", "--every", "2", "3", "--machines", "1"],
         ["recipes.py", "translate", "--share", "0.005", "--decoded", "20"],
@@ -52,5 +53,5 @@ def test_every_benchmark_is_tried() -> None:
     }  # shared; a peer; a part of home.py
     assert scripts == {
         "step.py", "start.py", "pack.py", "input.py", "input_text.py", "scale.py", "translate.py", "checkpoint.py",
-        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py", "ui.py",
+        "recover.py", "exchange.py", "faults.py", "soak.py", "recipes.py", "home.py", "plan.py", "ui.py",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What all HTTP servers of Packtrain share: the address, the token, the headers, the log, and how they end.
+"""The parts that all HTTP servers of Packtrain share: address, certificate, token, headers, log and limits.
 
 They meet browsers, so every answer forbids what a page does not need, and requests that a page of another site makes a
 browser send are refused.
@@ -91,7 +91,7 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
 
 
 class Token:
-    """What clients have to know. Only its digest is kept, and comparing takes the same time wherever it differs."""
+    """The secret that clients know. Only its digest is kept; comparing takes the same time wherever it differs."""
 
     def __init__(self, text: str) -> None:
         self._digest = hashlib.sha256(text.encode()).digest()

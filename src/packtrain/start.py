@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,7 +103,18 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
     run = create_run(store, job.model_copy(update=updates), code.archive, packed.name if packed else None)
     remember(run)
+    if packed is not None:
+        _put_prediction(run, packed)
     return run
+
+
+def _put_prediction(run: Run, packed: Manifest) -> None:
+    """Remember in the run what is expected of it: the report says later how far that was off."""
+    from packtrain.plan.known import expected
+
+    with suppress(PacktrainError):  # a run does not need it: whatever is wrong shows when it starts
+        if (found := expected(run, packed)) is not None:
+            run.put_prediction(found)
 
 
 @dataclass(frozen=True)

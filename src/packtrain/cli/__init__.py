@@ -12,6 +12,7 @@ import typer
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve, ui
+from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, plan, runs, serve
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -50,6 +51,7 @@ def options(
 
 
 for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages, ui):
+for group in (jobs, plan, runs, models, evaluate, export, serve, copies, machines, packages):
     group.register(app)
 
 

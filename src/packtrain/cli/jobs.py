@@ -144,7 +144,18 @@ def run(
     if dry_run:
         _print_dry_run(loaded)
         return
-    _start_and_follow(create(loaded, ProgressBars(console())), foreground, detach)
+    created = create(loaded, ProgressBars(console()))
+    _print_expected(created)
+    _start_and_follow(created, foreground, detach)
+
+
+def _print_expected(created: Run) -> None:
+    """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
+    from packtrain.plan.estimate import lines_of
+
+    found = created.prediction()
+    for line in lines_of(found, created.job) if found is not None else ():
+        console().say(("plan", "dim"), f"  {line}")
 
 
 def resume(

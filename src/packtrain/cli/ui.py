@@ -88,7 +88,7 @@ def tag(
     note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="A sentence about the run.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Tag a run with words to find it by, and a note; without either, show them."""
+    """Tag a run with words to find it by, or add a note to it."""
     from dataclasses import replace
 
     run = find_run(store, name)

@@ -115,7 +115,7 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
     # The machine's clock is read between these two moments: that bounds how far it may be off.
     asked = time.time()
     try:
-        machines = [Facts(**answer) for answer in _documents(target.run(command, secrets, _FACTS_SECONDS))]
+        machines = [Facts(**answer) for answer in documents(target.run(command, secrets, _FACTS_SECONDS))]
     except (PacktrainError, OSError, subprocess.SubprocessError, TypeError) as error:
         advice = f"run `{python} -m packtrain --version` there"
         return [*checks, Check(name, "python", False, str(error), advice)], None
@@ -165,33 +165,39 @@ def _check(machine: str, step: str, ok: bool, detail: str, advice: str) -> Check
     return Check(machine, step, ok, detail, "" if ok else advice)
 
 
-def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> Check:
+def measure_links(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> LinkSpeed:
     """Measure an all-reduce between all machines that can take part."""
-    facts = [machine for one in usable for machine in one.machines]
-    backend = "nccl" if all(machine.gpus for machine in facts) else "gloo"
 
     def join(rank: int) -> str:
         one = usable[rank]
         own = one.target.link_options(rank, one.machines[0])
-        command = verb_command(one.python, "link-probe", ["--", *options, "--backend", backend, *own])
+        command = verb_command(one.python, "link-probe", ["--", *options, "--backend", link_backend(usable), *own])
         return one.target.run(command, secrets, _LINK_PROBE_SECONDS)
 
-    names = f"{len(facts)} machines"
+    with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each: all must run at the same time to meet
+        answers = list(pool.map(join, range(len(usable))))
+    return LinkSpeed(**documents(answers[0])[0])  # a collective: all of them measured the same
+
+
+def link_backend(usable: Sequence[Usable]) -> str:
+    return "nccl" if all(machine.gpus for one in usable for machine in one.machines) else "gloo"
+
+
+def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> Check:
+    names = f"{sum(len(one.machines) for one in usable)} machines"
     try:
-        with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each: all must run at the same time to meet
-            answers = list(pool.map(join, range(len(usable))))
-        speed = LinkSpeed(**_documents(answers[0])[0])  # a collective: all of them measured the same
+        speed = measure_links(usable, options, secrets)
     except (PacktrainError, OSError, subprocess.SubprocessError) as error:
         advice = "open the firewall between the machines for all ports of that interface, or set `interface`"
         if "is a public address" in str(error):  # raised on the machine; here it is only text
             advice = "set `interface` in the fleet, such as wg0 of a VPN"
         return Check(names, "link probe", False, str(error), advice)
     rate, delay = speed.bytes_per_second, speed.latency_seconds
-    detail = f"{backend}: {show_bytes(rate)}/s ({rate * 8 / 1e9:.2f} Gbit/s), {delay * 1e3:.2f} ms"
+    detail = f"{speed.backend}: {show_bytes(rate)}/s ({rate * 8 / 1e9:.2f} Gbit/s), {delay * 1e3:.2f} ms"
     return Check(names, "link probe", True, detail)
 
 
-def _documents(text: str) -> list[dict[str, Any]]:
+def documents(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects among the lines; the host may print a greeting around them."""
     found = []
     for line in text.splitlines():

@@ -302,7 +302,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--key", default="")
     parser.add_argument("--tied", action="store_true")
     options, arguments = parser.parse_args(words[:place]), list(words[place + 1 :])
-    _read_secrets()
+    read_secrets()
     if options.verb == "start":
         start_node(options.run, _with_address(arguments), options.tied)
     elif options.verb == "link-probe":
@@ -318,7 +318,7 @@ def main(words: Sequence[str]) -> None:
         print(json.dumps([process.pid for process in found]))
 
 
-def _read_secrets() -> None:
+def read_secrets() -> None:
     """Read one line byte by byte: what follows must stay in the pipe, whose end means that the client is gone."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):

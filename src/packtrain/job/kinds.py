@@ -213,6 +213,11 @@ class OptimizerKind(Part):
 
     decay: NotNegative = 0.0
 
+    @property
+    def copies(self) -> int:
+        """The number of tensors in its state for each weight, of the same shape."""
+        return 0
+
     @abstractmethod
     def build(self, model: Any) -> Any:
         """Return the torch optimizer of a model."""
@@ -222,11 +227,24 @@ class ExchangeKind(Part):
     """How the workers keep their weights equal.
 
     `syncs_every_step`: all ranks have the same weights after every step, and reach a bad loss together.
-    `shards_model`: a rank holds a part of the weights, so that every forward pass is a collective.
+    `shards_model`: a rank holds a part of the weights, so that every forward pass is a collective. `copies` is how many
+    more copies of the weights a rank holds; `traffic` how many times all gradients or weights pass each link in a sync.
     """
 
     syncs_every_step: ClassVar[bool] = True
     shards_model: ClassVar[bool] = False
+    copies: ClassVar[int] = 0
+    traffic: ClassVar[int] = 2
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """The bytes that a sync sends for each weight."""
+        return 4
+
+    @property
+    def interval(self) -> int:
+        """The number of steps from one sync to the next."""
+        return 1
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""

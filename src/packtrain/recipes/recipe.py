@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from packtrain.data.loader import Order
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, nearest
@@ -308,6 +309,20 @@ class Recipe(ABC):
     def reply(self, model: Any, conversations: Sequence[Sequence[str]], decoding: Decoding) -> list[Prediction]:
         """Return the replies to several conversations at once."""
         return [self.converse(model, turns, decoding) for turns in conversations]
+
+
+def training_order(recipe: Recipe) -> Order:
+    """Return the order in which a run of the recipe's job sees its samples."""
+    settings = recipe.job.train
+    return Order(
+        recipe.costs,
+        recipe.sort_keys,
+        lambda epoch: settings.in_epoch(epoch).batch.value,
+        settings.seed,
+        recipe.lengths,
+        recipe.pack.manifest.splits["train"].sources,
+        tuple(source.weight for source in recipe.job.data.train),
+    )
 
 
 Options = TypeVar("Options", bound="DataclassInstance")

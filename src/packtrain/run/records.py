@@ -406,7 +406,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `packtrain plan` expected of a run when it started. `source` says from what: a probe, or a table of devices.
+    """The expectation of a run when it was created. `source` says where it is from: measured steps, or a table.
 
     `limit` is the resource that bounds a step. `seconds` is the whole run, `step_seconds` one step without evaluation.
     """

@@ -33,6 +33,10 @@ class DdpSettings(ExchangeKind):
 
     compress: Literal["no", "fp16", "bf16"] = "no"
 
+    @property
+    def bytes_per_weight(self) -> int:
+        return 4 if self.compress == "no" else 2
+
     def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
         return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
 
@@ -41,10 +45,15 @@ class LocalSyncSettings(ExchangeKind):
     """Every worker steps by itself; at a fixed interval their changes are averaged and applied with momentum."""
 
     syncs_every_step = False
+    copies = 2  # the common weights, and their momentum
 
     every: Steps
     rate: Positive = 0.7
     momentum: Fraction = 0.9
+
+    @property
+    def interval(self) -> int:
+        return int(self.every.value)
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.precision == "fp16":
@@ -58,6 +67,7 @@ class FsdpSettings(ExchangeKind):
     """Weights, gradients and the optimizer's state are sharded among the workers."""
 
     shards_model = True
+    traffic = 3  # weights are gathered for the forward and for the backward pass, gradients are scattered
 
     def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:
         return NoSync(model, world, clock) if world.num_ranks == 1 else FsdpSync(model, followers, world, clock)

@@ -25,6 +25,10 @@ class SgdSettings(OptimizerKind):
     momentum: Fraction = 0.9
     nesterov: Boolean = False
 
+    @property
+    def copies(self) -> int:
+        return 1 if self.momentum else 0
+
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.nesterov and not self.momentum:
             yield ("nesterov",), "requires a momentum"
@@ -45,6 +49,10 @@ class AdamSettings(OptimizerKind):
     betas: tuple[Fraction, Fraction] = (0.9, 0.997)
     epsilon: Positive = 1e-9
 
+    @property
+    def copies(self) -> int:
+        return 2
+
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         import torch
 
@@ -57,6 +65,10 @@ class AdamWSettings(OptimizerKind):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: Positive = 1e-8
     decay: NotNegative = 0.01
+
+    @property
+    def copies(self) -> int:
+        return 2
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         import torch

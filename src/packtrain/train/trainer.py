@@ -19,9 +19,10 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, Order, rank_batches
+from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
 from packtrain.errors import PacktrainError
 from packtrain.recipes import Recipe, Scores
+from packtrain.recipes.recipe import training_order
 from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
 from packtrain.train.checkpointer import Checkpointer
@@ -188,18 +189,9 @@ class Trainer:
     def _open_loader(self) -> Loader:
         """Load this rank's part of every global batch, in the run's order, from the next position on."""
         settings, recipe = self._job.train, self._recipe
-        order = Order(
-            recipe.costs,
-            recipe.sort_keys,
-            lambda epoch: settings.in_epoch(epoch).batch.value,
-            settings.seed,
-            recipe.lengths,
-            recipe.pack.manifest.splits["train"].sources,
-            tuple(source.weight for source in self._job.data.train),
-        )
         return Loader(
             rank_batches(
-                order,
+                training_order(recipe),
                 recipe.batch,
                 self._progress.position,
                 self._world.rank,

@@ -33,7 +33,7 @@ from packtrain.store import Store
 from packtrain.web import insight
 from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
 from packtrain.web.news import News
-from packtrain.web.query import Cursor, Query, Refused
+from packtrain.web.query import Cursor, Query, RefusedRequest
 from packtrain.web.reader import TELEMETRY, RunReader, is_away
 from packtrain.web.table import as_json
 
@@ -62,7 +62,7 @@ def error_answer(status: int, text: str) -> Response:
     return json_answer({"error": text}, status)
 
 
-class Endpoints:
+class DashboardEndpoints:
     def __init__(self, store: Store, news: News) -> None:
         self._store, self._news, self._board = store, news, news.board
         found = (path for path in _PAGE.rglob("*") if path.is_file() and path.suffix in _FILE_KINDS)
@@ -101,14 +101,14 @@ class Endpoints:
     def _file(self, name: str) -> Response:
         path = self._files.get(name)  # only what is there: no path of a request reaches the disk
         if path is None:
-            raise Refused(404, "no such page")
+            raise RefusedRequest(404, "no such page")
         return Response(path.read_bytes(), media_type=_FILE_KINDS[path.suffix])
 
     def runs(self, _: Request) -> Response:
         self._news.ask()
         self._news.wait_for_first(_FIRST_SECONDS)
         if self._board.away is not None:
-            raise Refused(503, self._board.away)
+            raise RefusedRequest(503, self._board.away)
         return json_answer({"store": self._store.url, "time": time.time(), "runs": self._board.rows()})
 
     def run(self, request: Request) -> Response:
@@ -154,8 +154,10 @@ class Endpoints:
         found: list[dict[str, Any]] = []
         is_reset = False
         deadline = time.monotonic() + _READ_SECONDS
-        for name in runs:
-            _, reader = self._reader(name, ("metrics",), deadline - time.monotonic())
+        for place, name in enumerate(runs):
+            # An equal share for each, so that all curves of many long histories begin to show at once.
+            share = max(0.0, deadline - time.monotonic()) / (len(runs) - place)
+            _, reader = self._reader(name, ("metrics",), share)
             with reader.lock:
                 now.runs[name] = (reader.edition, *(table.rows for table in reader.tables.values()))
                 edition, *begins = known.get(name, (0, 0, 0, 0))
@@ -231,10 +233,10 @@ class Endpoints:
         run, name = self._run(query.text("run")), query.text("name", 200)
         stem = name.removesuffix(".jpg")
         if not stem or not all(one.isascii() and (one.isalnum() or one in "-_") for one in stem):
-            raise Refused(400, "name: not the name of a picture")
+            raise RefusedRequest(400, "name: not the name of a picture")
         data = run.store.find(run.key(f"pictures/{stem}.jpg"), _MAX_PICTURE_BYTES)
         if data is None or not data.startswith(b"\xff\xd8\xff"):
-            raise Refused(404, f"no picture {quoted(name)}")
+            raise RefusedRequest(404, f"no picture {quoted(name)}")
         return Response(data, media_type="image/jpeg")
 
     def difference(self, request: Request) -> Response:
@@ -247,7 +249,7 @@ class Endpoints:
     def sweep(self, request: Request) -> Response:
         found = insight.sweep(self._store, request.path_params["name"])
         if found is None:
-            raise Refused(404, f"no sweep {quoted(request.path_params['name'])}")
+            raise RefusedRequest(404, f"no sweep {quoted(request.path_params['name'])}")
         return json_answer(_clean(found))
 
     async def stream(self, request: Request) -> Response:
@@ -261,7 +263,7 @@ class Endpoints:
         if run is None:
             run = Run(self._store, name)  # refuses what is not a name
             if not self._store.exists(run.key("job.json")):
-                raise Refused(404, f"no run {quoted(name)} in {self._store.url}")
+                raise RefusedRequest(404, f"no run {quoted(name)} in {self._store.url}")
         return run
 
     def _reader(
@@ -275,7 +277,7 @@ class Endpoints:
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedRequest):
         return error_answer(error.status, str(error))
     if isinstance(error, PacktrainError):
         return error_answer(404 if isinstance(error, NotFound) else 503, str(error))

@@ -17,7 +17,7 @@ from typing import Any
 
 from packtrain.errors import PacktrainError
 from packtrain.web.board import Board, Row
-from packtrain.web.query import Refused
+from packtrain.web.query import RefusedRequest
 from packtrain.web.reader import Readers
 
 _TICK_SECONDS = 1.0
@@ -64,7 +64,7 @@ class News:
     async def listen(self, runs: tuple[str, ...]) -> AsyncIterator[str]:
         """Yield server-sent events until the server ends."""
         if len(self._listeners) >= _MAX_STREAMS:
-            raise Refused(503, "too many pages are open; close some")
+            raise RefusedRequest(503, "too many pages are open; close some")
         queue: asyncio.Queue[str | None] = asyncio.Queue(1000)
         self._listeners[queue] = runs
         self._wake.set()

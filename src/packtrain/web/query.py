@@ -14,7 +14,7 @@ from packtrain.web.logs import LogPlace
 _NUMBERS = 4  # edition, and rows of train, valid and test
 
 
-class Refused(PacktrainError):
+class RefusedRequest(PacktrainError):
     """A request that gets an error for an answer."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -35,13 +35,13 @@ class Query:
     def text(self, name: str, limit: int = 1000) -> str:
         value = self._given.get(name, "")
         if len(value) > limit:
-            raise Refused(400, f"{name}: is longer than {limit} characters")
+            raise RefusedRequest(400, f"{name}: is longer than {limit} characters")
         return value
 
     def texts(self, name: str, limit: int) -> list[str]:
         values = list(dict.fromkeys(self._given.getlist(name)))
         if len(values) > limit:
-            raise Refused(400, f"{name}: more than {limit} values")
+            raise RefusedRequest(400, f"{name}: more than {limit} values")
         return values
 
     def number(self, name: str, default: float | None = None) -> float | None:
@@ -51,9 +51,9 @@ class Query:
         try:
             number = float(value)
         except ValueError:
-            raise Refused(400, f"{name}: not a number") from None
+            raise RefusedRequest(400, f"{name}: not a number") from None
         if not math.isfinite(number):
-            raise Refused(400, f"{name}: not a finite number")
+            raise RefusedRequest(400, f"{name}: not a finite number")
         return number
 
     def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
@@ -61,13 +61,13 @@ class Query:
         if number is None:
             return None
         if number != int(number) or not least <= number <= most:
-            raise Refused(400, f"{name}: must be a whole number from {least} to {most}")
+            raise RefusedRequest(400, f"{name}: must be a whole number from {least} to {most}")
         return int(number)
 
     def choice(self, name: str, choices: Sequence[str], default: str | None) -> str | None:
         value = self.text(name) or default
         if value is not None and value not in choices:
-            raise Refused(400, f"{name}: must be one of {', '.join(choices)}")
+            raise RefusedRequest(400, f"{name}: must be one of {', '.join(choices)}")
         return value
 
     def place(self, name: str) -> LogPlace | None:
@@ -76,7 +76,7 @@ class Query:
             return None
         chunk, _, line = value.partition(".")
         if not (_is_number(chunk) and _is_number(line)):
-            raise Refused(400, f"{name}: not a place that this server gave")
+            raise RefusedRequest(400, f"{name}: not a place that this server gave")
         return LogPlace(int(chunk), int(line))
 
 
@@ -92,7 +92,7 @@ class Cursor:
         for part in text.split(",") if text else ():
             name, *numbers = part.split(":")
             if len(numbers) != _NUMBERS or not all(map(_is_number, numbers)):
-                raise Refused(400, "since: not a cursor that this server gave")
+                raise RefusedRequest(400, "since: not a cursor that this server gave")
             runs[name] = tuple(map(int, numbers))
         return cls(runs)
 

@@ -52,22 +52,22 @@ Batch = dict[str, Floats]
 
 
 @dataclass(frozen=True)
-class Steps:
+class PointChunk:
     """The points of one chunk: steps of training as columns, all others as records."""
 
     train: Batch
     others: list[Point]
 
 
-def read_points(data: bytes, what: str, unit: str) -> Steps:
+def read_points(data: bytes, what: str, unit: str) -> PointChunk:
     """Read a chunk of points a few times faster than by records, which it falls back on to name what is wrong."""
     try:
         found = from_json(lines_of(data))
         steps = [one for one in found if one["kind"] == "train"]
         if len(steps) == len(found):
-            return Steps(_columns(steps, unit), [])
+            return PointChunk(_columns(steps, unit), [])
         lines = [line for line, one in zip(data.splitlines(), found, strict=True) if one["kind"] != "train"]
-        return Steps(_columns(steps, unit), [decode(Point, line, what) for line in lines])
+        return PointChunk(_columns(steps, unit), [decode(Point, line, what) for line in lines])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         decode_many(Point, lines_of(data), what)
         raise DamagedRecord(f"{what} is damaged, or from another version") from error
@@ -124,7 +124,7 @@ class Versions:
 
 
 class RunReader:
-    """What a run's streams have, as far as it was read. Thread-safe: one thread reads, others wait."""
+    """The streams of a run, as far as they were read. Thread-safe: one thread reads, others wait."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.RLock()

@@ -36,9 +36,9 @@ from packtrain.http_server import (
 )
 from packtrain.store import Store
 from packtrain.web.board import Board
-from packtrain.web.endpoints import Endpoints, error_answer
+from packtrain.web.endpoints import DashboardEndpoints, error_answer
 from packtrain.web.news import News
-from packtrain.web.query import Refused
+from packtrain.web.query import RefusedRequest
 
 _COOKIE = "packtrain-ui"
 _ROUTES = (
@@ -55,7 +55,9 @@ class DashboardServer(uvicorn.Server):
     ) -> None:
         self.news = News(Board(store))
         is_local = names_this_machine(_named(listener))
-        door = DashboardDoor(Endpoints(store, self.news), Token(token), is_local, "ssl_certfile" in options, log)
+        door = DashboardDoor(
+            DashboardEndpoints(store, self.news), Token(token), is_local, "ssl_certfile" in options, log
+        )
         super().__init__(server_config(door, **options))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
@@ -81,7 +83,7 @@ class DashboardDoor:
     """Every request passes it, in and out."""
 
     def __init__(
-        self, endpoints: Endpoints, token: Token, is_local: bool, is_secure: bool, log: Callable[[str], None]
+        self, endpoints: DashboardEndpoints, token: Token, is_local: bool, is_secure: bool, log: Callable[[str], None]
     ) -> None:
         self._app, self._token, self._log = endpoints.application(), token, log
         self._is_local, self._is_secure = is_local, is_secure
@@ -99,7 +101,7 @@ class DashboardDoor:
         try:
             entered = self._admit(Request(scope))
             await (self._app if entered is None else entered)(scope, receive, answer)
-        except Refused as refused:
+        except RefusedRequest as refused:
             await error_answer(refused.status, str(refused))(scope, receive, answer)
         finally:
             if status >= 400 and status != CLIENT_LEFT:  # a page asks all the time; a person reads the log
@@ -107,15 +109,15 @@ class DashboardDoor:
                 self._log(log_line(scope, route, status, time.perf_counter() - started))
 
     def _admit(self, request: Request) -> Response | None:
-        """Raise Refused if the request may not enter. Return the answer to one that brings the token in its address."""
+        """Return the answer to a request that brings the token in its address; refuse those that may not enter."""
         host = request.headers.get("host", "")
         # A name that leads here only today (DNS rebinding) is not the address that the page was opened with.
         if self._is_local and not names_this_machine(host):
-            raise Refused(403, f"the host {quoted(host)} is not this machine; use localhost")
+            raise RefusedRequest(403, f"the host {quoted(host)} is not this machine; use localhost")
         if is_from_elsewhere(request):
-            raise Refused(403, "requests from pages of other sites are refused")
+            raise RefusedRequest(403, "requests from pages of other sites are refused")
         if request.method not in ("GET", "HEAD"):
-            raise Refused(405, "this server only answers GET; it changes nothing")
+            raise RefusedRequest(405, "this server only answers GET; it changes nothing")
         given = request.query_params.get("token")
         if request.url.path == "/" and given is not None and self._token.is_equal(given):
             answer = RedirectResponse("/", 303)
@@ -123,5 +125,5 @@ class DashboardDoor:
             return answer
         cookie = request.cookies.get(_COOKIE, "")
         if not (self._token.is_equal(cookie) or self._token.is_sent_in(request)):
-            raise Refused(401, "the token is missing or wrong; open the address that `packtrain ui` printed")
+            raise RefusedRequest(401, "the token is missing or wrong; open the address that `packtrain ui` printed")
         return None

@@ -22,7 +22,7 @@ _EXACT = ("step", "generation", "time", "epoch", "elapsed_seconds")  # as x they
 _MEASURED = ("loss", "rate", "gradient_norm")  # at every step: NaN is what came out, and not that it is missing
 
 
-class Column:
+class GrowingColumn:
     """One measurement, a number per row; NaN where a row lacks it, and `gaps` if any does."""
 
     def __init__(self, exact: bool, capacity: int, gaps: bool) -> None:
@@ -65,7 +65,7 @@ class Table:
     def __init__(self) -> None:
         self.rows = 0
         self._capacity = BLOCK
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, GrowingColumn] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Table:
                 column.grow(self._capacity)
         for name, numbers in values.items():
             if name not in self.columns:
-                self.columns[name] = Column(name in _EXACT, self._capacity, gaps=self.rows > 0)
+                self.columns[name] = GrowingColumn(name in _EXACT, self._capacity, gaps=self.rows > 0)
             column = self.columns[name]
             with np.errstate(over="ignore"):  # beyond float32 is infinite, and drawn as a gap
                 column.values[self.rows : after] = numbers
@@ -124,7 +124,7 @@ class Table:
             rows = rows[~np.isnan(column.values[rows])]
         return rows if len(rows) <= points else extremes(rows, column.values[rows], begin, end, points)
 
-    def _candidates(self, column: Column, begin: int, end: int) -> Rows:
+    def _candidates(self, column: GrowingColumn, begin: int, end: int) -> Rows:
         first, last = -(-begin // BLOCK), end // BLOCK
         if last - first < 8:
             return np.arange(begin, end)
@@ -153,7 +153,7 @@ class Table:
             found[name] = sums / counts
         return starts + counts - 1, found
 
-    def _block_sums(self, column: Column, starts: Rows) -> Numbers:
+    def _block_sums(self, column: GrowingColumn, starts: Rows) -> Numbers:
         column.settle(self.rows)
         rest = np.nan_to_num(column.values[len(column.sums) * BLOCK : self.rows], posinf=0.0, neginf=0.0)
         return np.add.reduceat(np.append(column.sums, rest.sum(dtype=np.float64)), starts)

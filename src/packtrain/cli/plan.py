@@ -1,0 +1,184 @@
+"""The command plan: what a run will need, before it starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.cli.common import JobArgument, JsonOption, SetOption, console, print_json
+
+if TYPE_CHECKING:
+    from packtrain.plan.estimate import Estimate
+    from packtrain.plan.plan import Plan
+
+_MAX_COUNTS = 20
+_LINK = re.compile(r"([0-9.]+)\s*([kMGT]?)bit/s")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(plan)
+
+
+def plan(
+    job: JobArgument,
+    overrides: SetOption = None,
+    machines: Annotated[
+        str | None, typer.Option(metavar="1,2,4", help="Numbers of machines to compare. Default: those of the job.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure a few steps and the links on the fleet's own machines.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="GPU", help="Plan for this GPU from the table of devices, e.g. a100.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="SPEED", help='Speed of the machines\' network, e.g. "10 Gbit/s".')
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a run will take: time, money, memory and network."""
+    from packtrain.errors import Mistake
+    from packtrain.plan.plan import PlanRequest, make_plan
+    from packtrain.start import load
+
+    if probe and device is not None:
+        raise Mistake("--probe measures the machines, and --device replaces them; use one of them")
+    request = PlanRequest(_counts(machines), probe, device, _link_speed(link))
+    loaded = load(job, overrides or ())
+    progress = console(sys.stderr)
+    made = make_plan(loaded, request, lambda text: progress.say((f"  {text}", "dim")))
+    if as_json:
+        print_json(asdict(made))
+    else:
+        _print(made)
+
+
+def _counts(text: str | None) -> tuple[int, ...]:
+    from packtrain.errors import Mistake
+
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= 100_000 for word in words) or len(words) > _MAX_COUNTS:
+        raise Mistake(f"--machines {text}: must be up to {_MAX_COUNTS} numbers of machines, such as 1,2,4")
+    return tuple(map(int, words))
+
+
+def _link_speed(text: str | None) -> float | None:
+    """Return a speed in bytes per second."""
+    from packtrain.errors import Mistake
+
+    if text is None:
+        return None
+    match = _LINK.fullmatch(text.strip())
+    try:
+        bits = float(match[1]) * 1000 ** " kMGT".index(match[2] or " ") if match else 0.0
+    except ValueError:
+        bits = 0.0
+    if bits <= 0:
+        raise Mistake(f'--link {text}: must be a speed, such as "10 Gbit/s"')
+    return bits / 8
+
+
+def _print(made: Plan) -> None:
+    from packtrain.plan.estimate import show_parameters
+    from packtrain.units import show_bytes, show_count
+
+    work, goal, screen = made.workload, made.goal, console()
+    about = "about " if not work.exact else ""
+    steps = f"{made.estimates[0].steps:,} steps"
+    screen.say((made.job, "bold"), f"  {made.recipe} {made.model}")
+    rows = {
+        "model": f"{show_parameters(work.parameters)}, {show_bytes(work.weight_bytes)};"
+        f" checkpoints of {show_bytes(work.checkpoint_bytes)} {made.save_every}",
+        "data": f"{about}{work.samples:,} samples, {show_bytes(work.data_bytes)} packed;"
+        f" {about}{show_count(work.steps_per_epoch)} steps per epoch",
+        "steps": f"{steps} of {show_count(work.units_per_step)} {work.unit}"
+        + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
+        + (f", {_epochs(goal.steps / work.steps_per_epoch)}" if goal.steps else ""),
+        "speed": made.source,
+    }
+    if any(one.machines > 1 for one in made.estimates):
+        link = made.link
+        rows["network"] = f"{_rate(link.bytes_per_second)}, {link.latency_seconds * 1e3:.2g} ms ({link.source})"
+    for name, text in rows.items():
+        screen.say((f"  {name:<8} ", "dim"), text)
+    for note in made.notes:
+        screen.say(("  note     ", "yellow"), note)
+    _print_table(made)
+    _print_advice(made)
+
+
+def _print_table(made: Plan) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from packtrain.plan.estimate import show_step
+    from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    unit = made.workload.unit
+    names = ("machines", "step", f"{unit}/s", "per worker", "limit", "memory", "sent", "needs", "loads", "time", "cost")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("limit",) else "right", no_wrap=True)
+    for one in made.estimates:
+        style = "" if one.fits and one.in_budget else "dim"
+        table.add_row(
+            f"{one.machines} x {one.workers // one.machines}",
+            show_step(one.step_seconds),
+            show_count(one.units_per_second),
+            f"{one.efficiency:.0%}",
+            Text(one.limit, "red" if one.limit == "memory" else "yellow" if one.limit != "compute" else ""),
+            show_bytes(one.memory_bytes),
+            show_bytes(one.sent_bytes) if one.sent_bytes else "-",
+            _rate(one.needed_bytes_per_second) if one.machines > 1 else "-",
+            f"{show_count(one.samples_per_second)}/s",
+            show_seconds(one.seconds),
+            "-" if one.dollars is None else show_dollars(one.dollars),
+            style=style,
+        )
+    console().print()
+    console().print(table)
+    console().print()
+
+
+def _print_advice(made: Plan) -> None:
+    from packtrain.units import counted, show_bytes, show_dollars, show_seconds
+
+    screen, by_count = console(), {one.machines: one for one in made.estimates}
+    goal = made.goal
+    limits = [f"{goal.budget_hours:g} hours"] if goal.budget_hours else []
+    limits += [show_dollars(goal.budget_dollars)] if goal.budget_dollars else []
+    within = f" within {' and '.join(limits)}" if limits else ""
+    if made.advice.cheapest is None:
+        tight = [one for one in made.estimates if not one.fits]
+        why = f"a worker has only {show_bytes(tight[0].memory_limit_bytes)}" if tight else f"none ends{within}"
+        advice = "a smaller train.micro_batch, or exchange: fsdp" if tight else "raise the budget, or train for less"
+        screen.say(("none fits: ", "red"), f"{why}; {advice}")
+        return
+
+    def line(count: int) -> str:
+        one: Estimate = by_count[count]
+        cost = "" if one.dollars is None else f", {show_dollars(one.dollars)}"
+        return f"{counted(count, 'machine')}: {show_seconds(one.seconds)}{cost}{within}"
+
+    cheapest, fastest = made.advice.cheapest, made.advice.fastest
+    assert fastest is not None
+    if cheapest == fastest:
+        screen.say(("cheapest and fastest  ", "dim"), line(cheapest))
+        return
+    screen.say(("cheapest  ", "dim"), line(cheapest))
+    screen.say(("fastest   ", "dim"), line(fastest))
+
+
+def _rate(bytes_per_second: float) -> str:
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _epochs(count: float) -> str:
+    return f"{count:,.0f} epochs" if count >= 100 else f"{count:.3g} epochs"

@@ -1,0 +1,229 @@
+"""Peaks of devices and links of machines, each with its source, for a plan of machines that nobody has measured.
+
+A peak is that of dense matrices without sparsity. Training reaches a part of it, which depends on the model; `REACHED`
+has what is usual. A measurement replaces all of it (`packtrain plan` on this machine, or with --probe).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packtrain.errors import Mistake, nearest
+from packtrain.system import usable_cores
+
+_GB, _GIB, _T, _G = 10**9, 2**30, 1e12, 1e9
+
+DeviceKind = Literal["gpu", "cpu"]
+REACHED: Mapping[DeviceKind, float] = {"gpu": 0.35, "cpu": 0.3}
+"""The part of the peak that training reaches. GPUs: 0.3 to 0.5 is published for well-fed models (PaLM, MegatronLM);
+CPUs: measured with the recipes here on two cores."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or one core of a CPU. `half_flops` is with 16-bit matrices; 0 if slow."""
+
+    name: str
+    kind: DeviceKind
+    flops: float
+    half_flops: float
+    memory_bytes: int
+    source: str
+
+    def reached_flops(self, half: bool) -> float:
+        """Return the operations per second that training reaches."""
+        return REACHED[self.kind] * (self.half_flops if half and self.half_flops else self.flops)
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_GEFORCE = "NVIDIA's GA102 and Ada architecture white papers"
+
+# In the order in which names are compared: `a100-80gb` before `a100`.
+GPUS: Mapping[str, Device] = {
+    "t4": Device("NVIDIA T4", "gpu", 8.1 * _T, 65 * _T, 16 * _GB, _NVIDIA + "tesla-t4/"),
+    "v100-32gb": Device("NVIDIA V100 32 GB", "gpu", 15.7 * _T, 125 * _T, 32 * _GB, _NVIDIA + "v100/"),
+    "v100": Device("NVIDIA V100", "gpu", 15.7 * _T, 125 * _T, 16 * _GB, _NVIDIA + "v100/"),
+    "p100": Device("NVIDIA P100", "gpu", 9.3 * _T, 0, 16 * _GB, _NVIDIA + "tesla-p100/"),
+    "a10g": Device("NVIDIA A10G", "gpu", 31.5 * _T, 70 * _T, 24 * _GB, "https://aws.amazon.com/ec2/instance-types/g5/"),
+    "a10": Device("NVIDIA A10", "gpu", 31.2 * _T, 125 * _T, 24 * _GB, _NVIDIA + "products/a10-gpu/"),
+    "l40s": Device("NVIDIA L40S", "gpu", 91.6 * _T, 362 * _T, 48 * _GB, _NVIDIA + "l40s/"),
+    "l4": Device("NVIDIA L4", "gpu", 30.3 * _T, 121 * _T, 24 * _GB, _NVIDIA + "l4/"),
+    "a40": Device("NVIDIA A40", "gpu", 37.4 * _T, 149.7 * _T, 48 * _GB, _NVIDIA + "a40/"),
+    "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 19.5 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/"),
+    "a100": Device("NVIDIA A100 40 GB", "gpu", 19.5 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/"),
+    "h200": Device("NVIDIA H200", "gpu", 67 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/"),
+    "h100": Device("NVIDIA H100", "gpu", 67 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/"),
+    "b200": Device("NVIDIA B200", "gpu", 75 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/"),
+    "rtx-3090": Device("NVIDIA GeForce RTX 3090", "gpu", 35.6 * _T, 71 * _T, 24 * _GB, _GEFORCE),
+    "rtx-4090": Device("NVIDIA GeForce RTX 4090", "gpu", 82.6 * _T, 165 * _T, 24 * _GB, _GEFORCE),
+}
+
+# One vCPU, which is half a core: sustained clock x 64 operations of AVX-512 per cycle and core / 2.
+_INTEL = "https://aws.amazon.com/ec2/instance-types/, clock x 64 operations per cycle of AVX-512 / 2 threads"
+_SKYLAKE = Device("vCPU of an Intel Xeon, Skylake", "cpu", 80 * _G, 0, 0, _INTEL)
+_ICE_LAKE = Device("vCPU of an Intel Xeon, Ice Lake", "cpu", 93 * _G, 0, 0, _INTEL)
+_SAPPHIRE = Device("vCPU of an Intel Xeon, Sapphire Rapids", "cpu", 102 * _G, 0, 0, _INTEL)
+_UNKNOWN_CORE = Device("core of an unknown CPU", "cpu", 80 * _G, 0, 0, "assumed: 2.5 GHz x 32 operations per cycle")
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of a machine with the others, in each direction."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A type of machine: `gpus` of `device`, or `cores` of it if there are none."""
+
+    device: Device
+    gpus: int
+    cores: int
+    memory_bytes: int
+    link: Link
+
+    @property
+    def workers(self) -> int:
+        """The workers that it has by default: one per GPU, or one."""
+        return max(1, self.gpus)
+
+    def worker_memory_bytes(self, workers: int) -> int:
+        """Return the memory for each of so many workers; 0 if it is not known."""
+        return self.device.memory_bytes if self.gpus else self.memory_bytes // max(1, workers)
+
+    def worker_flops(self, workers: int, half: bool) -> float:
+        """Return what each of so many workers reaches: they share GPUs, or cores."""
+        units = self.gpus if self.gpus else self.cores
+        return self.device.reached_flops(half) * units / max(1, workers)
+
+
+# AWS. The network is what a machine gets all the time, in Gbit/s; small ones may burst above it for a while.
+_AWS = "https://docs.aws.amazon.com/ec2/latest/instancetypes/"
+_AWS_LATENCY = 0.0001  # of a message between two machines of one zone
+_NETWORKS: Mapping[str, Mapping[str, float]] = {
+    "old": {"large": 0.75, "xlarge": 1.25, "2xlarge": 2.5, "4xlarge": 5, "8xlarge": 10, "9xlarge": 12, "12xlarge": 12,
+            "16xlarge": 20, "18xlarge": 25, "24xlarge": 25},
+    "new": {"large": 0.78, "xlarge": 1.56, "2xlarge": 3.12, "4xlarge": 6.25, "8xlarge": 12.5, "12xlarge": 18.75,
+            "16xlarge": 25, "24xlarge": 37.5, "32xlarge": 50, "48xlarge": 50},
+    "t3": {"medium": 0.256, "large": 0.512, "xlarge": 1.024, "2xlarge": 2.048},
+}  # fmt: skip
+_CPU_FAMILIES: Mapping[str, tuple[Device, int, str]] = {  # device of a vCPU, GiB for each vCPU, network
+    "c5": (_SKYLAKE, 2, "old"),
+    "m5": (_SKYLAKE, 4, "old"),
+    "c6i": (_ICE_LAKE, 2, "new"),
+    "m6i": (_ICE_LAKE, 4, "new"),
+    "c7i": (_SAPPHIRE, 2, "new"),
+    "m7i": (_SAPPHIRE, 4, "new"),
+    "t3": (_SKYLAKE, 4, "t3"),
+}
+_GPU_FAMILIES: Mapping[str, tuple[str, Mapping[str, tuple[int, int, int, float]]]] = {
+    # By size: GPUs, vCPUs, GiB of main memory, Gbit/s.
+    "g4dn": ("t4", {
+        "xlarge": (1, 4, 16, 5), "2xlarge": (1, 8, 32, 10), "4xlarge": (1, 16, 64, 20), "8xlarge": (1, 32, 128, 50),
+        "12xlarge": (4, 48, 192, 50), "16xlarge": (1, 64, 256, 50)}),
+    "g5": ("a10g", {
+        "xlarge": (1, 4, 16, 2.5), "2xlarge": (1, 8, 32, 5), "4xlarge": (1, 16, 64, 10), "8xlarge": (1, 32, 128, 25),
+        "12xlarge": (4, 48, 192, 40), "16xlarge": (1, 64, 256, 25), "24xlarge": (4, 96, 384, 50),
+        "48xlarge": (8, 192, 768, 100)}),
+    "g6": ("l4", {
+        "xlarge": (1, 4, 16, 2.5), "2xlarge": (1, 8, 32, 5), "4xlarge": (1, 16, 64, 10), "8xlarge": (1, 32, 128, 25),
+        "12xlarge": (4, 48, 192, 40), "16xlarge": (1, 64, 256, 25), "24xlarge": (4, 96, 384, 50),
+        "48xlarge": (8, 192, 768, 100)}),
+    "gr6": ("l4", {"4xlarge": (1, 16, 128, 10), "8xlarge": (1, 32, 256, 25)}),
+    "g6e": ("l40s", {
+        "xlarge": (1, 4, 32, 2.5), "2xlarge": (1, 8, 64, 5), "4xlarge": (1, 16, 128, 8), "8xlarge": (1, 32, 256, 25),
+        "12xlarge": (4, 48, 384, 100), "16xlarge": (1, 64, 512, 35), "24xlarge": (4, 96, 768, 200),
+        "48xlarge": (8, 192, 1536, 400)}),
+    "p3": ("v100", {
+        "2xlarge": (1, 8, 61, 2.5), "8xlarge": (4, 32, 244, 10), "16xlarge": (8, 64, 488, 25)}),
+    "p3dn": ("v100-32gb", {"24xlarge": (8, 96, 768, 100)}),
+    "p4d": ("a100", {"24xlarge": (8, 96, 1152, 400)}),
+    "p4de": ("a100-80gb", {"24xlarge": (8, 96, 1152, 400)}),
+    "p5": ("h100", {"4xlarge": (1, 16, 256, 100), "48xlarge": (8, 192, 2048, 3200)}),
+    "p5en": ("h200", {"48xlarge": (8, 192, 2048, 3200)}),
+    "p6-b200": ("b200", {"48xlarge": (8, 192, 2048, 3200)}),
+}  # fmt: skip
+
+
+def aws_hardware(instance: str) -> Hardware | None:
+    """Return an instance type of AWS, such as g5.xlarge; None if the table does not have it."""
+    family, _, size = instance.partition(".")
+    if family in _GPU_FAMILIES:
+        name, sizes = _GPU_FAMILIES[family]
+        if size not in sizes:
+            return None
+        gpus, cores, gib, gbits = sizes[size]
+        return Hardware(GPUS[name], gpus, cores, gib * _GIB, _aws_link(gbits, instance))
+    if family in _CPU_FAMILIES:
+        device, gib, network = _CPU_FAMILIES[family]
+        if size not in _NETWORKS[network]:
+            return None
+        cores = 2 if size in ("medium", "large") else 4 * int(size.removesuffix("xlarge") or "1")
+        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(_NETWORKS[network][size], instance))
+    return None
+
+
+def _aws_link(gbits: float, instance: str) -> Link:
+    return Link(gbits * 1e9 / 8, _AWS_LATENCY, f"{gbits:g} Gbit/s of {instance}, {_AWS}")
+
+
+# Devices by name, and this machine.
+
+
+def gpu_named(text: str) -> Device | None:
+    """Return the GPU that a driver calls by this name, as in `NVIDIA A100-SXM4-80GB`; None if it is not known."""
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
+    joined = f" {' '.join(words)} "
+    for key, device in GPUS.items():
+        if all(f" {part} " in joined for part in key.split("-")):
+            return device
+    return None
+
+
+def device_named(word: str) -> Device:
+    """Return the device that a person names; raise Mistake if it is not in the table."""
+    if word.lower() in GPUS:
+        return GPUS[word.lower()]
+    raise Mistake(f"--device {word}: not in the table; {nearest(word.lower(), GPUS)}")
+
+
+def this_machine(root: Path = Path("/proc")) -> Hardware:
+    """Return this machine as the kernel describes it: its GPUs if it has any, else its cores."""
+    info = _text(root / "cpuinfo")
+    memory = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "meminfo"))
+    memory_bytes = int(memory[1]) * 1024 if memory else 0
+    # Collectives of one machine go through loopback; measured here, gloo moves 1 to 2 GB/s.
+    link = Link(1.5e9, 0.0001, "loopback, assumed")
+    names = [_text(path / "information") for path in sorted((root / "driver/nvidia/gpus").glob("*"))]
+    found = [gpu_named(name) for name in names]
+    if found and found[0] is not None:
+        return Hardware(found[0], len(found), usable_cores(), memory_bytes, link)
+    return Hardware(_core(info), 0, usable_cores(), memory_bytes, link)
+
+
+def _core(info: str) -> Device:
+    """Return a core by its clock and the width of its vectors."""
+    name = re.search(r"model name\s*:\s*(.+)", info)
+    clock = re.search(r"cpu MHz\s*:\s*([0-9.]+)", info)
+    if name is None or clock is None:
+        return _UNKNOWN_CORE
+    flags = info.partition("flags")[2].partition("\n")[0].split()
+    # Two units for fused multiply-add of 512 bits (Intel), of 256 bits (AVX2, AMD), or of 128 bits.
+    wide = "avx512f" in flags and "AMD" not in name[1]
+    per_cycle = 64 if wide else 32 if "avx2" in flags else 16
+    flops = float(clock[1]) * 1e6 * per_cycle
+    return Device(name[1].strip(), "cpu", flops, 0, 0, f"{float(clock[1]):.0f} MHz x {per_cycle} operations per cycle")
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""

@@ -1,0 +1,441 @@
+"""From the size of a job and the speed of a worker to time, memory and money on any number of machines. Pure.
+
+A step of one worker: its part of the batch is computed, gradients are exchanged as far as that does not overlap with
+computing, and the next batch has to be loaded by then.
+
+    compute   fixed + seconds per unit x units of the batch / workers
+    exchange  bytes on each link / its speed, minus what overlaps with the backward pass
+    step      compute + exchange, or the time to load a batch if that is longer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
+
+from packtrain.job.job import Job
+from packtrain.plan.devices import DeviceKind, Hardware, Link
+from packtrain.run.records import Prediction
+from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
+
+Limit = Literal["compute", "network", "data", "memory"]
+
+_BUCKET_BYTES = 25 * 2**20  # of DDP: the last one is sent when there is nothing left to compute
+_BACKWARD = 2 / 3  # of the computing of a step
+_EXPOSED = 0.1  # of a step, the communication that a network may add and still be good enough
+_BASE_BYTES = {"gpu": 900_000_000, "cpu": 350_000_000}  # of a worker without a model: Python, torch, CUDA
+_INSIDE = {"gpu": Link(10e9, 2e-5, "PCIe, assumed"), "cpu": Link(1.5e9, 1e-4, "loopback, assumed")}
+_MOST_EPOCHS = 10_000.0  # whose sizes are looked at: more change nothing
+_HALF_ACTIVATIONS = 0.6  # of the bytes in 32 bits: sums and norms stay as they are
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job's model, data and step, whoever computes it. Bytes of activations and operations are for one unit.
+
+    `copies` are further copies of all weights on each worker; `optimizer_copies` those of the weights that learn, which
+    a checkpoint has, too. `traffic` is how many times an exchange moves `exchange_bytes`; it happens every
+    `exchange_every` steps. `exact`: the data is packed, so nothing about it is extrapolated.
+    """
+
+    unit: str
+    parameters: int
+    trained: int
+    buffer_bytes: int
+    copies: int
+    optimizer_copies: int
+    averaged: bool
+    activation_bytes: float
+    flops: float
+    half: bool
+    exchange_bytes: int
+    exchange_every: int
+    traffic: int
+    sharded: bool
+    units_per_step: float
+    samples_per_step: float
+    steps_per_epoch: float
+    micro_batch: int | None
+    samples: int
+    data_bytes: int
+    valid_samples: int
+    test_samples: int
+    exact: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.parameters + self.buffer_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, their average if there is one, and the state of the optimizer."""
+        return self.weight_bytes * (2 if self.averaged else 1) + 4 * self.trained * self.optimizer_copies
+
+    @property
+    def units_per_epoch(self) -> float:
+        return self.units_per_step * self.steps_per_epoch
+
+    def link_bytes(self, ranks: int) -> float:
+        """Return the bytes that each machine sends per step, on average: those of a ring over all workers."""
+        if ranks < 2:
+            return 0.0
+        statistics = self.buffer_bytes if self.exchange_every == 1 else 0
+        return self.traffic * (ranks - 1) / ranks * self.exchange_bytes / self.exchange_every + statistics
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far a run goes: `steps`, or `seconds` of training. `work` is the cost of its average step, relative to that
+    of the `Workload`: the size of images may change. The price is that of a machine.
+    """
+
+    steps: int | None
+    seconds: float | None
+    work: float
+    evaluate_steps: float | None
+    decoded: int
+    dollars_per_hour: float | None
+    budget_dollars: float | None
+    budget_hours: float | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a worker computes and loads, and where that is known from.
+
+    `exchange_seconds`, if measured, are those that did not overlap, in the layout that was measured; so are
+    `memory_bytes`. `score_seconds` and `decode_seconds` are for one sample of an evaluation.
+    """
+
+    source: str
+    kind: DeviceKind
+    fixed_seconds: float
+    unit_seconds: float
+    load_seconds: float
+    score_seconds: float
+    decode_seconds: float
+    exchange_seconds: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """So many machines with so many workers each; `memory_bytes` is what each worker has, 0 if not known."""
+
+    machines: int
+    workers: int
+    memory_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.machines * self.workers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run on so many machines. Rates are of all of them together; `sent_bytes` are those of one machine per step.
+
+    `needed_bytes_per_second` is the network with which communication takes a tenth of a step. `efficiency` is the speed
+    per worker, relative to the smallest number of machines.
+    """
+
+    machines: int
+    workers: int
+    source: str
+    limit: Limit
+    compute_seconds: float
+    exchange_seconds: float
+    data_seconds: float
+    step_seconds: float
+    units_per_second: float
+    samples_per_second: float
+    load_bytes_per_second: float
+    sent_bytes: float
+    needed_bytes_per_second: float
+    memory_bytes: int
+    memory_limit_bytes: int
+    steps: int
+    evaluation_seconds: float
+    seconds: float
+    dollars: float | None
+    fits: bool
+    in_budget: bool
+    efficiency: float = 1.0
+
+
+def goal_of(job: Job, work: Workload) -> Goal:
+    """Return how far the job goes. Epochs may have batches and images of different sizes."""
+    duration, train = job.train.duration, job.train
+    epochs = duration.value / (work.steps_per_epoch if duration.unit == "steps" else 1.0)
+    known = 1 if duration.unit == "seconds" else max(1, math.ceil(min(epochs, _MOST_EPOCHS)))
+    at = [train.in_epoch(epoch) for epoch in range(known)]
+    counts = [work.steps_per_epoch * at[0].batch.value / one.batch.value for one in at]
+    costs = [one.batch.value / at[0].batch.value * (one.size / at[0].size) ** 2 for one in at]
+    mean_work = sum(count * cost for count, cost in zip(counts, costs, strict=True)) / sum(counts)
+    mean_steps = sum(counts) / known  # of an epoch
+    steps = None if duration.unit == "seconds" else int(duration.value)
+    if duration.unit == "epochs":
+        steps = max(1, math.ceil(mean_steps * duration.value - 1e-9))
+    every, evaluate_steps = job.evaluate.every, None
+    if every is not None and every.unit != "seconds":
+        evaluate_steps = every.value * (1 if every.unit == "steps" else mean_steps)
+    return Goal(
+        steps,
+        duration.value if duration.unit == "seconds" else None,
+        mean_work,
+        evaluate_steps,
+        job.evaluate.samples,
+        job.fleet.dollars_per_hour,
+        job.budget.dollars,
+        job.budget.hours,
+    )
+
+
+def speed_from_table(work: Workload, hardware: Hardware, workers: int, beam: int) -> Speed:
+    """Return the speed that a worker has by the peaks of its device."""
+    flops = hardware.worker_flops(workers, work.half)
+    unit_seconds = work.flops / flops
+    per_sample = unit_seconds * work.units_per_step / max(1.0, work.samples_per_step)
+    updated = 4 * work.parameters * (3 + work.optimizer_copies)  # bytes that an update of the weights reads and writes
+    return Speed(
+        f"table of devices: {hardware.device.name}",
+        hardware.device.kind,
+        updated / (300e9 if hardware.device.kind == "gpu" else 8e9) + 0.002,
+        unit_seconds,
+        0.0,
+        per_sample * (1 - _BACKWARD),
+        per_sample * (1 - _BACKWARD) * beam,
+    )
+
+
+def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Link | None) -> Estimate:
+    """Estimate a run. `link` connects the machines; it is not needed for a single one."""
+    ranks = layout.ranks
+    share = work.units_per_step / ranks
+    compute = speed.fixed_seconds + speed.unit_seconds * share * goal.work
+    sent = work.link_bytes(ranks)
+    used = link if layout.machines > 1 and link is not None else _INSIDE[speed.kind]
+    exchange = speed.exchange_seconds
+    if exchange is None:
+        exchange = _exposed(work, speed, compute, sent, used, ranks)
+    load = speed.load_seconds * share * goal.work
+    data = max(0.0, load - compute - exchange)
+    step = compute + exchange + data
+    memory = speed.memory_bytes or memory_of(work, speed.kind, ranks)
+    fits = not layout.memory_bytes or memory <= layout.memory_bytes
+    steps, evaluation, seconds = _whole_run(work, goal, speed, ranks, step)
+    dollars = None if goal.dollars_per_hour is None else goal.dollars_per_hour * layout.machines * seconds / 3600
+    samples = work.samples_per_step / step
+    return Estimate(
+        layout.machines, ranks, speed.source, _limit(fits, compute, exchange, data), compute, exchange, data, step,
+        work.units_per_step / step, samples, samples * work.data_bytes / max(1, work.samples), sent,
+        _needed(work, speed, compute, sent), memory, layout.memory_bytes, steps, evaluation, seconds, dollars, fits,
+        _in_budget(goal, seconds, dollars),
+    )  # fmt: skip
+
+
+def _limit(fits: bool, compute: float, exchange: float, data: float) -> Limit:
+    if not fits:
+        return "memory"
+    if data > 0:
+        return "data"
+    return "network" if exchange > compute else "compute"
+
+
+def _tail(work: Workload, sent: float) -> float:
+    """Return the bytes that are sent when all gradients are computed: the last bucket of ddp, everything of others."""
+    overlaps = work.exchange_every == 1 and not work.sharded
+    last = min(1.0, _BUCKET_BYTES / max(1, work.exchange_bytes)) if overlaps else 1.0
+    return sent * last
+
+
+def _exposed(work: Workload, speed: Speed, compute: float, sent: float, link: Link, ranks: int) -> float:
+    if ranks < 2:
+        return 0.0
+    tail, rate = _tail(work, sent), link.bytes_per_second
+    # A core that sends does not compute: without a GPU nothing is gained by doing both at once.
+    hidden = _BACKWARD * compute if speed.kind == "gpu" else 0.0
+    messages = max(1.0, work.exchange_bytes / _BUCKET_BYTES) / work.exchange_every
+    return tail / rate + max(0.0, (sent - tail) / rate - hidden) + 2 * link.latency_seconds * (1 + messages)
+
+
+def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
+    """Return the bytes per second of a link with which communication takes a tenth of a step."""
+    allowed = compute * _EXPOSED / (1 - _EXPOSED)
+    hidden = _BACKWARD * compute if speed.kind == "gpu" else 0.0
+    return max(_tail(work, sent) / allowed, sent / (allowed + hidden)) if allowed > 0 else 0.0
+
+
+def memory_of(work: Workload, kind: DeviceKind, ranks: int) -> int:
+    """Return the bytes that a worker holds: weights, gradients, optimizer, copies, activations, and the libraries."""
+    state = work.weight_bytes * (1 + work.copies + int(work.averaged)) + 4 * work.trained * (1 + work.optimizer_copies)
+    if work.sharded:
+        state //= ranks
+    share = work.units_per_step / ranks
+    at_once = share if work.micro_batch is None else min(share, work.micro_batch)
+    activations = work.activation_bytes * at_once * (_HALF_ACTIVATIONS if work.half and kind == "gpu" else 1.0)
+    return int(_BASE_BYTES[kind] + state + activations)
+
+
+def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float) -> tuple[int, float, float]:
+    """Return the steps, the seconds of all evaluations, and those of the run."""
+    decoded = min(goal.decoded, work.valid_samples)
+    one = (work.valid_samples * speed.score_seconds + decoded * speed.decode_seconds) / ranks
+    last = (work.test_samples * (speed.score_seconds + speed.decode_seconds)) / ranks
+    if not work.test_samples:  # then the rest of the validation split is decoded
+        last = (work.valid_samples - decoded) * speed.decode_seconds / ranks
+    per_step = one / goal.evaluate_steps if goal.evaluate_steps else 0.0
+    if goal.steps is None:
+        assert goal.seconds is not None
+        steps = max(1, int(goal.seconds / (step + per_step)))
+        return steps, steps * per_step + one + last, goal.seconds + one + last
+    times = 1 if goal.evaluate_steps is None else max(1, math.ceil(goal.steps / goal.evaluate_steps - 1e-9))
+    evaluation = times * one + last
+    return goal.steps, evaluation, goal.steps * step + evaluation
+
+
+def _in_budget(goal: Goal, seconds: float, dollars: float | None) -> bool:
+    late = goal.budget_hours is not None and seconds > goal.budget_hours * 3600
+    dear = goal.budget_dollars is not None and dollars is not None and dollars > goal.budget_dollars
+    return not late and not dear
+
+
+def with_efficiency(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates in the order of machines, each compared with the first."""
+    ordered = sorted(estimates, key=lambda one: one.machines)
+    base = ordered[0].units_per_second / ordered[0].workers
+    return [replace(one, efficiency=one.units_per_second / one.workers / base) for one in ordered]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The numbers of machines to choose from; None if none fits into memory and budget."""
+
+    cheapest: int | None
+    fastest: int | None
+
+
+def choose(estimates: Sequence[Estimate]) -> Advice:
+    """Return the cheapest and the fastest that fit and meet the budget; without a price, machine hours count."""
+    able = [one for one in estimates if one.fits and one.in_budget]
+    if not able:
+        return Advice(None, None)
+
+    def cost(one: Estimate) -> float:
+        return one.seconds * one.machines if one.dollars is None else one.dollars
+
+    # A tie goes to fewer machines: for a duration in time, they all take equally long.
+    cheapest = min(able, key=lambda one: (round(cost(one), 6), one.machines))
+    fastest = min(able, key=lambda one: (round(one.seconds, 3), -one.units_per_second, one.machines))
+    return Advice(cheapest.machines, fastest.machines)
+
+
+# What a run stores and says.
+
+
+def prediction_of(work: Workload, one: Estimate) -> Prediction:
+    """Return what a run of this estimate remembers of it."""
+    return Prediction(
+        one.source[:200], one.limit, one.workers, one.steps, one.step_seconds, one.units_per_second, one.seconds,
+        one.dollars, one.memory_bytes, work.parameters, int(one.sent_bytes), work.checkpoint_bytes,
+    )  # fmt: skip
+
+
+def lines_of(found: Prediction, job: Job) -> list[str]:
+    """Return the three lines that a person reads before a run starts."""
+    cost = "" if found.dollars is None else f", {show_dollars(found.dollars)}"
+    sent = f"; {show_bytes(found.gradient_bytes)} of gradients sent per step" if found.gradient_bytes else ""
+    return [
+        f"about {show_seconds(found.seconds)} for {found.steps:,} steps{cost} ({found.source})",
+        f"{show_step(found.step_seconds)} per step, {show_count(found.units_per_second)} {job.train.batch.unit}/s,"
+        f" limited by {found.limit}{sent}",
+        f"{show_parameters(found.parameters)}, {show_bytes(found.memory_bytes)} of memory per worker,"
+        f" checkpoints of {show_bytes(found.checkpoint_bytes)} {show_saves(job)}",
+    ]
+
+
+def show_step(seconds: float) -> str:
+    """Show the time of a step: `42 ms`, `1.23 s`, `14 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def show_saves(job: Job) -> str:
+    """Show how often a job saves: `every 5 min`; `auto` is decided while it runs."""
+    every = job.checkpoint.every
+    if every == "auto":
+        return "as often as it pays"
+    if every.unit == "seconds" and every.value % 60 == 0:
+        return f"every {every.value / 60:g} min"
+    return f"every {every}"
+
+
+def show_parameters(count: int) -> str:
+    if count < 999_500:
+        return f"{count / 1e3:.0f} thousand parameters"
+    return f"{count / 1e6:.1f} million parameters" if count < 999.5e6 else f"{count / 1e9:.2f} billion parameters"
+
+
+# Afterwards.
+
+
+class _Paid(Protocol):
+    @property
+    def so_far(self) -> float: ...
+
+
+class _Spent(Protocol):
+    @property
+    def parts(self) -> dict[str, float]: ...
+
+
+class Outcome(Protocol):
+    """The part of a run's summary (report/summary.py) that a prediction is compared with."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def units_per_second(self) -> float | None: ...
+    @property
+    def cost(self) -> _Paid | None: ...
+    @property
+    def goodput(self) -> _Spent: ...
+
+
+class Compared(NamedTuple):
+    """A figure that was expected and seen; `off` is the difference relative to what was expected, +0.1 is 10 % more."""
+
+    what: str
+    expected: float
+    seen: float
+    off: float
+
+
+_NOT_STEPS = ("start", "evaluation", "save", "recovery", "lost steps")
+
+
+def compared(prediction: Prediction, summary: Outcome) -> list[Compared]:
+    """Return how far a prediction was off: steps so far, and the whole run once it is finished."""
+    seen: list[tuple[str, float | None, float | None]] = []
+    parts = summary.goodput.parts
+    stepping = sum(seconds for name, seconds in parts.items() if name not in _NOT_STEPS)
+    seen.append(("seconds per step", prediction.step_seconds, stepping / summary.step if summary.step else None))
+    seen.append((f"{summary.unit} per second", prediction.units_per_second, summary.units_per_second))
+    if summary.state == "finished":
+        seen.append(("steps", float(prediction.steps), float(summary.step)))
+        seen.append(("seconds in all", prediction.seconds, summary.seconds))
+        seen.append(("dollars", prediction.dollars, summary.cost.so_far if summary.cost else None))
+    return [
+        Compared(what, expected, found, found / expected - 1)
+        for what, expected, found in seen
+        if expected and found  # nothing is compared with what is unknown, or with zero
+    ]

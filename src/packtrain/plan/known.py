@@ -1,0 +1,187 @@
+"""Knowledge without a measurement: speeds that this machine remembers of a plan, earlier runs, and arithmetic.
+
+`packtrain run` says in three lines what it expects, and must not take time for it: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from packtrain.errors import PacktrainError
+from packtrain.fleet import fleet_of
+from packtrain.job.job import Job
+from packtrain.job.kinds import FLEETS, word_of
+from packtrain.pack.manifest import Manifest
+from packtrain.plan.devices import Hardware, Link, aws_hardware, this_machine
+from packtrain.plan.estimate import (
+    Layout,
+    Speed,
+    Workload,
+    estimate,
+    goal_of,
+    prediction_of,
+    speed_from_table,
+)
+from packtrain.plan.sizes import known_data, known_model
+from packtrain.plan.workload import workload_of
+from packtrain.run.records import MAX_RECORD_BYTES, Many, Prediction, decode, encode
+from packtrain.run.run import Run
+from packtrain.system import cache_directory
+
+_FORMAT = 1
+# Fields of `train` that change neither the work of a step nor its data.
+_NO_WORK = {"duration", "schedule", "clip", "label_smoothing", "patience", "seed"}
+_ENOUGH_STEPS = 20  # of an earlier run
+_RECENT_STEPS = 100
+_LOOKED_AT = 5  # earlier runs of the job
+_BETWEEN_STEPS = ("start_seconds", "evaluation_seconds", "save_seconds")
+
+
+@dataclass(frozen=True)
+class KnownSpeeds:
+    """The outcome of a plan: the job's sizes, and the speed in each layout that it looked at."""
+
+    workload: Workload
+    link: Link
+    speeds: Many[tuple[Layout, Speed]]
+
+
+def remember_speeds(job: Job, pack: str, found: KnownSpeeds) -> None:
+    """Keep the outcome of a plan on this machine, for runs of the same job. A cache that is full forgets it."""
+    with suppress(OSError):
+        path = _path(job, pack)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(encode(found))
+
+
+def remembered_speeds(job: Job, pack: str) -> KnownSpeeds | None:
+    with suppress(OSError, PacktrainError):  # of another version, or damaged: it is only a cache
+        data = _path(job, pack).read_bytes()
+        if len(data) <= MAX_RECORD_BYTES:
+            return decode(KnownSpeeds, data, "a remembered plan")
+    return None
+
+
+def _path(job: Job, pack: str) -> Path:
+    return cache_directory() / "plans" / f"{_digest(job, pack)}.json"
+
+
+def _digest(job: Job, pack: str) -> str:
+    """Return a digest of everything that the time of a step depends on, except for the number of machines."""
+    document = [_FORMAT, socket.gethostname(), pack, *_work_of(job)]
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _work_of(job: Job) -> list[object]:
+    fleet = job.fleet.kind.model_dump(mode="json", exclude={"machines", "power_off"})
+    return [
+        job.recipe,
+        job.model.model_dump(mode="json"),
+        job.train.model_dump(mode="json", exclude=_NO_WORK),
+        job.evaluate.beam,
+        word_of(FLEETS, job.fleet.kind),
+        fleet,
+        job.fleet.workers,
+    ]
+
+
+# What a run expects.
+
+
+def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Prediction | None:
+    """Return what to expect of a run before it starts; None for a recipe that nothing is known of."""
+    job = run.job
+    if job.recipe is None:
+        return None
+    known = remembered_speeds(job, manifest.name) or _by_arithmetic(job, manifest)
+    if known is None:
+        return None
+    machines, goal = job.fleet.kind.machines.most, goal_of(job, known.workload)
+    layout, speed = min(known.speeds, key=lambda one: abs(one[0].machines - machines))
+    if layout.machines != machines:
+        layout, speed = replace(layout, machines=machines), replace(speed, exchange_seconds=None, memory_bytes=None)
+    found = prediction_of(known.workload, estimate(known.workload, goal, speed, layout, known.link))
+    before = _earlier(run) if earlier else None
+    return found if before is None else _like(found, before)
+
+
+def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
+    model = known_model(job, manifest)
+    if model is None:
+        return None
+    hardware, assumed = _hardware(job)
+    work = workload_of(job.train, job.train.batch.unit, model, known_data(job, manifest), hardware.gpus > 0)
+    workers = job.fleet.workers or hardware.workers
+    shared = job.fleet.kind.machines.most if fleet_of(job.fleet.kind).trains_here else 1
+    speed = speed_from_table(work, hardware, workers * (1 if hardware.gpus else shared), job.evaluate.beam)
+    speed = replace(speed, source=f"rough: {assumed}; packtrain plan measures")
+    layout = Layout(job.fleet.kind.machines.most, workers, hardware.worker_memory_bytes(workers))
+    return KnownSpeeds(work, hardware.link, ((layout, speed),))
+
+
+def _hardware(job: Job) -> tuple[Hardware, str]:
+    here = this_machine()
+    if fleet_of(job.fleet.kind).trains_here:
+        return here, f"peak of {here.device.name}"
+    for name in job.fleet.kind.hourly_prices():
+        found = aws_hardware(name.partition(" in ")[0])
+        if found is not None:
+            return found, f"peak of {found.device.name}"
+    return here, "as if its machines were like this one"
+
+
+@dataclass(frozen=True)
+class _EarlierRun:
+    name: str
+    step_seconds: float
+    units_per_second: float
+    steps: int
+
+
+def _earlier(run: Run) -> _EarlierRun | None:
+    """Return the pace of the newest run of the same job that did the same work on the same number of machines."""
+    stem, _, number = run.name.rpartition("-")
+    for before in range(int(number) - 1, max(0, int(number) - 1 - _LOOKED_AT), -1):
+        with suppress(PacktrainError, ValueError):
+            other = Run(run.store, f"{stem}-{before}")
+            if not _is_same_work(run, other):
+                continue
+            points = [point for point in other.recent_points(_RECENT_STEPS, False) if point.kind == "train"]
+            if len(points) < _ENOUGH_STEPS:
+                continue
+            seconds = fmean(
+                point.values["step_seconds"] - sum(point.values.get(name, 0.0) for name in _BETWEEN_STEPS)
+                for point in points
+            )
+            units = fmean(point.values.get(run.job.train.batch.unit, 0.0) for point in points)
+            return _EarlierRun(other.name, seconds, units / seconds, len(points))
+    return None
+
+
+def _is_same_work(run: Run, other: Run) -> bool:
+    return (
+        _work_of(other.job) == _work_of(run.job)
+        and other.job.fleet.kind.machines == run.job.fleet.kind.machines
+        and other.pack_name() == run.pack_name()
+    )
+
+
+def _like(found: Prediction, before: _EarlierRun) -> Prediction:
+    """Return the prediction with the pace of an earlier run; evaluations take as long as they were expected to."""
+    between = found.seconds - found.steps * found.step_seconds
+    seconds = max(0.0, between) + found.steps * before.step_seconds
+    dollars = None if found.dollars is None else found.dollars * seconds / found.seconds
+    return replace(
+        found,
+        source=f"as in {before.name}",
+        step_seconds=before.step_seconds,
+        units_per_second=before.units_per_second,
+        seconds=seconds,
+        dollars=dollars,
+    )

@@ -1,0 +1,345 @@
+"""Plan a run: the size of its job, how fast its machines are, and what that makes on so many of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from packtrain.data.pack import Pack
+from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.fleet import fleet_of
+from packtrain.fleet.doctor import Usable, check_target, measure_links
+from packtrain.fleet.facts import gather, visible_object
+from packtrain.fleet.fleet import passed_variables, values_of
+from packtrain.fleet.local import LocalTarget
+from packtrain.identity import install_command
+from packtrain.job.job import Job
+from packtrain.job.load import LoadedJob
+from packtrain.job.part import is_address
+from packtrain.pack.build import splits_of
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files
+from packtrain.pack.packing import common_kind, digest, settings_of
+from packtrain.plan.devices import Hardware, Link, aws_hardware, device_named, this_machine
+from packtrain.plan.estimate import (
+    Advice,
+    Estimate,
+    Goal,
+    Layout,
+    Speed,
+    Workload,
+    choose,
+    estimate,
+    goal_of,
+    show_saves,
+    speed_from_table,
+    with_efficiency,
+)
+from packtrain.plan.known import KnownSpeeds, remember_speeds
+from packtrain.plan.probe import SECONDS, Measured, ProbeRequest, probe
+from packtrain.plan.raw import LargerVocabulary, enlarge_vocabulary, pack_head
+from packtrain.plan.workload import data_size, model_size, workload_of
+from packtrain.recipes import Recipe, recipe_class
+from packtrain.run.code import snapshot
+from packtrain.store import Store, StoreAway, open_store
+from packtrain.system import cache_directory
+from packtrain.units import counted
+
+Say = Callable[[str], None]
+
+_ETHERNET = Link(125e6, 0.0003, "1 Gbit/s, assumed")
+_DEFAULT_MACHINES = (1, 2, 4, 8)
+_MOST_MEASURED = 2  # times the cores of this machine: more processes than that are not started to be measured
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of a plan; None is the default. `link` is in bytes per second."""
+
+    machines: tuple[int, ...] = ()
+    probe: bool = False
+    device: str | None = None
+    link: float | None = None
+    seconds: float = SECONDS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with an estimate for each number of machines. `source` says how its speed is known, `notes` what else."""
+
+    job: str
+    recipe: str
+    model: str
+    pack: str | None
+    workload: Workload
+    goal: Goal
+    save_every: str
+    source: str
+    link: Link
+    notes: tuple[str, ...]
+    estimates: tuple[Estimate, ...]
+    advice: Advice
+
+
+def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
+    """Plan the job of a file. `say` gets a line for each thing that takes a while."""
+    job = loaded.job
+    if job.recipe is None:
+        what = "a program" if job.program is not None else "only data"
+        raise loaded.mistake("program" if job.program else "recipe", f"plan needs a recipe; this job has {what}")
+    if find_spec("torch") is None:
+        raise Mistake(f"plan builds the job's model, which needs torch; run `{install_command('train')}`")
+    hardware, in_table, notes = _hardware(job, request)
+    with _recipe_of(loaded, request) as (recipe, store, scale):
+        say("building the model")
+        data = data_size(recipe, scale)
+        work = workload_of(job.train, recipe.unit, model_size(recipe), data, hardware.gpus > 0)
+        speeds = _Speeds(loaded, request, recipe, store, hardware, work, say)
+        found = speeds.find(_counts(job, request), in_table)
+    goal = goal_of(job, work)
+    estimates = with_efficiency([estimate(work, goal, speed, layout, found.link) for layout, speed in found.speeds])
+    if scale is not None:
+        notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
+    elif request.device is None and request.link is None:  # else it is about machines that the job does not name
+        remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
+    return Plan(
+        job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
+        show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),
+        choose(estimates),
+    )  # fmt: skip
+
+
+# The data, packed or not.
+
+
+@contextmanager
+def _recipe_of(loaded: LoadedJob, request: PlanRequest) -> Iterator[tuple[Recipe, Store, dict[str, float] | None]]:
+    """Yield the recipe on the job's pack; or on a pack of its first samples, with how many times larger the data is."""
+    job = loaded.job
+    assert job.recipe is not None
+    manifest, store = _existing(loaded)
+    kind = recipe_class(job.recipe, loaded.code)
+    if manifest is not None and store is not None:
+        yield kind(job, Pack(store, manifest.name, cache_directory() / "packs", manifest=manifest)), store, None
+        return
+    if request.probe and not fleet_of(job.fleet.kind).trains_here:
+        raise Mistake(f"--probe needs the packed data; run `packtrain pack {loaded.document.name}` first")
+    with tempfile.TemporaryDirectory(prefix="packtrain-plan-") as folder:
+        store = open_store(folder, create=True)
+        try:
+            head = pack_head(job.data, store)
+        except FieldMistake as mistake:
+            raise loaded.mistake(mistake.field, mistake.fault) from None
+        pack = Pack(store, head.manifest.name, Path(folder) / "cache", manifest=head.manifest)
+        if head.scale["train"] > 1:
+            # A vocabulary of a few samples is smaller than that of all: the model has to have the job's size.
+            enlarge_vocabulary(pack, job.data.vocabulary)
+        yield kind(job, pack), store, head.scale
+
+
+def _existing(loaded: LoadedJob) -> tuple[Manifest | None, Store | None]:
+    """Return the job's pack if its store has it complete."""
+    job, store = loaded.job, open_store(loaded.job.store)
+    manifest = None
+    try:
+        name = _pack_name(job, store)
+        manifest = None if name is None else find_manifest(store, name)
+        complete = manifest is not None and not missing_files(store, manifest)
+    except FieldMistake as mistake:
+        raise loaded.mistake(mistake.field, mistake.fault) from None
+    except StoreAway as away:
+        if away.known:
+            raise
+        complete = False  # the first run creates it
+    if not complete and job.data.pack is not None:
+        raise loaded.mistake("data.pack", f"no such pack in {store.url}; copy it there, or remove this field")
+    return (manifest, store) if complete else (None, None)
+
+
+def _pack_name(job: Job, store: Store) -> str | None:
+    """Return the name that the job's pack has, or would have; None if that cannot be said from here."""
+    if job.data.pack is not None:
+        return job.data.pack
+    sources = [source for split in splits_of(job.data).values() for source in split]
+    if not any(is_address(path) for source in sources for path in source.paths):
+        return f"{job.name}-{digest(settings_of(job.data, common_kind(splits_of(job.data))))}"
+    # The name depends on what is behind the addresses, which is not downloaded for a plan.
+    made = [name for name in store.folders("packs/") if re.fullmatch(rf"{re.escape(job.name)}-[0-9a-f]{{12}}", name)]
+    return made[0] if len(made) == 1 else None
+
+
+# How fast the machines are.
+
+
+def _hardware(job: Job, request: PlanRequest) -> tuple[Hardware, bool, list[str]]:
+    """Return the type of machine that is planned with, True if the table knows it, and what is assumed about it."""
+    here, fleet = this_machine(), fleet_of(job.fleet.kind)
+    link = None if request.link is None else Link(request.link, _ETHERNET.latency_seconds, "--link")
+    if request.device is not None:
+        device = device_named(request.device)
+        return Hardware(device, job.fleet.workers or 1, here.cores, 0, link or _ETHERNET), True, []
+    if fleet.trains_here:
+        return here if link is None else replace(here, link=link), False, []
+    # A type is named as in `g5.xlarge in us-east-1`.
+    types = [name.partition(" in ")[0] for name in job.fleet.kind.hourly_prices()]
+    for found in filter(None, map(aws_hardware, types)):
+        return found if link is None else replace(found, link=link), True, []
+    link = link or _ETHERNET
+    if request.probe:
+        return replace(here, link=link), False, []
+    rented = f"{types[0]} is not in the table of devices" if types else "its machines are not known"
+    assumed = f"{rented}: assumed to be like this one; measure with --probe, or set --device"
+    return replace(here, link=link), False, [assumed]
+
+
+def _counts(job: Job, request: PlanRequest) -> list[int]:
+    """Return the numbers of machines to plan with."""
+    if request.machines:
+        return sorted(set(request.machines))
+    kind = job.fleet.kind
+    asked = {kind.machines.least, kind.machines.most}
+    if fleet_of(kind).trains_here:
+        return sorted({1, *asked})
+    # A list of hosts ends where it ends; of what can be rented or queued for, more is possible.
+    return sorted(asked | {count for count in _DEFAULT_MACHINES if count <= max(asked) or not hasattr(kind, "hosts")})
+
+
+@dataclass(frozen=True)
+class FoundSpeeds:
+    """The speed for each number of machines, and the link between them."""
+
+    speeds: Sequence[tuple[Layout, Speed]]
+    link: Link
+    notes: Sequence[str] = ()
+
+    @property
+    def source(self) -> str:
+        return "; ".join(dict.fromkeys(speed.source for _, speed in self.speeds))
+
+
+class _Speeds:
+    """Finds the speeds: measured on the fleet, measured here, or from the table of devices."""
+
+    def __init__(
+        self, loaded: LoadedJob, request: PlanRequest, recipe: Recipe, store: Store, hardware: Hardware,
+        work: Workload, say: Say,
+    ) -> None:  # fmt: skip
+        self._loaded, self._job, self._request, self._recipe = loaded, loaded.job, request, recipe
+        self._store, self._hardware, self._work, self._say = store, hardware, work, say
+        self._fleet = fleet_of(self._job.fleet.kind)
+
+    def find(self, counts: Sequence[int], in_table: bool) -> FoundSpeeds:
+        if self._request.probe:
+            return self._on_fleet(counts)
+        return self._from_table(counts) if in_table else self._here(counts)
+
+    def _workers(self, gpus: int) -> int:
+        return self._job.fleet.workers or max(1, gpus)
+
+    def _from_table(self, counts: Sequence[int], notes: Sequence[str] = ()) -> FoundSpeeds:
+        hardware, workers = self._hardware, self._workers(self._hardware.gpus)
+        speed = speed_from_table(self._work, hardware, workers, self._job.evaluate.beam)
+        memory = hardware.worker_memory_bytes(workers)
+        return FoundSpeeds([(Layout(count, workers, memory), speed) for count in counts], hardware.link, notes)
+
+    def _here(self, counts: Sequence[int]) -> FoundSpeeds:
+        """Measure on this machine, which is the fleet's, or stands for one of its machines."""
+        workers, cores = self._workers(self._hardware.gpus), self._hardware.cores
+        own = self._fleet.trains_here
+        measured: dict[int, Measured] = {}
+        facts = gather("", "")
+        for count in counts if own else [1]:
+            if measured and count * workers > _MOST_MEASURED * cores:
+                break
+            self._say(f"measuring steps with {counted(count * workers, 'worker')} on this machine")
+            machines = [Usable(LocalTarget("this machine"), sys.executable, [facts]) for _ in range(count)]
+            try:
+                measured[count] = self._probe(machines, workers)
+            except PacktrainError as error:
+                if not measured:
+                    return self._from_table(counts, [f"could not be measured here: {error}"])
+                break
+        return FoundSpeeds([self._nearest(measured, count, own) for count in counts], self._hardware.link)
+
+    def _on_fleet(self, counts: Sequence[int]) -> FoundSpeeds:
+        """Measure on as many machines of the fleet as there are, and the links between them."""
+        if self._fleet.rents or not (targets := self._fleet.targets()):
+            raise Mistake("--probe: the machines of this fleet exist only while a run rents them; plan without it")
+        secrets = values_of(passed_variables(self._job.environment, self._store.url))
+        self._say(f"connecting to {counted(len(targets), 'machine')}")
+        notes, usable = [], []
+        with ExitStack() as stack:
+            key = stack.enter_context(visible_object(self._store))
+            pool = stack.enter_context(ThreadPoolExecutor(32))  # a host that does not answer takes ten seconds
+            for checks, one in pool.map(lambda one: check_target(one, self._store.url, key, secrets), targets):
+                usable += [one] if one else []
+                notes += [f"{check.machine}: {check.step}: {check.detail}" for check in checks if not check.ok]
+            if not usable:
+                raise Mistake(f"--probe: no machine can be used: {notes[0]}")
+            link = self._measured_link(usable, key, secrets)
+        workers = self._workers(max(machine.gpus for one in usable for machine in one.machines))
+        measured: dict[int, Measured] = {}
+        for count in counts:
+            chosen = _first(usable, count)
+            if chosen is not None:
+                self._say(f"measuring steps on {counted(count, 'machine')}")
+                measured[count] = self._probe(chosen, workers, secrets)
+        if not measured:
+            measured[len(usable)] = self._probe(usable, workers, secrets)
+        found = [self._nearest(measured, count, self._fleet.trains_here) for count in counts]
+        return FoundSpeeds(found, link, notes)
+
+    def _measured_link(self, usable: Sequence[Usable], key: str, secrets: dict[str, str]) -> Link:
+        count = sum(len(one.machines) for one in usable)
+        if count < 2:
+            return self._hardware.link
+        self._say(f"measuring the links between {counted(count, 'machine')}")
+        options = ["--store", self._store.url, "--key", f"{key}-link", "--world", str(count)]
+        options += ["--public-address"] if self._job.fleet.public_address else []
+        speed = measure_links(usable, options, secrets)
+        return Link(speed.bytes_per_second, speed.latency_seconds, f"measured between {counted(count, 'machine')}")
+
+    def _probe(self, usable: Sequence[Usable], workers: int, secrets: dict[str, str] | None = None) -> Measured:
+        job, pack = self._recipe.job, self._recipe.pack
+        size = len(pack.vocabulary) if isinstance(vars(pack).get("vocabulary"), LargerVocabulary) else None
+        code = snapshot(self._loaded.code).archive if job.has_own_code else None
+        request = ProbeRequest(job.model_dump_json(), pack.name, self._request.seconds, code is not None, size)
+        return probe(request, code, self._store, usable, workers, secrets or {}, job.fleet.public_address)
+
+    def _nearest(self, measured: dict[int, Measured], count: int, shared: bool) -> tuple[Layout, Speed]:
+        """Return the speed that was measured with this number of machines, or else with one that is near.
+
+        `shared`: all of them are this machine, and share its cores.
+        """
+        where = "this machine" if self._fleet.trains_here or not self._request.probe else "the fleet"
+        near = min(measured, key=lambda one: abs(one - count))
+        found = measured[near]
+        workers = found.ranks // found.machines
+        memory = found.memory_limit_bytes if found.kind == "gpu" or not shared else found.memory_limit_bytes // count
+        layout = Layout(count, workers, memory)
+        speed = found.speed(self._work.exchange_every, where)
+        if near == count:
+            return layout, speed
+        slower = count / near if shared and found.kind == "cpu" else 1.0
+        other = replace(
+            speed,
+            fixed_seconds=speed.fixed_seconds * slower,
+            unit_seconds=speed.unit_seconds * slower,
+            exchange_seconds=None,
+            memory_bytes=None,
+        )
+        return layout, other
+
+
+def _first(usable: Sequence[Usable], count: int) -> Sequence[Usable] | None:
+    """Return the first targets with exactly so many machines; None if there are none."""
+    for number in range(1, len(usable) + 1):
+        if sum(len(one.machines) for one in usable[:number]) == count:
+            return usable[:number]
+    return None

@@ -1,0 +1,137 @@
+"""Raw data that is not packed yet: how much there is, and a small pack of its first samples to plan with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from packtrain.data.pack import Pack
+from packtrain.errors import FieldMistake
+from packtrain.job.job import DataSettings
+from packtrain.job.kinds import Source
+from packtrain.job.part import is_address
+from packtrain.pack.archive import split_member
+from packtrain.pack.build import Packing, PlainProgress, splits_of
+from packtrain.pack.manifest import FORMAT, Kind, Manifest, pack_key, sized_split
+from packtrain.pack.packing import PACKERS, common_kind
+from packtrain.pack.vocabulary import Vocabulary
+from packtrain.pack.workers import InProcess
+from packtrain.store import Store
+
+_COUNT_SECONDS = 3.0  # to count the samples of a source; if there are more, the sizes of its files tell the rest
+_HEAD: Mapping[Kind, int] = {"pairs": 4000, "labels": 256, "captions": 256}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".tgz", ".zip")
+_TEXT_RATIO = 3.0  # of a compressed text
+
+
+@dataclass(frozen=True)
+class RawHead:
+    """A pack of the first samples, and how many times as many samples each split has in all."""
+
+    manifest: Manifest
+    scale: dict[str, float]
+
+
+def pack_head(data: DataSettings, store: Store) -> RawHead:
+    """Pack the first samples of every split into a store of its own. Remote sources would have to be downloaded."""
+    for split, sources in splits_of(data).items():
+        for number, source in enumerate(sources):
+            if any(map(is_address, source.paths)):
+                raise FieldMistake(f"data.{split}.{number}", "is not here yet; run `packtrain pack` first")
+    kind = common_kind(splits_of(data))
+    heads = data.map_sources(lambda source: cast(Source, _SourceHead(source, _HEAD[kind])))
+    packing = Packing("head", heads, store, InProcess(), PlainProgress(lambda _: None))
+    contents = PACKERS[kind](packing)
+    splits = {}
+    for split, build in contents.splits.items():
+        splits[split] = build.finish()
+        if not splits[split].samples:
+            raise FieldMistake(f"data.{split}", "no usable samples")
+        splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
+    manifest = Manifest(
+        FORMAT, "head", kind, {}, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
+    )
+    store.put(pack_key("head", "manifest.json"), manifest.to_json())
+    raw = {split: sum(count_samples(source, kind) for source in sources) for split, sources in splits_of(data).items()}
+    read = {split: sum(min(one.read, _HEAD[kind]) for one in getattr(heads, split)) for split in raw}
+    return RawHead(manifest, {split: raw[split] / max(1, read[split]) for split in raw})
+
+
+class LargerVocabulary(Vocabulary):
+    """The vocabulary of a few samples, with the size that all samples will give it."""
+
+    def __init__(self, small: Vocabulary, size: int) -> None:
+        super().__init__(small._tokenizer)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def enlarge_vocabulary(pack: Pack, size: int) -> None:
+    """Have a pack of a few samples pretend to have a vocabulary of that size, as the model that is planned will."""
+    if pack.manifest.vocabulary is not None and len(pack.vocabulary) < size:
+        pack.vocabulary = LargerVocabulary(pack.vocabulary, size)
+
+
+class _SourceHead:
+    """A source that ends after its first samples; everything else is the source's own."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self._source, self._count, self.read = source, count, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def _first(self, samples: Iterator[Any]) -> Iterator[Any]:
+        read = 0
+        for sample in islice(samples, self._count):
+            read += 1
+            yield sample
+        self.read = max(self.read, read)
+
+    def pairs(self, drop: Any) -> Iterator[Any]:
+        return self._first(self._source.pairs(drop))
+
+    def labeled(self, classes: Sequence[str], drop: Any, filtered: Any) -> Iterator[Any]:
+        return self._first(self._source.labeled(classes, drop, filtered))
+
+    def captioned(self, drop: Any, filtered: Any) -> Iterator[Any]:
+        return self._first(self._source.captioned(drop, filtered))
+
+
+def count_samples(source: Source, kind: Kind, seconds: float = _COUNT_SECONDS) -> float:
+    """Return how many samples a source has: counted, or after some seconds estimated from the sizes of its files."""
+
+    def ignore(_reason: str, _name: str) -> None:
+        pass
+
+    deadline, count, size = time.monotonic() + seconds, 0, 0
+    samples: Iterator[Any] = (
+        source.pairs(ignore)
+        if kind == "pairs"
+        else source.captioned(ignore, ignore)
+        if kind == "captions"
+        else source.labeled(source.classes(), ignore, ignore)
+    )
+    for sample in samples:
+        count += 1
+        size += len(sample.source) + len(sample.target) + 2 if kind == "pairs" else sample.where.size
+        if count % 1000 == 0 and time.monotonic() > deadline:
+            return max(float(count), count * _raw_bytes(source.paths, kind) / max(1, size))
+    return float(count)
+
+
+def _raw_bytes(paths: Sequence[str], kind: Kind) -> float:
+    total = 0.0
+    for place in paths:
+        path = Path(split_member(place)[0])
+        ratio = _TEXT_RATIO if kind == "pairs" and path.name.lower().endswith(_COMPRESSED) else 1.0
+        files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+        total += ratio * sum(file.stat().st_size for file in files)
+    return total

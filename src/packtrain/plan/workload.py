@@ -1,0 +1,175 @@
+"""The size of a job: its model on torch's meta device, where weights have a shape but no memory; its data and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packtrain.data.order import Ids, micro_batches
+from packtrain.job.job import TrainSettings
+from packtrain.plan.estimate import Workload
+from packtrain.recipes import Recipe
+from packtrain.recipes.recipe import training_order
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+_COUNTED_BATCHES = 3  # of which operations and activations are counted
+_FLOPS_PER_WEIGHT = 6  # for each unit, forward and backward, where they cannot be counted
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """`trained` are the parameters that learn; operations and activations are for one unit of a batch."""
+
+    parameters: int
+    trained: int
+    buffer_bytes: int
+    flops: float
+    activation_bytes: float
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """`samples_per_step` and `units_per_step` are means over an epoch."""
+
+    samples: int
+    bytes: int
+    steps_per_epoch: float
+    samples_per_step: float
+    units_per_step: float
+    valid_samples: int
+    test_samples: int
+    exact: bool
+
+
+def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSize, on_gpu: bool) -> Workload:
+    """Put a job's sizes together; `on_gpu` decides about the precision that a job leaves open."""
+    exchange = train.exchange
+    return Workload(
+        unit=unit,
+        parameters=model.parameters,
+        trained=model.trained,
+        buffer_bytes=model.buffer_bytes,
+        copies=exchange.copies,
+        optimizer_copies=train.optimizer.copies,
+        averaged=train.ema is not None,
+        activation_bytes=model.activation_bytes,
+        flops=model.flops,
+        half=train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu),
+        exchange_bytes=exchange.bytes_per_weight * model.trained,
+        exchange_every=exchange.interval,
+        traffic=exchange.traffic,
+        sharded=exchange.shards_model,
+        units_per_step=data.units_per_step,
+        samples_per_step=data.samples_per_step,
+        steps_per_epoch=data.steps_per_epoch,
+        micro_batch=None if train.micro_batch is None else train.micro_batch.value,
+        samples=data.samples,
+        data_bytes=data.bytes,
+        valid_samples=data.valid_samples,
+        test_samples=data.test_samples,
+        exact=data.exact,
+    )
+
+
+def data_size(recipe: Recipe, scale: Mapping[str, float] | None = None) -> DataSize:
+    """Return the size of the recipe's data. `scale` says how many times larger each split of the real data is."""
+    order = training_order(recipe)
+    batches = order.batches(0)
+    split = recipe.pack.manifest.splits["train"]
+    times = (scale or {}).get
+    larger = times("train", 1.0)
+    return DataSize(
+        samples=round(split.samples * larger),
+        bytes=round(sum(shard.bytes for shard in split.shards) * larger),
+        steps_per_epoch=len(batches) * larger,
+        samples_per_step=float(np.mean([len(batch) for batch in batches])),
+        units_per_step=float(np.mean([order.costs[batch].sum() for batch in batches])),
+        valid_samples=round(recipe.count("valid") * times("valid", 1.0)),
+        test_samples=round(recipe.count("test") * times("test", 1.0)),
+        exact=scale is None,
+    )
+
+
+def model_size(recipe: Recipe) -> ModelSize:
+    """Build the recipe's model on the meta device; count its parameters, and the work of a few batches."""
+    import torch
+
+    with torch.device("meta"):
+        model = recipe.build_model()
+    recipe.prepare(0, model)
+    model.train()
+    parameters = list(model.parameters())
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    flops, activations = _work(recipe, model)
+    return ModelSize(
+        sum(one.numel() for one in parameters),
+        trained,
+        sum(one.numel() * one.element_size() for one in model.buffers()),
+        flops or float(_FLOPS_PER_WEIGHT * trained),
+        activations,
+    )
+
+
+def _work(recipe: Recipe, model: nn.Module) -> tuple[float, float]:
+    """Return the operations and the bytes of activations for one unit; zeros if the model needs real numbers."""
+    order = training_order(recipe)
+    batches = order.batches(0)
+    micro = recipe.job.train.micro_batch
+    spaced = batches[:: max(1, len(batches) // _COUNTED_BATCHES)][:_COUNTED_BATCHES]
+    flops, saved, units = 0.0, 0.0, 0
+    for batch in spaced:
+        part = micro_batches(batch, order.costs, None if micro is None else micro.value)[0]
+        arrays = recipe.batch(part, 0)
+        # Most models take everything on the meta device; one that looks at lengths needs its tokens.
+        for keep in ((), _tokens(arrays)):
+            with suppress(NotImplementedError, RuntimeError):
+                counted = _counted(recipe, model, arrays, keep)
+                flops, saved, units = flops + counted[0], saved + counted[1], units + _cost(order.costs, part)
+                break
+    return (flops / units, saved / units) if units else (0.0, 0.0)
+
+
+def _cost(costs: NDArray[Any], ids: Ids) -> int:
+    return int(costs[ids].sum())
+
+
+def _tokens(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, ...]:
+    return tuple(name for name, array in arrays.items() if array.dtype == np.int64)
+
+
+def _counted(
+    recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]], keep: tuple[str, ...]
+) -> tuple[int, int]:
+    """Return the operations of a forward and a backward pass, and the bytes that the forward pass keeps for it."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch = {name: torch.from_numpy(array).to("cpu" if name in keep else "meta") for name, array in arrays.items()}
+    known = {_storage(one) for one in (*model.parameters(), *model.buffers())}
+    kept: list[torch.UntypedStorage] = []  # kept alive, so that no two of them have the same address
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.is_meta and _storage(tensor) not in known:
+            known.add(_storage(tensor))
+            kept.append(tensor.untyped_storage())
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = recipe.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return counter.get_total_flops(), sum(storage.nbytes() for storage in kept)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

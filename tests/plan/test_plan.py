@@ -1,0 +1,301 @@
+"""Plans end to end: packed and raw data, measured here, or from the table; what `run` says and remembers of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from pack.corpus import GREETINGS, QUESTIONS, write_pairs
+from pack.pictures import photo, saved
+from packtrain.cli import app
+from packtrain.errors import Mistake
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.manifest import read_manifest
+from packtrain.pack.workers import InProcess
+from packtrain.plan import raw
+from packtrain.plan.estimate import Layout, Speed
+from packtrain.plan.known import KnownSpeeds, expected, remember_speeds, remembered_speeds
+from packtrain.plan.plan import PlanRequest, make_plan
+from packtrain.run.records import Point
+from packtrain.run.run import Run, open_run
+from packtrain.start import create, load, pack_data
+from packtrain.store import open_store
+from parts.runs import MEASURED
+
+TABLE = PlanRequest(device="t4")
+SPEED = Speed("made up", "cpu", 0.0, 0.001, 0.0, 0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    job = {
+        "name": "greetings",
+        "recipe": "translate",
+        "store": str(folder / "store"),
+        "data": {
+            "train": [{"bitext": write_pairs(folder / "train.tsv", GREETINGS)}],
+            "valid": [{"bitext": write_pairs(folder / "valid.tsv", QUESTIONS)}],
+            "vocabulary": 300,
+        },
+        "model": {"size": "tiny", "width": 32, "feedforward": 64, "encoder_layers": 1, "decoder_layers": 1},
+        "train": {"duration": "10 steps", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.001}}},
+        "evaluate": {"every": "5 steps", "samples": 2, "beam": 1},
+        "fleet": {"local": {}, "workers": 1},
+        **changes,
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def pack(path: Path) -> None:
+    loaded = load(path)
+    store = open_store(loaded.job.store, create=True)
+    pack_data(loaded, store, PlainProgress(lambda _: None), InProcess())
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(Mistake) as error:
+        CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+# From the table.
+
+
+def test_a_plan_compares_numbers_of_machines(tmp_path: Path) -> None:
+    path = write_job(tmp_path, fleet={"local": {}, "price": 2.0, "workers": 1})
+    pack(path)
+    made = json.loads(plan(str(path), "--device", "T4", "--machines", "1,2,4", "--json").stdout)
+    assert [one["machines"] for one in made["estimates"]] == [1, 2, 4]
+    assert all(one["dollars"] > 0 and one["memory_limit_bytes"] == 16 * 10**9 for one in made["estimates"])
+    assert made["workload"]["samples"] == len(GREETINGS)
+    assert made["workload"]["exact"]
+    assert made["advice"]["cheapest"] == 1
+    assert made["goal"]["steps"] == 10
+
+
+def test_a_plan_is_a_page_of_words_and_a_table(tmp_path: Path) -> None:
+    path = write_job(tmp_path, fleet={"local": {}, "price": 2.0}, budget={"hours": 5.0})
+    pack(path)
+    text = plan(str(path), "--device", "t4", "--machines", "1,2", "--link", "10 Gbit/s").output
+    for words in (
+        "greetings  translate tiny", "thousand parameters", "8 samples", "10 steps of", "table of devices: NVIDIA T4",
+        "10 Gbit/s", "1 x 1", "2 x 1", "cheapest and fastest  1 machine", "within 5 hours",
+    ):  # fmt: skip
+        assert words in text, text
+
+
+def test_an_impossible_budget_has_no_choice(tmp_path: Path) -> None:
+    path = write_job(tmp_path, train={"duration": "900000000 steps", "batch": "64 tokens",
+                                      "schedule": {"constant": {"rate": 0.1}}}, budget={"hours": 0.1})  # fmt: skip
+    pack(path)
+    assert "none fits: none ends within 0.1 hours; raise the budget" in plan(str(path), "--device", "t4").output
+
+
+def test_machines_of_aws_are_in_the_table(tmp_path: Path) -> None:
+    fleet = {"aws": {"region": "us-east-1", "instances": ["g5.12xlarge"], "role": "trainer", "machines": "1..2"}}
+    path = write_job(tmp_path, fleet=fleet, store="s3://bucket/store")
+    loaded = load(path)
+    loaded = replace(loaded, job=loaded.job.model_copy(update={"store": str(tmp_path / "none")}))
+    made = make_plan(loaded, PlanRequest(), quiet)
+    assert made.source == "table of devices: NVIDIA A10G"
+    assert [one.machines for one in made.estimates] == [1, 2, 4, 8]
+    assert [one.workers for one in made.estimates][:2] == [4, 8]
+    assert made.link.bytes_per_second == 40e9 / 8
+    assert all(one.dollars for one in made.estimates)
+
+
+# Raw data.
+
+
+def test_raw_data_is_estimated_from_its_first_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_HEAD", {"pairs": 4, "labels": 4, "captions": 4})
+    path = write_job(tmp_path)
+    made = make_plan(load(path), TABLE, quiet)
+    assert made.pack is None
+    assert made.workload.samples == len(GREETINGS)
+    assert made.workload.parameters > 300 * 32, "the vocabulary has the size that the job asks for"
+    assert any("not packed" in note for note in made.notes)
+    assert not (tmp_path / "store").exists(), "a plan creates nothing"
+
+
+def test_raw_images_are_estimated_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_HEAD", {"pairs": 4, "labels": 4, "captions": 4})
+    for number in range(10):
+        image = tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(saved(photo(40, 40, seed=number), "JPEG"))
+    train = {"duration": "2 epochs", "batch": "4 samples", "schedule": {"constant": {"rate": 0.1}}, "size": 32}
+    data = {"train": [{"imagenet": str(tmp_path / "photos")}]}
+    path = write_job(tmp_path, recipe="classify", data=data, model={"size": "tiny", "width": 8}, train=train)
+    made = make_plan(load(path), TABLE, quiet)
+    assert (made.workload.samples, made.workload.unit) == (10, "samples")
+    assert made.goal.steps == 5
+
+
+def test_counting_stops_after_a_while_and_sizes_of_files_tell_the_rest(tmp_path: Path) -> None:
+    lines = [(f"good morning {number}", f"guten Morgen {number}") for number in range(4000)]
+    source = load(write_job(tmp_path, data={"train": [{"bitext": write_pairs(tmp_path / "many.tsv", lines)}]}))
+    [one] = source.job.data.train
+    assert raw.count_samples(one, "pairs") == 4000
+    assert raw.count_samples(one, "pairs", seconds=0.0) == pytest.approx(4000, rel=0.1)
+
+
+# Measured.
+
+
+def test_a_plan_is_measured_here_and_a_run_expects_the_same(tmp_path: Path) -> None:
+    path = write_job(tmp_path, fleet={"local": {}, "workers": 2})
+    pack(path)
+    made = make_plan(load(path), PlanRequest(seconds=0.1), quiet)
+    [one] = made.estimates
+    assert made.source.endswith("steps of 2 workers on this machine")
+    assert one.workers == 2
+    assert one.sent_bytes == pytest.approx(made.workload.exchange_bytes)
+    assert 0 < one.compute_seconds < one.step_seconds
+    assert one.memory_bytes > 100e6, "a process with torch has more"
+    assert one.evaluation_seconds > 0
+    run = create(load(path, ["train.duration=20 steps"]), PlainProgress(quiet))
+    found = run.prediction()
+    assert found is not None
+    assert (found.source, found.steps) == (made.source, 20)
+    assert found.step_seconds == pytest.approx(one.step_seconds)
+
+
+def test_a_probe_of_a_fleet_runs_on_its_machines(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    pack(path)
+    before = {entry.key for entry in open_store(str(tmp_path / "store")).list("scratch/")}
+    made = make_plan(load(path), PlanRequest(probe=True, seconds=0.1), quiet)
+    assert made.source.endswith("1 worker on this machine")
+    assert {entry.key for entry in open_store(str(tmp_path / "store")).list("scratch/")} == before
+
+
+# Wrong inputs.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--machines", "0"], "--machines 0: must be up to 20 numbers of machines, such as 1,2,4"),
+        (["--machines", "1,two"], "must be up to 20 numbers"),
+        (["--device", "h1000"], "--device h1000: not in the table; did you mean 'h100'?"),
+        (["--link", "fast"], '--link fast: must be a speed, such as "10 Gbit/s"'),
+        (["--link", "0 Gbit/s"], "must be a speed"),
+        (["--probe", "--device", "t4"], "use one of them"),
+        (["--set", "data.pack=missing"], "data.pack: no such pack"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in refused(str(write_job(tmp_path)), *arguments)
+
+
+def test_a_program_cannot_be_planned(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\nprogram: [train.py]\n")
+    assert "plan needs a recipe; this job has a program" in refused(str(path))
+
+
+def test_rented_machines_cannot_be_probed(tmp_path: Path) -> None:
+    fleet = {"aws": {"region": "us-east-1", "instances": ["g5.xlarge"], "role": "trainer"}}
+    path = write_job(tmp_path, fleet=fleet, store="s3://bucket/store")
+    loaded = load(path)
+    local = replace(loaded, job=loaded.job.model_copy(update={"store": str(tmp_path / "store")}))
+    with pytest.raises(Mistake, match="--probe needs the packed data; run `packtrain pack"):
+        make_plan(local, PlanRequest(probe=True), quiet)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    path = write_job(tmp_path, data={"train": [{"bitext": str(tmp_path / "none.tsv")}]})
+    open_store(str(tmp_path / "store"), create=True)
+    assert "none.tsv" in refused(str(path), "--device", "t4")
+
+
+# What a run expects without measuring.
+
+
+def test_a_run_expects_something_before_anyone_has_planned(tmp_path: Path) -> None:
+    run = create(load(write_job(tmp_path)), PlainProgress(quiet))
+    found = run.prediction()
+    assert found is not None
+    assert found.source.startswith("rough: peak of")
+    assert (found.workers, found.steps, found.limit) == (1, 10, "compute")
+    assert found.seconds > 0
+
+
+def test_expecting_needs_no_torch(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util, packtrain.start as start\n"
+        "start.find_spec = lambda name: True\n"  # it only asks whether torch is installed
+        "from packtrain.pack.build import PlainProgress\n"
+        f"run = start.create(start.load({str(path)!r}), PlainProgress(lambda text: None))\n"
+        "print(run.prediction().parameters)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10_000
+
+
+def test_an_earlier_run_of_the_same_job_tells_the_pace(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    first = create(load(path), PlainProgress(quiet))
+    points = first.point_writer("000001-rank-0")
+    for step in range(1, 31):
+        points.append(Point("train", 1, step, float(step), {**MEASURED, "tokens": 50.0, "step_seconds": 0.5}))
+    points.flush()
+    second = create(load(path, ["train.duration=100 steps"]), PlainProgress(quiet))
+    found = second.prediction()
+    assert found is not None
+    assert found.source == "as in greetings-1"
+    assert (found.step_seconds, found.units_per_second) == (0.5, 100.0)
+    assert found.seconds >= 50.0
+    other = create(load(path, ["train.batch=32 tokens"]), PlainProgress(quiet)).prediction()
+    assert other is not None
+    assert other.source.startswith("rough"), "another batch is other work"
+
+
+def test_a_damaged_memory_of_a_plan_is_forgotten(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    pack(path)
+    made = make_plan(load(path), TABLE, quiet)
+    job, name = load(path).job, str(made.pack)
+    assert remembered_speeds(job, name) is None, "a run has other machines than those of --device"
+    remember_speeds(job, name, KnownSpeeds(made.workload, made.link, ((Layout(1, 1, 0), SPEED),)))
+    assert remembered_speeds(job, name) is not None
+    [file] = (tmp_path / "cache" / "plans").iterdir()
+    file.write_text("{}")
+    assert remembered_speeds(job, name) is None
+
+
+def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n"
+    )
+    run: Run = create(load(write_job(tmp_path, recipe="mine:Mine")), PlainProgress(quiet))
+    assert run.prediction() is None
+    again = open_run(run.store, run.name)
+    assert expected(again, read_manifest(run.store, run.pack_name())) is None
