@@ -5,8 +5,9 @@ From Python:
     import packtrain as pt
 
     run = pt.run("job.yaml")
-    run.wait()
+    run.watch()
     run.metrics()
+    pt.runs()
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from packtrain.api import RunHandle
+    from packtrain.api import RunHandle, Runs
 
 __version__ = "0.1.0"
-__all__ = ["RunHandle", "open", "run"]
+__all__ = ["RunHandle", "open", "run", "runs"]
 
 # Importing a subpackage binds its name here. Import it before the function of that name is defined, so that `pt.run`
 # stays the function.
@@ -40,6 +41,13 @@ def open(name: str | None = None, store: str = "./store") -> RunHandle:  # noqa:
     from packtrain import api
 
     return api.open_(name, store)
+
+
+def runs(store: str = "./store") -> Runs:
+    """Return all runs of a store, newest first."""
+    from packtrain import api
+
+    return api.runs(store)
 
 
 def __getattr__(name: str) -> object:

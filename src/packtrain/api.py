@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, overload
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.export.predict import Choice, DecodeOptions, load_predictor
 from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
-from packtrain.run.liveness import State, state_of
+from packtrain.report.frame import frame_of, library_of
+from packtrain.report.notebook import Report, draw, panel_of, place_to_draw, runs_table
+from packtrain.report.plot import Axis, Plot, plot_of
+from packtrain.report.summary import Overview, overview
+from packtrain.run.liveness import State, attempt, state_of, states_now
 from packtrain.run.records import LogLine, Point, Result
-from packtrain.run.run import Run, open_run
+from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
 from packtrain.start import create, load, reopen, start, wait_until_joined
 from packtrain.store import open_store
+from packtrain.units import counted
 
+_READERS = 16
 _MAX_REPORT_BYTES = 256 << 20
 
 
@@ -34,19 +42,35 @@ class RunHandle:
         return f"<run {self.name} in {self._run.store.url}>"
 
     def _repr_html_(self) -> str:
-        """Show the report in a notebook, in a frame that keeps its style from the rest."""
-        from html import escape
-
-        write_report(self._run)  # the stored one may be older than the run
-        page = self._run.store.get(self._run.key("report.html"), _MAX_REPORT_BYTES).decode()
-        return f'<iframe sandbox srcdoc="{escape(page)}" style="width:100%;height:640px;border:0"></iframe>'
+        """Show the run as it is now: state, progress, curves, last events."""
+        return panel_of(self._run).html
 
     def state(self) -> State:
         return state_of(self._run)
 
-    def metrics(self) -> list[Point]:
+    def metrics(self, library: str | None = None) -> Any:
+        """Return a DataFrame with a row per step and a column per measurement, such as train.loss and valid.bleu.
+
+        It is one of pandas, or of polars if only that is installed; `library` names one of them.
+        """
+        return frame_of(self.points(), library_of(library))
+
+    def points(self) -> list[Point]:
         """Return every step and evaluation that survived, in order."""
         return self._run.metrics()
+
+    def plot(self, *names: str, against: RunHandle | Iterable[RunHandle] = (), x: Axis = "step") -> Plot:
+        """Return a picture of these measurements over `step`, `epoch` or `hours`, `against` those of other runs.
+
+        `"loss"` is that of training and of validation; `"valid.loss"` is one line. A notebook shows the picture, and
+        `save("loss.svg")` writes it.
+        """
+        others = [against] if isinstance(against, RunHandle) else list(against)
+        return plot_of({one.name: one.points() for one in (self, *others)}, names or ("loss",), x)
+
+    def watch(self) -> None:
+        """Draw the run in the notebook until it ends; interrupting the cell ends the drawing, not the run."""
+        draw(self._run, *place_to_draw())
 
     def logs(self) -> list[LogLine]:
         return sorted(self._run.log_lines().read(), key=lambda line: line.time)
@@ -95,9 +119,10 @@ class RunHandle:
         self._run = reopen(self._run, _trusting(trust_code), print, overrides)
         wait_until_joined(start(self._run, tied=False))
 
-    def report(self) -> str:
-        """Write the report and return its location."""
-        return write_report(self._run)
+    def report(self) -> Report:
+        """Write the report of the run so far; a notebook shows it, and its `url` is where it is stored."""
+        url = write_report(self._run)
+        return Report(url, self._run.store.get(self._run.key("report.html"), _MAX_REPORT_BYTES).decode())
 
     def predict(
         self,
@@ -118,6 +143,43 @@ class RunHandle:
         return [made.text for made in predictor.predict(inputs, options)]
 
 
+class Runs(Sequence[RunHandle]):
+    """The runs of a store, newest first. A notebook shows them as a table of how they are now."""
+
+    def __init__(self, runs: Sequence[Run], url: str) -> None:
+        self._runs, self._url = tuple(runs), url
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> RunHandle: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: int | slice) -> RunHandle | Runs:
+        if isinstance(index, slice):
+            return Runs(self._runs[index], self._url)
+        return RunHandle(self._runs[index])
+
+    def __repr__(self) -> str:
+        return f"<{counted(len(self), 'run')} in {self._url}: {', '.join(run.name for run in self._runs)}>"
+
+    def _repr_html_(self) -> str:
+        states = states_now(self._runs)
+        with ThreadPoolExecutor(_READERS) as readers:
+            overviews = readers.map(_overview, self._runs, states)
+        rows = zip((run.name for run in self._runs), overviews, strict=True)
+        return runs_table(list(rows), self._url)
+
+    def plot(self, *names: str, x: Axis = "step") -> Plot:
+        """Return a picture of these measurements, with a line for each run."""
+        return plot_of({run.name: run.metrics() for run in self._runs}, names or ("loss",), x)
+
+
+def _overview(run: Run, state: State | PacktrainError) -> Overview | PacktrainError:
+    return state if isinstance(state, PacktrainError) else attempt(lambda: overview(run, state))
+
+
 def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
     """Pack if needed, start a run and return; it keeps running without this process."""
     created = create(load(job, overrides), PlainProgress(print))
@@ -128,6 +190,12 @@ def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
 def open_(name: str | None = None, store: str = "./store") -> RunHandle:
     """Open a run by its name, the newest of a job, or the newest in the store."""
     return RunHandle(open_run(open_store(store), name))
+
+
+def runs(store: str = "./store") -> Runs:
+    """Return all runs of a store, newest first."""
+    opened = open_store(store)
+    return Runs([Run(opened, name) for name in reversed(run_names(opened))], opened.url)
 
 
 def _trusting(given: bool) -> Accept:

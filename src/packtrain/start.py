@@ -71,8 +71,34 @@ def pack_data(
         raise loaded.mistake(mistake.field, mistake.fault) from None
 
 
+@dataclass(frozen=True)
+class NewRun:
+    """Everything that the folder of a run starts with, before there is one."""
+
+    store: Store
+    job: Job
+    code: bytes
+    pack: Manifest | None
+
+    @property
+    def pack_name(self) -> str | None:
+        return None if self.pack is None else self.pack.name
+
+    def create(self) -> Run:
+        run = create_run(self.store, self.job, self.code, self.pack_name)
+        remember(run)
+        if self.pack is not None:
+            _put_forecast(run, self.pack)
+        return run
+
+
 def create(loaded: LoadedJob, progress: PackProgress) -> Run:
-    """Create the run's folder with everything its nodes need. All checks come first, the cheap ones before packing."""
+    """Create the run's folder with everything its nodes need."""
+    return prepare_run(loaded, progress).create()
+
+
+def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: bool = False) -> NewRun:
+    """Pack the data and do all checks, the cheap ones before packing; no run exists before they have passed."""
     job = loaded.job
     _check_can_run(loaded)
     _require_torch(job)
@@ -84,7 +110,8 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     if (fault := _store_fault(job, store)) is not None:
         raise loaded.mistake("store", fault)
     try:
-        fleet_of(job.fleet.kind).check(job, store, progress.say)
+        if not fleet_is_checked:
+            fleet_of(job.fleet.kind).check(job, store, progress.say)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
@@ -101,14 +128,10 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    run = create_run(store, job.model_copy(update=updates), code.archive, packed.name if packed else None)
-    remember(run)
-    if packed is not None:
-        _put_prediction(run, packed)
-    return run
+    return NewRun(store, job.model_copy(update=updates), code.archive, packed)
 
 
-def _put_prediction(run: Run, packed: Manifest) -> None:
+def _put_forecast(run: Run, packed: Manifest) -> None:
     """Remember in the run what is expected of it: the report says later how far that was off."""
     from packtrain.plan.known import expected
 

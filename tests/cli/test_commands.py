@@ -222,6 +222,30 @@ def test_a_number_that_json_cannot_write_is_null(directory_store: Store) -> None
     assert row["scores"] == {"test.loss": None, "test.bleu": None}
 
 
+def test_a_report_is_a_page_markdown_or_json_in_the_store_in_a_file_or_on_the_screen(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    place = ["report", run.name, "--store", directory_store.url]
+    assert CliRunner().invoke(app, place).stdout == f"{directory_store.url}/{run.key('report.html')}\n"
+    assert CliRunner().invoke(app, [*place, "--markdown"]).stdout.startswith("# job-1\n")
+    answers = json.loads(CliRunner().invoke(app, [*place, "--json"]).stdout)
+    assert {"key", "topic", "question", "answer", "verdict", "evidence", "numbers", "tables"} == set(
+        answers["findings"][0]
+    )
+    for options, start in (([], "<!doctype html>"), (["--markdown"], "# job-1"), (["--json"], "{")):
+        file = tmp_path / "report"
+        assert CliRunner().invoke(app, [*place, *options, "-o", str(file)]).stdout == f"{file}\n"
+        assert file.read_text().startswith(start)
+
+
+def test_a_report_that_cannot_be_written_is_refused_in_one_line(directory_store: Store, tmp_path: Path) -> None:
+    place = ("report", new_run(directory_store).name, "--store", directory_store.url)
+    missing = str(tmp_path / "nowhere" / "report.html")
+    assert_refused(packtrain(*place, "-o", missing, cwd=tmp_path), 2, "nowhere/report.html: No such file or directory")
+    assert_refused(packtrain(*place, "--markdown", "--json", cwd=tmp_path), 2, "pass one of them")
+
+
 def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
     run = new_run(directory_store)
     place = ["logs", run.name, "--store", directory_store.url]

@@ -41,7 +41,8 @@ def test_the_example_runs_under_packtrain_from_python(example: Path, monkeypatch
     assert result is not None
     assert result.status == "finished", result.reason
     assert "y = 3.00 x + 2.00" in [line.text for line in run.logs() if line.rank == 0]
-    assert "<iframe sandbox" in run._repr_html_()
+    assert "● finished" in run._repr_html_()
+    assert "<iframe sandbox" in run.report()._repr_html_()
     assert pt.open("line").state() == "finished"
     committed = [entry.key for entry in open_store("./store").list("runs/line-1/checkpoints")]
     assert any(key.endswith("/model.safetensors") for key in committed)

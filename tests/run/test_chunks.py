@@ -54,6 +54,26 @@ def test_what_was_flushed_is_read_in_order(any_store: Store) -> None:
     assert numbers(reading.read()) == [1, 2, 3]
 
 
+def test_what_is_not_consumed_stays_new(any_store: Store) -> None:
+    writing, reading = writer(any_store), reader(any_store)
+    for number in (1, 2, 3):
+        note(writing, number)
+        writing.flush()
+    assert numbers(next(reading.chunks())) == [1]
+    assert [numbers(chunk) for chunk in reading.chunks()] == [[2], [3]]
+    assert list(reading.chunks()) == []
+
+
+def test_the_last_chunks_of_each_writer_can_be_left_to_read(any_store: Store) -> None:
+    for name, count in (("v", 1), ("w", 4)):
+        writing = writer(any_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    assert numbers(reader(any_store).skip(but=2).read()) == [0, 2, 3]
+    assert reader(any_store).skip().read() == []
+
+
 def test_each_read_returns_what_is_new(any_store: Store) -> None:
     writing, reading = writer(any_store), reader(any_store)
     assert reading.read() == []
@@ -370,3 +390,17 @@ def test_a_writer_that_was_quiet_for_long_is_still_found(s3_store: Store) -> Non
     note(writing, 2)
     writing.flush()
     assert any(list(following.take_keys()) for _ in range(31))
+
+
+def test_a_stream_that_is_too_long_is_read_in_evenly_spaced_parts(directory_store: Store) -> None:
+    for name, count in (("a", 40), ("b", 4)):
+        writing = writer(directory_store, name)
+        for number in range(count):
+            note(writing, number)
+            writing.flush()
+    whole = reader(directory_store).spread(1 << 20)
+    assert len(whole) == 44
+    size = sum(entry.size for entry in directory_store.list("runs/job-1/notes/"))
+    assert numbers(reader(directory_store).spread(size // 4 + 1)) == [*range(0, 40, 4), 0.0]
+    assert len(reader(directory_store).spread(1)) == 2, "at least one chunk of each writer"
+    assert reader(directory_store).spread(0) != []

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,11 @@ CheckpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+STATE_STYLES = {
+    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
+    "failed": "red",
+}  # fmt: skip
+
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
 
@@ -78,10 +84,14 @@ def find_run(location: str | None, name: str | None) -> Run:
 
 def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
-    # A hint has --store only if the command would otherwise look elsewhere.
-    known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
-    where = [] if run.store.url in known else ["--store", run.store.url]
+    where = store_option(run.store)
     return [f"  {word + ':':<8} {shlex.join(['packtrain', *_HINTS[word], run.name, *where])}" for word in words]
+
+
+def store_option(store: Store) -> list[str]:
+    """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
+    known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
+    return [] if store.url in known else ["--store", store.url]
 
 
 def trusting(given: bool) -> Accept:
@@ -165,6 +175,20 @@ def console(stream: TextIO | None = None) -> Screen:
 
     stream = stream or sys.stdout
     return Screen(stream.stream if isinstance(stream, SafeStream) else stream)
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, for commands that have to clean up: the terminal, or files."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_json(value: Any) -> None:

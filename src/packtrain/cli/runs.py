@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,7 @@ from packtrain.cli.common import (
     RunArgument,
     StoreOption,
     TrustOption,
+    STATE_STYLES,
     console,
     find_run,
     find_store,
@@ -36,10 +38,6 @@ if TYPE_CHECKING:
 
 _STOP_POLL_SECONDS = 1.0
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
-_STATE_STYLES = {
-    "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
-    "failed": "red",
-}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -103,7 +101,7 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
         one, queue = answer
         table.add_row(
             Text(one.run, "bold"),
-            Text(one.state, _STATE_STYLES[one.state]),
+            Text(one.state, STATE_STYLES[one.state]),
             *([harmless(queue or "")] if queued else []),
             f"{one.step:,}",
             "" if one.loss is None else f"{one.loss:.3f}",
@@ -137,13 +135,27 @@ def _listed(run: Run, state: State | PacktrainError) -> Listed:
     return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
 
 
-def show(name: RunArgument = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
+def show(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+    live: Annotated[
+        bool, typer.Option("-w", "--watch", help="Draw curves, machines, events and output until the run ends.")
+    ] = False,
+) -> None:
     """Show the state, scores, time and machines of a run."""
     from packtrain.cli.follow import print_summary
+    from packtrain.errors import Mistake
     from packtrain.report.summary import summarize
     from packtrain.run.liveness import EXIT_CODES, state_of
 
+    if live and as_json:
+        raise Mistake("--watch and --json exclude each other; use one of them")
     run = find_run(store, name)
+    if live:
+        from packtrain.cli.watch import watch
+
+        sys.exit(watch(run))
     summary = summarize(run, state_of(run))
     if as_json:
         events = sorted(run.events().read(), key=lambda event: event.time)
@@ -220,11 +232,46 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.say_lines(hints(run, "resume"))
 
 
-def report(name: RunArgument = None, store: StoreOption = None) -> None:
-    """Write the report of a run so far and print its location."""
-    from packtrain.report import write_report
+def report(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: JsonOption = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to the store.")
+    ] = None,
+) -> None:
+    """Answer questions about a run, with evidence, on one page.
 
-    print(write_report(find_run(store, name)))
+    The page is in the run's folder. It is written when a run ends, and by this command at any time.
+    """
+    from packtrain.cli.common import json_text
+    from packtrain.errors import Mistake
+    from packtrain.report import report_json, report_page, write_report
+    from packtrain.report.findings import findings_of, gather
+    from packtrain.report.markdown import markdown
+
+    if as_markdown and as_json:
+        raise Mistake("--markdown and --json: pass one of them")
+    run = find_run(store, name)
+    if as_markdown:
+        evidence = gather(run)
+        text = markdown(evidence, findings_of(evidence))
+    elif as_json:
+        text = json_text(report_json(gather(run))) + "\n"
+    elif output is not None:
+        text = report_page(run)
+    else:
+        print(write_report(run))
+        return
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise Mistake(f"{output}: {error.strerror}") from error
+    print(output)
 
 
 def mirror(

@@ -44,6 +44,7 @@ from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location, StorePath, matching
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
+from packtrain.units import counted
 
 _CONNECTIONS = 32  # at the same time: each is a process
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:]+\])"
@@ -65,6 +66,17 @@ class ListedHosts(FleetKind):
         if "machines" not in given and isinstance(hosts, Sequence) and not isinstance(hosts, str) and hosts:
             return {**given, "machines": len(hosts)}
         return given
+
+    def divided(self, parallel: int | None) -> Sequence[ListedHosts]:
+        """Give each run hosts of its own, as many as the job asks for."""
+        size = self.machines.most
+        parts = [self.hosts[start : start + size] for start in range(0, len(self.hosts) - size + 1, size)]
+        if parallel is not None and parallel > len(parts):
+            raise Mistake(
+                f"--parallel {parallel}: {len(self.hosts)} hosts are enough for {counted(len(parts), 'run')} at a time"
+                f" with {counted(size, 'machine')} each; lower it, or fleet machines"
+            )
+        return [self.model_copy(update={"hosts": hosts}) for hosts in parts[:parallel]]
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.hosts:

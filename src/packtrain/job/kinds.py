@@ -107,6 +107,13 @@ class FleetKind(Part):
     def build(self) -> Any:
         """Return the `Fleet` with these settings."""
 
+    def divided(self, parallel: int | None) -> Sequence[FleetKind]:
+        """Return the fleet of each of the runs that train at the same time; None is as many as its machines allow.
+
+        Most start machines for each run, or share them: how many at once is for a person to say.
+        """
+        return [self] * (parallel or 1)
+
     def hourly_prices(self) -> Mapping[str, float | None]:
         """Return the dollars per hour of every type of machine that it may rent; None is a price that is not known.
 
@@ -203,6 +210,11 @@ class ScheduleKind(Part):
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
 
+    @property
+    @abstractmethod
+    def in_words(self) -> str:
+        """The formula in one sentence, for a person who sees the curve and asks why."""
+
     @abstractmethod
     def build(self, width: int, duration: Duration) -> Callable[[Any], float]:
         """Return the rate as a function of the `Progress` before a step; `width` is the model's."""
@@ -245,6 +257,11 @@ class ExchangeKind(Part):
     def interval(self) -> int:
         """The number of steps from one sync to the next."""
         return 1
+
+    @property
+    def lighter(self) -> str:
+        """A setting of this kind that would send fewer bytes, as a job says it; empty if there is none."""
+        return ""
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""

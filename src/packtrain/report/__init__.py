@@ -1,22 +1,49 @@
-"""Reports: a page with the scores, curves, time and events of a run."""
+"""Reports: what a run's records answer, as a page, as Markdown and as values."""
 
 from __future__ import annotations
 
-from packtrain.report.render import render
-from packtrain.report.summary import summary_of
-from packtrain.run.liveness import state_of
-from packtrain.run.run import Run, surviving
+from dataclasses import asdict
+from typing import Any
 
-__all__ = ["report_url", "write_report"]
+from packtrain.report.evidence import Evidence, gather
+from packtrain.report.finding import Finding, Rows
+from packtrain.report.findings import findings_of
+from packtrain.report.render import newest_samples, render
+from packtrain.report.sample_view import MAX_SAMPLES
+from packtrain.run.run import Run
+
+__all__ = ["finding_json", "report_json", "report_page", "report_url", "write_report"]
 
 
 def write_report(run: Run) -> str:
     """Render the report from the current contents of the store, put it there, and return its URL."""
-    raw, result = run.points().read(), run.result()
-    events = sorted(run.events().read(), key=lambda event: event.time)
-    summary = summary_of(run, result.status if result else state_of(run), raw, result)
-    run.store.put(run.key("report.html"), render(run.job, summary, surviving(raw), events).encode())
+    run.store.put(run.key("report.html"), report_page(run).encode())
     return report_url(run)
+
+
+def report_page(run: Run) -> str:
+    """Return the report as one page that needs nothing else."""
+    evidence = gather(run)
+    names = {one.picture for one in newest_samples(evidence)[:MAX_SAMPLES] if one.picture is not None}
+    found = {name: run.picture(name) for name in names}
+    pictures = {name: data for name, data in found.items() if data is not None}
+    return render(evidence, findings_of(evidence), pictures)
+
+
+def report_json(evidence: Evidence) -> dict[str, Any]:
+    """Return the answers for scripts, with their numbers and tables. The series are in the metrics."""
+    return {
+        **asdict(evidence.summary),
+        "findings": [finding_json(finding) for finding in findings_of(evidence)],
+        "samples": [asdict(sample) for sample in newest_samples(evidence)],
+    }
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return one answer as plain values, without its series."""
+    tables = [asdict(figure) for figure in finding.figures if isinstance(figure, Rows)]
+    known = {name: value for name, value in vars(finding).items() if name != "figures"}
+    return {**known, "tables": tables}
 
 
 def report_url(run: Run) -> str:

@@ -58,16 +58,13 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
     """Account for the time of a run, by the first rank's clock in each generation."""
     parts: defaultdict[str, float] = defaultdict(float)
     causes = {generation.number: generation.cause for generation in generations}
-    lost = lost_seconds(points)
-    ended: float | None = None
-    for number, records in sorted(_accounts(points, spent).items()):
+    lost, accounts = lost_seconds(points), _accounts(points, spent)
+    parts["recovery"] = sum(_recoveries(accounts, causes).values())
+    for number, records in sorted(accounts.items()):
         seconds = _total(records)
-        again = causes.get(number, "start") not in _AFTER_A_PAUSE
-        if again and ended is not None:
-            # A record covers the time before it: the first one began its seconds earlier.
-            began = records[0].time - sum(records[0].seconds.values())
-            parts["recovery"] += max(0.0, began - ended)  # clocks of two machines may disagree
-        parts["recovery" if again else "start"] += seconds.pop("start", 0.0)
+        starting = seconds.pop("start", 0.0)
+        if causes.get(number, "start") in _AFTER_A_PAUSE:
+            parts["start"] += starting
         computing = sum(seconds.get(span, 0.0) for span in COMPUTING)
         # Lost steps are known from points, and spans from records, which do not say which step they belong to: take the
         # same share from every span.
@@ -75,13 +72,32 @@ def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: S
         for span, amount in seconds.items():
             parts[span] += amount * kept if span in COMPUTING else amount
         parts["lost steps"] += computing * (1 - kept)
-        ended = records[-1].time
     useful = sum(parts[span] for span in COMPUTING)  # without lost steps, which were moved to a part of their own
     ranks = tuple(
         RankTime(rank, _total([record for record in spent if record.rank == rank]))
         for rank in sorted({record.rank for record in spent})
     )
     return Goodput(useful, {name: amount for name, amount in parts.items() if amount > 0}, ranks)
+
+
+def recovery_seconds(
+    generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[TimeSpent]
+) -> dict[int, float]:
+    """Return how long it took from the end of the generation before to the first step of each, where one failed."""
+    return _recoveries(_accounts(points, spent), {generation.number: generation.cause for generation in generations})
+
+
+def _recoveries(accounts: Mapping[int, Sequence[TimeSpent]], causes: Mapping[int, str]) -> dict[int, float]:
+    recoveries: dict[int, float] = {}
+    ended: float | None = None
+    for number, records in sorted(accounts.items()):
+        if causes.get(number, "start") not in _AFTER_A_PAUSE:
+            # A record covers the time before it: the first one began its seconds earlier.
+            began = records[0].time - sum(records[0].seconds.values())
+            gap = max(0.0, began - ended) if ended is not None else 0.0  # clocks of two machines may disagree
+            recoveries[number] = gap + sum(record.seconds.get("start", 0.0) for record in records)
+        ended = records[-1].time
+    return recoveries
 
 
 def _accounts(points: Sequence[Point], spent: Sequence[TimeSpent]) -> dict[int, list[TimeSpent]]:

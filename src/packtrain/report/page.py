@@ -19,16 +19,17 @@ WIDTH, HEIGHT = 560, 240
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8;
-  --s0: #2a6fdb; --s1: #d9642c; --s2: #2f9e6b; --s3: #9b59b6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f; --line: #2b343d;
-  --shade: #1d242c; --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
+  --s0: #2a6fdb; --s1: #bd4d14; --s2: #1f7a4d; --s3: #8e4bab; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f;
+  --line: #2b343d;  --shade: #1d242c; --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
   margin: 2rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; margin: 0; } p { margin: .25rem 0; } .dim, figcaption, th { color: var(--dim); }
 table { border-collapse: collapse; width: 100%; } th { font-weight: normal; }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
-.grid { stroke: var(--line); } .tick { font-size: 11px; fill: var(--dim); }
+.grid { stroke: var(--line); } .mark { stroke: var(--dim); stroke-dasharray: 3 3; }
+.tick { font-size: 11px; fill: var(--dim); }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
 .key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
@@ -52,15 +53,24 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart; `marked` puts a dot on each point, for series that have few."""
+    """A line of a chart; `marked` puts a dot on each point, for series that have few.
+
+    `color` is the number of its color; None is its place among the lines that are drawn.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     marked: bool = False
+    color: int | None = None
 
 
-def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
-    """Draw all series over common axes; return an empty string if there is no finite point to draw."""
+def line_chart(
+    title: str, series: Sequence[Series], x_label: str = "step", marks: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Draw all series over common axes; return an empty string if there is no finite point to draw.
+
+    `marks` are named places on the x axis, drawn as dashed lines.
+    """
     finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     drawn = [one for one in finite if one.points]  # a run that has just started has no evaluations
     if not drawn:
@@ -90,7 +100,15 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
             x, _ = place(tick, y_low)
             parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
     parts.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
-    for number, (one, points) in enumerate(zip(drawn, lines, strict=True)):
+    for x_mark, name in marks:
+        if x_low <= x_mark <= x_high:
+            x, _ = place(x_mark, y_low)
+            # Its name beside it, on the side that has room.
+            anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
+            parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
+            parts.append(f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>')
+    colors = [place if one.color is None else one.color for place, one in enumerate(drawn)]
+    for number, one, points in zip(colors, drawn, lines, strict=True):
         places = [place(x, y) for x, y in points]
         line = " ".join(f"{across},{down}" for across, down in places)
         parts.append(f'<polyline class="line s{number}" points="{line}"/>')
@@ -103,7 +121,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     parts.append("</svg>")
     legend = "".join(
         f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
-        for number, one in enumerate(drawn)
+        for number, one in zip(colors, drawn, strict=True)
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
 

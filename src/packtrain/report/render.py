@@ -1,133 +1,239 @@
-"""The report of a run as one HTML page. All text in it is escaped."""
+"""The report of a run as one HTML page: answers first, each opens to its evidence. All text in it is escaped."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from packtrain.job import Job
-from packtrain.report.goodput import LABELS, Goodput, RankTime
-from packtrain.report.page import Series, line_chart, page
+from packtrain.report.evidence import Evidence, values_of
+from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
+from packtrain.report.goodput import LABELS
+from packtrain.report.page import POLICY, Series, line_chart, page
+from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
+from packtrain.report.sample_view import confusions, samples_html, wide
 from packtrain.report.summary import Summary, step_seconds
-from packtrain.run.records import Event, Point
-from packtrain.units import show_count, show_dollars, show_seconds
+from packtrain.run.records import Event, Sample
+from packtrain.units import counted, show_count, show_dollars, show_seconds
 
+TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
+MARKS: Mapping[Verdict, str] = {"good": "✓", "note": "!", "bad": "✕", "unknown": "?"}
+_VERDICTS: Mapping[Verdict, str] = {"good": "good", "note": "worth knowing", "bad": "to change", "unknown": "not known"}
+_MAX_SCORES = 4
+_MAX_EVENTS = 200  # a run of weeks must still be a page that opens
+# The parts of the bar by what they are: computing, exchange, data, and the rest; paler ones of the same kind.
+_PART_COLORS = {
+    "backward": ("s0", 1.0), "forward": ("s0", 0.7), "optimizer": ("s0", 0.4),
+    "communication": ("s1", 1.0), "wait": ("s1", 0.6),
+    "data": ("s3", 1.0),
+    "evaluation": ("s2", 1.0), "save": ("s2", 0.65), "start": ("s4", 0.9), "other": ("s4", 0.5),
+    "recovery": ("s5", 1.0), "lost steps": ("s5", 0.6),
+}  # fmt: skip
 _STYLE = """
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; }
-.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
-.card { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .9rem; min-width: 8rem; }
-.card b { display: block; font-size: 1.35rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
-.bar { display: flex; height: 1.4rem; border-radius: 6px; overflow: hidden; } .bar span { background: currentColor; }
-.label { color: var(--ink); } .time { white-space: nowrap; } .warning td { color: var(--s1); }
-.state-finished { color: var(--s2); } .state-failed { color: var(--s1); }
+:root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
+@media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
+  --unknown: #93a0ad; --s4: #7c8996; --s5: #ff8078; } }
+body { max-width: 1020px; margin: 3rem auto 5rem; overflow-wrap: anywhere; } table { overflow-wrap: break-word; }
+h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; }
+h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; letter-spacing: -.01em; }
+.s4 { color: var(--s4); } .s5 { color: var(--s5); }
+.good { color: var(--good); } .note { color: var(--note); } .bad { color: var(--bad); }
+.unknown { color: var(--unknown); }
+.figures { display: flex; flex-wrap: wrap; gap: 1.1rem 2.4rem; margin: 1.6rem 0 .4rem; padding: 0; }
+.figures div { min-width: 4rem; } .figures dt { color: var(--dim); font-size: .85rem; }
+.figures dd { margin: 0; font-size: 1.45rem; font-weight: 600; letter-spacing: -.01em;
+  font-variant-numeric: tabular-nums; }
+.tally { margin-top: 1.4rem; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
+details { border-bottom: 1px solid var(--line); } h2 + details { border-top: 1px solid var(--line); }
+summary { display: grid; grid-template-columns: 1.5rem 1fr .8rem; gap: .8rem; padding: .8rem .2rem; cursor: pointer;
+  list-style: none; align-items: start; border-radius: 6px; }
+summary::-webkit-details-marker { display: none; } summary:hover { background: var(--shade); }
+summary:focus-visible { outline: 2px solid var(--s0); }
+summary::after { content: ""; width: .45rem; height: .45rem; margin-top: .55rem; border: solid var(--dim);
+  border-width: 0 1.5px 1.5px 0; transform: rotate(45deg); transition: transform .15s; }
+details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; }
+.verdict { width: 1.5rem; height: 1.5rem; border-radius: 50%; background: currentColor; display: grid;
+  place-items: center; font-size: .85rem; font-weight: 700; line-height: 1; margin-top: .55rem;
+  print-color-adjust: exact; -webkit-print-color-adjust: exact; } .verdict b { color: var(--paper); }
+.question { color: var(--dim); font-size: .85rem; display: block; } .answer { display: block; }
+.evidence { padding: .1rem .2rem 1.3rem 2.5rem; } .evidence ul { margin: .2rem 0 1rem; padding-left: 1.1rem;
+  color: var(--dim); }
+.evidence li { margin: .25rem 0; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem;
+  margin: .8rem 0; }
+.charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
+  min-width: 0; }
+.wide { overflow-x: auto; margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
+td { font-variant-numeric: tabular-nums; }
+.bar { display: flex; height: 1.5rem; border-radius: 7px; overflow: hidden; margin: .8rem 0 .5rem; }
+.bar span { background: currentColor; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.label { color: var(--ink); } .time { white-space: nowrap; } .warning td { color: var(--note); }
+.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
-pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; }
+pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .8rem 1rem; margin: .4rem 0 1rem;
+  white-space: pre; }
+.plain summary { grid-template-columns: 1fr .8rem; font-weight: 600; } .plain .evidence { padding-left: .2rem; }
+@media (max-width: 600px) { body { margin-top: 1.5rem; padding: 0 1rem; } h1 { font-size: 1.6rem; }
+  summary { gap: .6rem; } .evidence { padding-left: .2rem; } .figures { gap: .9rem 1.6rem; }
+  .figures dd { font-size: 1.2rem; } }
+@media print { :root { color-scheme: light; font-size: 11px; } body { margin: 0; max-width: none; font-size: 11px; }
+  details::details-content { content-visibility: visible; block-size: auto; height: auto; }
+  summary::after { display: none; } summary, figure, tr { break-inside: avoid; } h2, summary { break-after: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; } pre { white-space: pre-wrap; } }
 """
-_MAX_EVENTS, _MAX_RANKS = 200, 64  # a run of weeks on hundreds of ranks must still be a page that opens
 
 
-def render(job: Job, summary: Summary, points: Sequence[Point], events: Sequence[Event]) -> str:
+def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[str, bytes] | None = None) -> str:
+    """Return the page; `pictures` are those that its samples name, by their digests."""
+    summary = evidence.summary
     sections = [
+        "<header>",
         f"<h1>{escape(summary.run)}</h1>",
-        f'<p><b class="state-{summary.state}">{escape(summary.outcome)}</b></p>',
+        f'<p><b class="{_state(summary)}">{escape(summary.outcome)}</b></p>',
         f'<p class="dim">{escape(summary.description)}</p>',
-        _cards(summary),
+        _figures(summary),
         *(f'<p class="dim">{escape(name)}: <code>{escape(one)}</code></p>' for name, one in summary.signatures.items()),
-        _charts(points, summary.unit),
-        _time(summary.goodput),
-        _samples(points),
-        _events(events),
-        f"<h2>Job</h2><pre>{escape(json.dumps(job.model_dump(mode='json'), indent=2))}</pre>",
+        _tally(findings),
+        "</header><main>",
+        *(_topic(topic, title, findings) for topic, title in TOPICS.items()),
+        _curves(evidence),
+        _samples(newest_samples(evidence), pictures or {}),
+        _events(evidence.events),
+        "</main>",
     ]
     # Names, texts and the job come from users: every piece above escapes them.
-    return page(summary.run, "".join(sections), _STYLE)
+    return page(summary.run, "".join(sections), _STYLE + SAMPLE_STYLE, f"{POLICY}; img-src data:")
 
 
-def _cards(summary: Summary) -> str:
-    cards = [(name.replace(".", " "), f"{value:.2f}") for name, value in summary.scores.items()]
+def newest_samples(evidence: Evidence) -> Sequence[Sample]:
+    return next((point.samples for point in reversed(evidence.points) if point.samples), ())
+
+
+def _state(summary: Summary) -> str:
+    return {"finished": "good", "failed": "bad"}.get(summary.state, "note")
+
+
+def _figures(summary: Summary) -> str:
+    """Show the numbers that people look for first."""
+    # The score that counts comes first, and the test split before validation.
+    names = sorted(summary.scores, key=lambda name: (not name.endswith(f".{summary.measure}"), name))
+    shown = [(name.replace(".", " "), f"{summary.scores[name]:.2f}") for name in names[:_MAX_SCORES]]
     # A program does not report its steps; only its commits are known.
-    for noun, count in (("step" if summary.unit else "commit", summary.step), ("generation", summary.generations)):
-        cards.append((noun if count == 1 else f"{noun}s", show_count(count)))
-    cards.append(("time", show_seconds(summary.seconds)))
+    noun = "step" if summary.unit else "commit"
+    shown.append((noun if summary.step == 1 else f"{noun}s", show_count(summary.step)))
+    shown.append(("time", show_seconds(summary.seconds)))
     if summary.cost is not None:
-        cards.append(("cost so far" if summary.cost.per_hour else "cost", show_dollars(summary.cost.so_far)))
+        shown.append(("cost so far" if summary.cost.per_hour else "cost", show_dollars(summary.cost.so_far)))
         if summary.cost.expected is not None:
-            cards.append(("cost expected", show_dollars(summary.cost.expected)))
+            shown.append(("cost expected", show_dollars(summary.cost.expected)))
     if summary.units_per_second is not None:
-        cards.append((f"{summary.unit}/s", show_count(summary.units_per_second)))
-    boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in cards)
-    return f'<div class="cards">{boxes}</div>'
+        shown.append((f"{summary.unit}/s", show_count(summary.units_per_second)))
+    boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown)
+    return f'<dl class="figures">{boxes}</dl>'
 
 
-def _charts(points: Sequence[Point], unit: str) -> str:
-    steps = [point for point in points if point.kind == "train"]
-    valid = [point for point in points if point.kind == "valid"]
+def _tally(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.verdict for finding in findings)
+    words = "".join(
+        f'<span><b class="{verdict}">{MARKS[verdict]} {counts[verdict]}</b> {word}</span>'
+        for verdict, word in _VERDICTS.items()
+        if counts[verdict]
+    )
+    return f'<p class="tally">{words}</p>'
+
+
+# Answers.
+
+
+def _topic(topic: Topic, title: str, findings: Sequence[Finding]) -> str:
+    own = "".join(_finding(finding) for finding in findings if finding.topic == topic)
+    return f"<h2>{title}</h2>{own}" if own else ""
+
+
+def _finding(finding: Finding) -> str:
+    facts = "".join(f"<li>{escape(fact)}</li>" for fact in finding.evidence)
+    charts = "".join(_figure(one) for one in finding.figures if isinstance(one, Chart))
+    others = "".join(_figure(one) for one in finding.figures if not isinstance(one, Chart))
+    body = (
+        (f"<ul>{facts}</ul>" if facts else "") + (f'<div class="charts">{charts}</div>' if charts else "") + others
+    ) or '<p class="dim">There is nothing more to show.</p>'
+    return (
+        f'<details id="{escape(finding.key)}"><summary>'
+        f'<span class="verdict {finding.verdict}"><b aria-hidden="true">{MARKS[finding.verdict]}</b></span>'
+        f'<span><span class="question">{escape(finding.question)}'
+        f'<span class="hidden"> ({_VERDICTS[finding.verdict]})</span></span>'
+        f'<span class="answer">{escape(finding.answer)}</span></span></summary>'
+        f'<div class="evidence">{body}</div></details>'
+    )
+
+
+def _figure(figure: Figure) -> str:
+    if isinstance(figure, Chart):
+        return line_chart(figure.title, figure.series, figure.x_label, figure.marks)
+    if isinstance(figure, Shares):
+        return _bar(figure)
+    if isinstance(figure, Text):
+        return f'<p class="dim">{escape(figure.title)}</p><pre tabindex="0">{escape(figure.text)}</pre>'
+    return _table(figure)
+
+
+def _bar(shares: Shares) -> str:
+    names = {label: name for name, label in LABELS.items()}
+    whole = sum(seconds for _, seconds in shares.parts)
+    bars, keys = [], []
+    for label, seconds in shares.parts:
+        color, fade = _PART_COLORS.get(names.get(label, ""), ("s4", 1.0))
+        text = escape(f"{label} {seconds / whole:.1%}")
+        style = f"width:{100 * seconds / whole:.2f}%;opacity:{fade:.2f}"
+        bars.append(f'<span class="{color}" style="{style}" title="{text}"></span>')
+        keys.append(f'<span class="key {color}" style="--fade:{fade:.2f}"><span class=label>{text}</span></span>')
+    return (
+        f'<div class="bar" role="img" aria-label="{escape(shares.title)}">{"".join(bars)}</div><p>{"".join(keys)}</p>'
+    )
+
+
+def _table(rows: Rows) -> str:
+    head = "".join(f"<th>{escape(one)}</th>" for one in rows.heads)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows.rows)
+    return wide(f"<tr>{head}</tr>{body}")
+
+
+# Curves, samples, events.
+
+
+def _curves(evidence: Evidence) -> str:
+    steps, valid, unit = evidence.steps, evidence.evaluations, evidence.summary.unit
     # Every score of a recipe gets a chart; the loss has one together with that of training.
     measures = sorted(
         {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}
     )
-
-    def series(name: str, points: Sequence[Point], value: str, marked: bool = False) -> Series:
-        return Series(name, [(float(one.step), one.values[value]) for one in points if value in one.values], marked)
-
-    charts = [
-        line_chart("loss", [series("training", steps, "loss"), series("validation", valid, "loss", True)]),
-        *(line_chart(f"validation {name}", [series(name, valid, name, True)]) for name in measures),
-        line_chart("learning rate", [series("learning rate", steps, "rate")]),
-        line_chart("gradient norm", [series("norm", steps, "gradient_norm")]),
+    restarts = tuple((float(one.step), "restart") for one in evidence.generations[1:])[-8:]
+    losses = [Series("training", values_of(steps, "loss")), Series("validation", values_of(valid, "loss"), True)]
+    speeds = [
+        (float(one.step), one.values.get(unit, 0.0) / step_seconds(one)) for one in steps if step_seconds(one) > 0
     ]
-    if unit:
-        speeds = [
-            (float(one.step), one.values.get(unit, 0.0) / step_seconds(one)) for one in steps if step_seconds(one) > 0
-        ]
-        charts.append(line_chart(f"{unit}/s", [Series(unit, speeds)]))
-    return f'<h2>Training</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+    charts = [
+        line_chart("loss", losses, marks=restarts),
+        *(line_chart(f"validation {name}", [Series(name, values_of(valid, name), True)]) for name in measures),
+        line_chart("learning rate", [Series("learning rate", values_of(steps, "rate"))]),
+        line_chart("gradient norm", [Series("norm", values_of(steps, "gradient_norm"))]),
+        line_chart(f"{unit}/s", [Series(unit, speeds)], marks=restarts) if unit else "",
+    ]
+    return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
 
-def _time(times: Goodput) -> str:
-    if not times.seconds:
+def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
+    if not samples:
         return ""
-    bars, keys = [], []
-    parts = [(label, times.parts[name]) for name, label in LABELS.items() if times.parts.get(name)]
-    for number, (label, seconds) in enumerate(parts):
-        # Four colors, and paler ones after the first four parts.
-        color, fade, share = f"s{number % 4}", 1 - (number // 4) * 0.25, seconds / times.seconds
-        text = escape(f"{label}: {show_seconds(seconds)}, {share:.1%}")
-        bars.append(f'<span class="{color}" style="width:{100 * share:.2f}%;opacity:{fade:.2f}" title="{text}"></span>')
-        keys.append(f'<span class="key {color}" style="--fade:{fade:.2f}"><span class=label>{text}</span></span>')
+    confused = confusions(samples)
+    intro = "Words that differ from the reference are underlined." if not any(one.picture for one in samples) else ""
     return (
-        "<h2>Where the time went</h2>"
-        f"<p>{times.fraction:.1%} of {show_seconds(times.seconds)} went into steps that counted.</p>"
-        f'<div class="bar">{"".join(bars)}</div><p>{"".join(keys)}</p>{_ranks(times.ranks)}'
+        "<h2>Samples</h2>"
+        + (f'<p class="dim">{intro}</p>' if intro else "")
+        + samples_html(samples, pictures)
+        + (f'<p class="dim">Most often confused, among these samples</p>{_table(confused)}' if confused else "")
     )
-
-
-def _ranks(ranks: Sequence[RankTime]) -> str:
-    """Show the ranks side by side, so that a reader sees which of them waits for the others."""
-    if len(ranks) < 2:
-        return ""
-    spans = [span for span in LABELS if any(one.seconds.get(span) for one in ranks)]
-    rows = "".join(
-        f"<tr><td>{one.rank}</td>"
-        + "".join(f"<td>{one.seconds.get(span, 0.0) / sum(one.seconds.values()):.1%}</td>" for span in spans)
-        + "</tr>"
-        for one in ranks[:_MAX_RANKS]
-    )
-    cut = f"<p class=dim>first {_MAX_RANKS} of {len(ranks):,} ranks</p>" if len(ranks) > _MAX_RANKS else ""
-    return cut + _table(["rank", *(LABELS[span] for span in spans)], rows)
-
-
-def _samples(points: Sequence[Point]) -> str:
-    """Show the newest samples."""
-    rows = "".join(
-        f"<tr><td>{escape(one.input)}</td><td>{escape(one.prediction)}</td><td>{escape(one.reference)}</td></tr>"
-        for one in next((point.samples for point in reversed(points) if point.samples), ())
-    )
-    return f"<h2>Samples</h2>{_table(['input', 'prediction', 'reference'], rows)}" if rows else ""
 
 
 def _events(events: Sequence[Event]) -> str:
@@ -137,10 +243,10 @@ def _events(events: Sequence[Event]) -> str:
         f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
         for one in events[-_MAX_EVENTS:]
     )
-    cut = f"<p class=dim>last {_MAX_EVENTS} of {len(events):,}</p>" if len(events) > _MAX_EVENTS else ""
-    return f"<h2>Events (UTC)</h2>{cut}{_table([], rows)}" if rows else ""
-
-
-def _table(heads: Sequence[str], rows: str) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{rows}</table>"
+    if not rows:
+        return ""
+    cut = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
+    return (
+        f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{cut}</span></summary>'
+        f'<div class="evidence">{wide(rows)}</div></details>'
+    )

@@ -100,10 +100,18 @@ class ChunkReader(Generic[Record]):
         self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
         return records
 
-    def skip(self) -> ChunkReader[Record]:
-        """Take what is there as read, and return the reader."""
+    def chunks(self) -> Iterator[list[Record]]:
+        """Yield what is new chunk by chunk, for readers that keep little of it; what is not consumed stays new."""
+        for writer in self._writers():
+            for entry in self._entries(writer, self._seen.get(writer)):
+                records = self._parse(entry.key)
+                self._seen[writer] = entry.key
+                yield records
+
+    def skip(self, but: int = 0) -> ChunkReader[Record]:
+        """Take what is there as read, except the last `but` chunks of each writer, and return the reader."""
         entries = {writer: self._entries(writer) for writer in self._writers()}
-        self._seen = {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
+        self._seen = {writer: chunks[-1 - but].key for writer, chunks in entries.items() if len(chunks) > but}
         return self
 
     def of(self, writer: str) -> Iterator[list[Record]]:
@@ -122,6 +130,22 @@ class ChunkReader(Generic[Record]):
                 if max_bytes < 0:
                     return
                 yield self._parse(entry.key)
+
+    def spread(self, max_bytes: int) -> list[Record]:
+        """Return the records of chunks that are evenly spaced over every writer's time, up to a total size.
+
+        For readers of means over a whole run, whatever its length. Independent of `read`.
+        """
+        entries = {writer: self._entries(writer) for writer in self._writers()}
+        size = sum(entry.size for chunks in entries.values() for entry in chunks)
+        share = min(1.0, max_bytes / size) if size else 1.0
+        chosen = [
+            chunks[number * len(chunks) // count]
+            for chunks in entries.values()
+            if chunks and (count := max(1, int(len(chunks) * share)))
+            for number in range(count)
+        ]
+        return [record for entry in chosen for record in self._parse(entry.key)]
 
     def _writers(self) -> list[str]:
         return self._store.folders(f"{self._stream}/")

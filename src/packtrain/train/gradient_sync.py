@@ -37,6 +37,10 @@ class DdpSettings(ExchangeKind):
     def bytes_per_weight(self) -> int:
         return 4 if self.compress == "no" else 2
 
+    @property
+    def lighter(self) -> str:
+        return "train.exchange.ddp.compress=bf16" if self.compress == "no" else ""
+
     def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
         return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
 

@@ -47,6 +47,18 @@ class NoamSettings(ScheduleKind):
         if (self.scale is None) == (self.peak is None):
             yield (), "set exactly one of scale and peak"
 
+    @property
+    def in_words(self) -> str:
+        factor = (
+            f"{self.scale:g} divided by the square root of the model's width"
+            if self.peak is None
+            else f"chosen so that the peak is {self.peak:g}"
+        )
+        return (
+            f"It rises linearly for {self.warmup}, then falls with the inverse square root of the step: the factor is"
+            f" {factor}."
+        )
+
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         warmup = self.warmup.value
         if self.peak is not None:
@@ -59,6 +71,10 @@ class NoamSettings(ScheduleKind):
 
 class ConstantSettings(ScheduleKind):
     rate: Positive
+
+    @property
+    def in_words(self) -> str:
+        return f"It stays at {self.rate:g}."
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         return lambda _: self.rate
@@ -82,6 +98,13 @@ class OneCycleSettings(_OverTheRun):
     start: Scale = 0.04
     end: Scale = 0.0001
 
+    @property
+    def in_words(self) -> str:
+        return (
+            f"It rises along a cosine from {self.peak * self.start:g} to {self.peak:g} over the first"
+            f" {self.warmup:.0%} of the run, then falls along a cosine to {self.peak * self.end:g} at its end."
+        )
+
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         def rate(now: Progress) -> float:
             done = min(1.0, now.in_unit(duration.unit) / duration.value)
@@ -98,6 +121,11 @@ class CosineSettings(_OverTheRun):
     peak: Positive
     warmup: Length | None = None
     floor: NotNegative = 0.0
+
+    @property
+    def in_words(self) -> str:
+        start = f"rises linearly to {self.peak:g} in {self.warmup}" if self.warmup else f"starts at {self.peak:g}"
+        return f"It {start}, then falls along half a cosine to {self.floor:g} at the end of the run."
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         yield from super().faults_in(train)
@@ -128,6 +156,11 @@ class StepDownSettings(ScheduleKind):
     every: Length
     factor: Scale = 0.1
     warmup: Length | None = None
+
+    @property
+    def in_words(self) -> str:
+        start = f"rises linearly to {self.rate:g} in {self.warmup}" if self.warmup else f"starts at {self.rate:g}"
+        return f"It {start}, and is multiplied by {self.factor:g} every {self.every}."
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         for field, length in (("every", self.every), ("warmup", self.warmup)):
@@ -165,6 +198,11 @@ class Phase(Part):
     rectangular: Boolean | None = None
 
     @property
+    def in_words(self) -> str:
+        first, last = self.rate
+        return f"until {self.until} " + (f"at {first:g}" if first == last else f"linearly from {first:g} to {last:g}")
+
+    @property
     def changes_data(self) -> bool:
         return any(one is not None for one in (self.batch, self.size, self.min_scale, self.rectangular))
 
@@ -181,6 +219,10 @@ class PhasesSettings(ScheduleKind):
     """Phases of the run, one after the other."""
 
     phases: tuple[Phase, ...]
+
+    @property
+    def in_words(self) -> str:
+        return f"It has phases: {'; '.join(phase.in_words for phase in self.phases)}. The last rate holds after that."
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.phases:

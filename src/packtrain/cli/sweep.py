@@ -1,0 +1,270 @@
+"""The command that trains many runs of one job: sweep."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.cli.common import (
+    JsonOption,
+    SetOption,
+    StoreOption,
+    TrustOption,
+    console,
+    find_store,
+    print_json,
+    store_option,
+    trusting,
+)
+from packtrain.errors import EXIT_FAILED, EXIT_UNFINISHED, Mistake
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from packtrain.cli.screen import Screen
+    from packtrain.report.sweep import SweepTable
+    from packtrain.run.sweeps import Sweep
+    from packtrain.run.trust import Accept
+    from packtrain.store import Store
+    from packtrain.sweep.plan import PreparedSweep
+
+_POLL_SECONDS = 1.0
+_TABLE_SECONDS = 5.0  # between two tables of a sweep that runs
+_MAX_ROWS = 30  # of a table that is drawn again and again
+_MAX_VALUE = 24  # characters
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(sweep)
+
+
+def sweep(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="JOB|NAME", help="Job file, or the name of a sweep to continue. Default: list sweeps."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", metavar="FIELD=VALUE,...", help="Values of a field, or LOW..HIGH; repeatable."),
+    ] = None,
+    overrides: SetOption = None,
+    draws: Annotated[
+        int | None, typer.Option("--random", metavar="N", min=1, help="Draw N combinations instead of training all.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed for --random.")] = 1,
+    halving: Annotated[
+        bool, typer.Option("--halving", help="Stop the worse half of the runs early, again and again.")
+    ] = False,
+    parallel: Annotated[
+        int | None, typer.Option("--parallel", metavar="N", min=1, help="Runs at a time. Default: as many as fit.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the sweep. Default: from job and values.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs; start nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the table of the sweep as it is now.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write table and plot as an HTML page.")
+    ] = None,
+    store: StoreOption = None,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train many runs of one job that differ in a few fields.
+
+    Ctrl-C detaches: runs keep running, and the same command, or the name of the sweep, continues.
+    """
+    from packtrain.run.sweeps import Sweep
+
+    if target is None:
+        _list(find_store(store), as_json)
+        return
+    if not (target.endswith((".yaml", ".yml")) or Path(target).is_file()):
+        if grid or draws or halving or overrides or dry_run:
+            raise Mistake(f"{target} is not a job file: --grid and the like need one; a name alone continues a sweep")
+        found = Sweep(find_store(store), target)
+        if show:
+            _report(found, output, as_json)
+            return
+        sys.exit(_drive(found, parallel, trusting(trust_code), output, as_json))
+    if store is not None:
+        raise Mistake("--store: a job file names its store; change it with --set store=...")
+    prepared = _prepared(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name)
+    if dry_run:
+        _print_plan(prepared, as_json)
+        return
+    sys.exit(_drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json))
+
+
+def _prepared(
+    job: Path,
+    grid: list[str] | tuple[()],
+    overrides: list[str] | tuple[()],
+    draws: int | None,
+    seed: int,
+    halving: bool,
+    parallel: int | None,
+    name: str | None,
+) -> PreparedSweep:
+    from packtrain.job.part import is_name
+    from packtrain.sweep.plan import SweepRequest, prepare_sweep
+
+    if name is not None and (not is_name(name) or len(name) > 56):
+        raise Mistake(f"--name {name[:60]}: names have at most 56 of a-z, 0-9 and -, and do not start with -")
+    return prepare_sweep(SweepRequest(job, grid, overrides, draws, seed, halving, parallel, name))
+
+
+def _created(prepared: PreparedSweep, as_json: bool) -> Sweep:
+    from packtrain.cli.packs import ProgressBars
+    from packtrain.report.sweep import rungs_in_words
+    from packtrain.sweep.plan import create_sweep
+
+    screen = _news(as_json)
+    screen.say((prepared.plan.name, "bold"), f": {rungs_in_words(prepared.plan)}, {prepared.plan.parallel} at a time")
+    return create_sweep(prepared, ProgressBars(screen))
+
+
+def _news(as_json: bool) -> Screen:
+    """Return where to say what happens: not where JSON goes."""
+    return console(sys.stderr if as_json else None)
+
+
+def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | None, as_json: bool) -> int:
+    """Drive or watch a sweep until it is over, and return the exit code."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from packtrain.report.sweep import sweep_table
+    from packtrain.sweep.drive import SweepDrive
+
+    screen = _news(as_json)
+    drive = SweepDrive(sweep, accept, lambda text: screen.say(f"  {text}"), parallel)
+    shown = float("-inf")
+    try:
+        with Live(Text(), console=screen, refresh_per_second=4, transient=True) as live:
+            while not drive.look():
+                if screen.is_terminal and time.monotonic() - shown > _TABLE_SECONDS:
+                    live.update(_drawn(sweep_table(sweep.store, sweep.name), _MAX_ROWS))
+                    shown = time.monotonic()
+                time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        screen.say()
+        screen.say(f"Detached. {_still_running(drive.running)}")
+        screen.say(f"  continue: {shlex.join(['packtrain', 'sweep', sweep.name, *store_option(sweep.store)])}")
+        return EXIT_UNFINISHED
+    finally:
+        drive.close()
+    table = _report(sweep, output, as_json)
+    return EXIT_FAILED if all(row.state == "failed" for row in table.rows) else 0
+
+
+def _still_running(names: list[str]) -> str:
+    if not names:
+        return "No run is training."
+    return (
+        f"{', '.join(names)} {'keeps' if len(names) == 1 else 'keep'} running; no other run starts until you continue."
+    )
+
+
+def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
+    """Print the table, and write its page to the store and wherever the user wants it."""
+    from packtrain.report.sweep import as_json as plain
+    from packtrain.report.sweep import sweep_page, sweep_table
+    from packtrain.store import StoreError
+
+    table = sweep_table(sweep.store, sweep.name)
+    written = sweep_page(table)
+    if output is not None:
+        try:
+            output.write_text(written)
+        except OSError as error:
+            raise Mistake(f"-o {output}: cannot write it: {error.strerror}") from None
+    if as_json:
+        print_json(plain(table))
+        return table
+    screen = console()
+    screen.say((table.name, "bold"), f"  {table.finished} of {len(table.rows)} runs done; {table.rungs}")
+    screen.print(_drawn(table))
+    if (best := table.best) is not None:
+        values = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in best.values.items())
+        screen.say("best: ", (best.run, "bold"), f"  {values}")
+    key = sweep.key("report.html")
+    with suppress(StoreError):  # a person who may only read the store still sees the table
+        sweep.store.put(key, written.encode())
+        screen.say(f"report: {output or f'{sweep.store.url}/{key}'}")
+    return table
+
+
+def _drawn(table: SweepTable, most: int | None = None) -> Table:
+    from rich.table import Table
+
+    from packtrain.errors import harmless
+    from packtrain.report.compare_render import show_score
+
+    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    short = _short_names(table.parameters)
+    numbers = ("step", table.measure)
+    for column in ("run", "state", *short, "step", *([table.measure] if table.measure else [])):
+        drawn.add_column(harmless(column), justify="right" if column in numbers else "left")
+    for row in table.rows[:most]:
+        values = [row.values.get(name, "-") for name in table.parameters]
+        cut = [value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..." for value in values]
+        score = [] if not table.measure else ["" if row.score is None else show_score(row.score)]
+        drawn.add_row(*map(harmless, (row.run, row.standing, *cut, f"{row.step:,}", *score)))
+    if most is not None and len(table.rows) > most:
+        drawn.add_row(f"and {len(table.rows) - most} more")
+    return drawn
+
+
+def _short_names(names: tuple[str, ...]) -> list[str]:
+    """Return the last part of each field's name, with as many more as make them different and a word."""
+    parts = [name.split(".") for name in names]
+    length = 2 if any(part[-1].isdecimal() for part in parts) else 1  # `program.2`, not `2`
+    while len({".".join(part[-length:]) for part in parts}) < len(parts) and length < max(map(len, parts)):
+        length += 1
+    return [".".join(part[-length:]) for part in parts]
+
+
+def _print_plan(prepared: PreparedSweep, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from packtrain.report.sweep import rungs_in_words
+
+    plan, screen = prepared.plan, console()
+    if as_json:
+        print_json(asdict(plan))
+        return
+    screen.say((plan.name, "bold"), f": {rungs_in_words(plan)}, {plan.parallel} at a time")
+    for trial in plan.trials:
+        screen.say(f"  {trial.run}  {'  '.join(f'{field}={value}' for field, value in trial.values.items())}")
+
+
+def _list(store: Store, as_json: bool) -> None:
+    from packtrain.report.sweep import sweep_table
+    from packtrain.run.sweeps import sweep_names
+
+    tables = [sweep_table(store, name) for name in sweep_names(store)]
+    if as_json:
+        print_json([_row(table) for table in tables])
+        return
+    screen: Screen = console()
+    if not tables:
+        screen.say(f"No sweeps in {store.url}. Start one: ", ("packtrain sweep JOB --grid FIELD=VALUE,VALUE", "bold"))
+    for table in tables:
+        best = table.best
+        score = "" if best is None else f"  best: {best.run}"
+        screen.say((table.name, "bold"), f"  {table.finished} of {len(table.rows)} runs done{score}")
+
+
+def _row(table: SweepTable) -> dict[str, object]:
+    best = table.best
+    return {
+        "name": table.name, "job": table.job, "runs": len(table.rows), "finished": table.finished,
+        "best": None if best is None else best.run,
+    }  # fmt: skip

@@ -1,0 +1,331 @@
+"""Questions about the run as a whole: faults, money, what was expected, data, checkpoints, how to repeat it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from packtrain.job import Job
+from packtrain.job.job import expand
+from packtrain.recipes import RECIPES, recipe_class
+from packtrain.report.evidence import Evidence
+from packtrain.report.finding import Finding, Rows, Text, Verdict, unknown
+from packtrain.report.goodput import lost_seconds, recovery_seconds
+from packtrain.report.speed import graded
+from packtrain.report.summary import step_seconds
+from packtrain.run.records import Generation
+from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
+
+_NO_FAULT = ("start", "resumed", "joined")  # causes of generations that are nobody's failure
+_MAX_ROWS = 50
+_FAULT_HEADS = ("when (UTC)", "cause", "what happened", "machine to blame", "recovery", "steps again")
+_FILES = {
+    "model.safetensors": "the weights",
+    "ema.safetensors": "the moving average of the weights, which is evaluated and exported",
+    "optimizer.safetensors": "the optimizer's state, to resume",
+    "gradient_sync.safetensors": "the state of the exchange, to resume",
+    "state.json": "progress, versions and what the weights belong to",
+}
+_WITHIN = 0.2  # a prediction that is closer is called right
+
+
+# Faults.
+
+
+def faults(evidence: Evidence) -> Finding:
+    """Find the failures and their cost."""
+    key, question = "faults", "What went wrong, and what did it cost?"
+    failed = evidence.summary.state == "failed"
+    restarts = [one for one in evidence.generations if one.cause not in _NO_FAULT]
+    warnings = [event for event in evidence.events if event.display == "warning"]
+    if not restarts and not failed:
+        facts = (f"{counted(len(evidence.generations), 'generation')}, and no restart after a failure.",)
+        if not evidence.generations:
+            return unknown(key, "run", question, "no generation has started yet")
+        return Finding(key, "run", question, _no_fault(evidence), "good", (*facts, *_warned(len(warnings))))
+    recoveries = recovery_seconds(evidence.generations, evidence.raw, evidence.spent)
+    lost = lost_seconds(evidence.raw)
+    recovering = sum(recoveries.get(one.number, 0.0) for one in restarts)
+    again = sum(lost.values())
+    whole = evidence.summary.goodput.seconds
+    share = (recovering + again) / whole if whole else 0.0
+    answer = f"{counted(len(restarts), 'restart')}"
+    if len(restarts) == 1:
+        answer += f" ({_reason(restarts[0])})"
+    answer += f", which cost {show_seconds(recovering + again)}"
+    answer += f" ({share:.0%} of the time): {show_seconds(recovering)} to recover" if whole else ""
+    answer += f", {show_seconds(again)} for steps that were made again." if whole else "."
+    if failed:
+        answer = f"The run failed: {evidence.summary.reason}. {answer if restarts else ''}".strip()
+    rows = tuple(_fault_row(one, evidence, recoveries, lost) for one in restarts[:_MAX_ROWS])
+    verdict: Verdict = "bad" if failed else graded(1 - share, 0.9, 0.7)
+    return Finding(
+        key, "run", question, answer, "note" if verdict == "good" else verdict,
+        ("Recovery lasts from the last record before a failure to the first step after it. Steps after the last"
+         " checkpoint are made again.", *_warned(len(warnings))),
+        (Rows(_FAULT_HEADS, rows),) if rows else (),
+        {"restarts": float(len(restarts)), "recovery_seconds": recovering, "lost_seconds": again},
+    )  # fmt: skip
+
+
+def _no_fault(evidence: Evidence) -> str:
+    others = len(evidence.generations) - 1
+    return f"Nothing failed; {counted(others, 'planned restart')}." if others > 0 else "Nothing failed."
+
+
+def _warned(count: int) -> tuple[str, ...]:
+    return (f"{counted(count, 'warning')} among the events below.",) if count else ()
+
+
+def _reason(one: Generation) -> str:
+    return one.reason.removeprefix("failure: ")
+
+
+def _fault_row(
+    one: Generation, evidence: Evidence, recoveries: dict[int, float], lost: dict[int, float]
+) -> tuple[str, ...]:
+    started = next((event.time for event in evidence.events if event.generation == one.number), None)
+    # A generation says why the one before it ended: the steps that were lost are that one's.
+    earlier = max((number for number in lost if number < one.number), default=None)
+    after = [
+        other.number for other in evidence.generations if other.number < one.number and other.number > (earlier or 0)
+    ]
+    again = lost[earlier] if earlier is not None and not after else 0.0
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started)) if started is not None else "",
+        one.cause,
+        _reason(one),
+        one.culprit or "none",
+        show_seconds(recoveries.get(one.number, 0.0)),
+        show_seconds(again) if again else "none",
+    )
+
+
+# Money and predictions.
+
+
+def money(evidence: Evidence) -> Finding:
+    """Add up the money, and the part of it that was useful."""
+    key, question = "money", "What did it cost?"
+    cost, hours = evidence.summary.cost, sum(lease.machine_seconds for lease in evidence.leases) / 3600
+    used = f"{counted(len(evidence.leases), 'machine')} for {hours:.2g} machine hours together."
+    if cost is None:
+        return unknown(key, "run", question, "no price is known; set fleet.price to see dollars", (used,))
+    fraction = evidence.summary.goodput.fraction
+    answer = f"{cost.line}."
+    if fraction is not None and cost.so_far:
+        answer += f" {show_dollars(cost.so_far * (1 - fraction))} of it bought time that made no steps that counted."
+    facts = [used, "A machine is charged from its start to its end, at the price of its own lease."]
+    if evidence.steps and cost.so_far:
+        facts.append(f"{show_dollars(1000 * cost.so_far / len(evidence.steps))} per 1,000 steps.")
+    over = cost.budget is not None and cost.so_far > cost.budget
+    numbers = {"dollars": cost.so_far, "machine_hours": hours}
+    return Finding(key, "run", question, answer, "bad" if over else "good", tuple(facts), (), numbers)
+
+
+@dataclass(frozen=True)
+class ExpectedAndSeen:
+    """Something that was predicted, and what happened."""
+
+    what: str
+    expected: float
+    seen: float
+    expected_text: str
+    seen_text: str
+
+    @property
+    def off(self) -> float:
+        """The distance of what happened from the prediction, as a share of it: 0.1 is 10 % more than expected."""
+        return self.seen / self.expected - 1
+
+
+def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
+    """Compare what `packtrain plan` expected with what the records say."""
+    expected, summary = evidence.prediction, evidence.summary
+    if expected is None:
+        return []
+    steps = [step_seconds(point) for point in evidence.steps]
+    memory = [
+        max(one.memory_bytes, one.peak_memory_bytes)
+        for sample in evidence.telemetry
+        for one in sample.telemetry.workers
+    ]
+    size = sum(file.bytes for file in evidence.checkpoints[-1].files) if evidence.checkpoints else 0
+    ended = summary.state == "finished"
+
+    def short(seconds: float) -> str:
+        return f"{seconds * 1000:.0f} ms" if seconds < 1 else show_seconds(seconds)
+
+    asked: list[tuple[str, float | None, float | None, Any]] = [
+        ("time of a step", expected.step_seconds, fmean(steps) if steps else None, short),
+        (f"{summary.unit}/s", expected.units_per_second, summary.units_per_second, show_count),
+        ("whole run", expected.seconds, summary.seconds if ended else None, show_seconds),
+        ("dollars", expected.dollars, summary.cost.so_far if ended and summary.cost else None, show_dollars),
+        ("memory per worker", expected.memory_bytes, max(memory, default=None), show_bytes),
+        ("checkpoint", expected.checkpoint_bytes, size or None, show_bytes),
+    ]
+    return [
+        ExpectedAndSeen(what, float(before), float(after), show(before), show(after))
+        for what, before, after, show in asked
+        if before and after
+    ]
+
+
+def prediction(evidence: Evidence) -> Finding | None:
+    """Compare the plan with what happened."""
+    key, question = "prediction", "Did it go as planned?"
+    if evidence.prediction is None:
+        return None
+    rows = compared(evidence)
+    if not rows:
+        return unknown(key, "run", question, "nothing that was predicted has been measured yet")
+    worst = max(rows, key=lambda row: abs(row.off))
+    right = [row for row in rows if abs(row.off) <= _WITHIN]
+    if len(right) == len(rows):
+        answer, verdict = f"Yes: everything within {abs(worst.off):.0%} of the plan.", "good"
+    else:
+        answer = (
+            f"Not quite: {worst.what} was planned as {worst.expected_text} and was {worst.seen_text}"
+            f" ({worst.off:+.0%}); {len(right)} of {len(rows)} predictions were within {_WITHIN:.0%}."
+        )
+        verdict = "note"
+    table = Rows(
+        ("", "expected", "seen", "off"),
+        tuple((row.what, row.expected_text, row.seen_text, f"{row.off:+.0%}") for row in rows),
+    )
+    source = f"Predicted from {evidence.prediction.source}, with {evidence.prediction.limit} as the limit of a step."
+    return Finding(
+        key, "run", question, answer, "good" if verdict == "good" else "note", (source,), (table,),
+        {f"{row.what} off": row.off for row in rows},
+    )  # fmt: skip
+
+
+# Data, checkpoints.
+
+
+def data_set(evidence: Evidence) -> Finding | None:
+    """Sizes of the splits, and what was left out."""
+    key, question = "data", "How big is the data?"
+    manifest = evidence.manifest
+    if evidence.job.recipe is None:
+        return None
+    if manifest is None:
+        return unknown(key, "run", question, f"the store does not have pack {evidence.pack or 'of this run'} anymore")
+    splits = {name: split for name, split in manifest.splits.items() if "@" not in name}
+    size = {name: sum(shard.bytes for shard in split.shards) for name, split in manifest.splits.items()}
+    train = splits["train"]
+    noun = {"pairs": "pair", "labels": "image", "captions": "image"}[manifest.kind]
+    answer = f"{counted(train.samples, noun)} to train on ({show_bytes(size['train'])} packed)"
+    for name, word in (("valid", "to validate"), ("test", "to test")):
+        answer += f", {show_count(splits[name].samples)} {word}" if name in splits else ""
+    epochs = evidence.steps[-1].values["epoch"] if evidence.steps else 0.0
+    answer += f"; training went through it {epochs:.3g} times." if epochs else "."
+    rows = tuple(
+        (name, show_count(split.samples), show_count(sum(one.count for one in split.filtered.values())),
+         show_count(sum(one.count for one in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
+        for name, split in manifest.splits.items()
+    )  # fmt: skip
+    dropped = train.share_of(sum(one.count for one in train.dropped.values()))
+    facts = [f"From the manifest of pack {manifest.name}. `packtrain pack --stats` shows lengths and samples."]
+    if manifest.classes:
+        facts.append(f"{counted(len(manifest.classes), 'class')[:-1]}es." if len(manifest.classes) > 1 else "1 class.")
+    facts += [f"Left out of train: {drops.count:,} ({reason})." for reason, drops in train.dropped.items()]
+    return Finding(
+        key, "run", question, answer, "note" if dropped > 0.01 else "good", tuple(facts),
+        (Rows(("split", "samples", "filtered", "unusable", "shards", "size"), rows),),
+        {"samples": float(train.samples), "bytes": float(size["train"]), "epochs": epochs},
+    )  # fmt: skip
+
+
+def checkpoints(evidence: Evidence) -> Finding:
+    """List what is kept, and what is in it."""
+    key, question = "checkpoints", "What is in a checkpoint, and how big is it?"
+    kept = evidence.checkpoints
+    if not kept:
+        ended = evidence.summary.state in ("finished", "failed", "stopped")
+        if not ended:
+            return unknown(key, "run", question, "none has been committed yet")
+        return Finding(key, "run", question, "None was committed.", "note" if evidence.job.program else "bad")
+    newest = kept[-1]
+    size = sum(file.bytes for file in newest.files)
+    steps = ", ".join(f"{one.step:,}" for one in kept[-5:])
+    answer = (
+        f"{show_bytes(size)} in {counted(len(newest.files), 'file')}; kept: {counted(len(kept), 'checkpoint')}"
+        f" (of {'step' if len(kept) == 1 else 'steps'} {steps})."
+    )
+    rows = tuple((file.name, show_bytes(file.bytes), _FILES.get(file.name, "")) for file in newest.files[:_MAX_ROWS])
+    times = [event.time for event in evidence.events if event.kind == "checkpoint"]
+    facts = [f"From the manifest of {newest.name}, which was committed with the digest of every file."]
+    if len(times) > 1:
+        gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+        if gaps:
+            facts.append(
+                f"{counted(len(times), 'commit')}, every {show_seconds(fmean(gaps))} on average: a failure loses"
+                " half of that on average."
+            )
+    return Finding(
+        key, "run", question, answer, "good", tuple(facts), (Rows(("file", "size", "what it is"), rows),),
+        {"bytes": float(size), "kept": float(len(kept))},
+    )  # fmt: skip
+
+
+# How to repeat it.
+
+
+def reproduce(evidence: Evidence) -> Finding:
+    """The job as written, digests of code and data, versions, the command."""
+    run, job = evidence.summary.run, evidence.job
+    rows = [
+        ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
+        ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
+        ("data", evidence.pack),
+        *((name, value) for name, value in sorted(evidence.versions.items())),
+        ("fleet", f"{counted(evidence.machines, 'machine')}, {counted(evidence.workers, 'worker')} in all"),
+        *([("seed", str(job.train.seed))] if job.recipe is not None else []),
+    ]
+    command = "packtrain run job.yaml" + (f" --set data.pack={evidence.pack}" if evidence.pack else "")
+    answer = "Save the job below as job.yaml, and run it on the same number of workers."
+    if job.recipe is not None:
+        answer += " Every loss is then the same, bit for bit, on the same hardware and versions."
+    facts = [f"Store: {evidence.store}."] if evidence.store else []
+    if job.has_own_code:
+        facts.append(f"The code that ran is in runs/{run}/code.tar.zst of the store; unpack it beside the job.")
+    if evidence.pack:
+        facts.append("With data.pack the pack in the store is used as it is, without the raw data.")
+    return Finding(
+        "reproduce", "run", "How can I repeat it?", answer, "good", tuple(facts),
+        (Text("command", command), Rows(("what", "which"), tuple(row for row in rows if row[1])),
+         Text("job.yaml", job_text(job))),
+    )  # fmt: skip
+
+
+def job_text(job: Job) -> str:
+    """Return the job as a file: what differs from the defaults, without fields that are not set.
+
+    What a recipe has defaults of its own for is always written; for a user's recipe, which is not asked, everything is.
+    """
+    full = job.model_dump(mode="json")
+    short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
+    known: Mapping[str, Any] = full
+    if job.recipe is None:
+        known = {}
+    elif job.recipe in RECIPES:
+        known = expand(recipe_class(job.recipe).defaults)
+    for section, fields in known.items():
+        own = full.get(section)
+        if isinstance(fields, Mapping) and isinstance(own, Mapping):
+            for field in fields:
+                short.setdefault(section, {}).setdefault(field, _without_nulls(own[field]))
+    return yaml.safe_dump(short, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,599 @@
+"""Several runs side by side: what differs in their jobs, why one is faster, and which scores differ beyond noise.
+
+Everything but `gather` is a pure function of values, so that tests can use made runs whose truth is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+import yaml
+
+from packtrain.job import Job
+from packtrain.recipes import RECIPES, recipe_class
+from packtrain.report.goodput import LABELS, Goodput
+from packtrain.report.page import thin
+from packtrain.report.summary import summary_of
+from packtrain.run.liveness import State
+from packtrain.run.records import Point
+from packtrain.run.run import Run, surviving
+from packtrain.units import counted
+
+MAX_RUNS = 10
+"""Letters and colors that a reader can still tell apart."""
+COMPUTE = ("forward", "backward", "optimizer")
+"""The spans that more workers divide among them."""
+STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
+_MIN_STEPS = 4  # to speak about the speed of a run
+_MIN_EVALUATIONS = 4  # to remove a trend and still see a spread
+_NEAR_END = 1 / 3  # of the evaluations
+_BLOCKS = 10  # of steps, whose means say how exact a mean is
+_PER_TOKEN = ("loss", "perplexity")
+_SAME_BATCH = 0.02  # batches of tokens differ a little from step to step
+_LARGE, _ALIKE = 0.05, 0.25  # shares of a step that count as large, and of a factor that count as equal
+_BEYOND, _BELOW = 1.1, 0.9  # of the speed-up that the number of workers gives
+# Student's t, two-sided 95 %, by degrees of freedom; above the last it is nearly that of the normal distribution.
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+NoiseVerdict = Literal["beyond noise", "within noise", "unknown"]
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as a comparison needs it. `points` survived; `workers` and `machines` are those of its last generation.
+
+    `lower` has the scores that should be low. `code` is a digest, empty if the run has no code of its own.
+    """
+
+    letter: str
+    name: str
+    state: str
+    job: Job
+    points: Sequence[Point]
+    seconds: float = 0.0
+    step: int = 0
+    workers: int = 1
+    machines: int = 1
+    unit: str = ""
+    measure: str = ""
+    lower: frozenset[str] = frozenset(_PER_TOKEN)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    goodput: Goodput = field(default_factory=Goodput)
+    pack: str = ""
+    code: str = ""
+
+    @property
+    def steps(self) -> list[Point]:
+        return [point for point in self.points if point.kind == "train"]
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """A field of the jobs that is not the same in all runs; an absent one is `-`."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpeedTerm:
+    """Seconds of a step in one span. `without`: the speed-up of everything else."""
+
+    span: str
+    label: str
+    base: float
+    other: float
+    saved: float
+    without: float | None
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Why one run makes its steps faster than another. `factor` is None if a run has too few steps.
+
+    `terms` add up to the time of a step; those of the other run are scaled to the batch of the first if theirs differ.
+    `ideal` is what the number of workers alone would give. `plus_minus` is one standard error of the factor.
+    """
+
+    base: str
+    other: str
+    factor: float | None
+    plus_minus: float
+    ideal: float
+    base_seconds: float
+    other_seconds: float
+    terms: tuple[SpeedTerm, ...]
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """A difference of a score on the same samples, by bootstrap (export/bootstrap.py)."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    significant: bool
+
+
+@dataclass(frozen=True)
+class ScoreGap:
+    """The difference of a score of two runs, and what decides if it is more than noise.
+
+    `noise` is how far two equal runs may be apart, in 95 of 100 cases; None if that is not known.
+    """
+
+    base: str
+    other: str
+    score: str
+    base_value: float
+    other_value: float
+    noise: float | None
+    verdict: NoiseVerdict
+    better: str
+    decided: str
+
+
+@dataclass(frozen=True)
+class TimeToScore:
+    """The training time of each run until a score that all of them reached; None for one without it."""
+
+    score: str
+    value: float
+    seconds: tuple[float, ...]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measurement of all runs over steps: (step, value) by run."""
+
+    name: str
+    lines: tuple[tuple[tuple[float, float], ...], ...]
+    marked: bool
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    runs: tuple[ComparedRun, ...]
+    fields: tuple[FieldDifference, ...]
+    speeds: tuple[SpeedUp, ...]
+    gaps: tuple[ScoreGap, ...]
+    reached: TimeToScore | None
+    curves: tuple[Curve, ...]
+
+
+Tests = Mapping[tuple[str, str], Mapping[str, PairedTest]]
+"""Paired tests by the letters of two runs and the name of a score."""
+
+
+def gather(run: Run, letter: str, state: State) -> ComparedRun:
+    """Read everything that `compare_runs` needs of a run."""
+    raw, result, generations = run.points().read(), run.result(), run.generations()
+    summary = summary_of(run, state, raw, result)
+    members = generations[-1].members if generations else ()
+    known = run.job.recipe is not None and run.job.recipe in RECIPES
+    return ComparedRun(
+        letter,
+        run.name,
+        state,
+        run.job,
+        surviving(raw),
+        summary.seconds,
+        summary.step,
+        sum(member.workers for member in members) or 1,
+        len(members) or 1,
+        summary.unit,
+        summary.measure,
+        recipe_class(str(run.job.recipe)).lower_is_better if known else frozenset(_PER_TOKEN),
+        summary.scores,
+        summary.goodput,
+        "" if run.job.recipe is None else run.pack_name(),
+        hashlib.sha256(run.code).hexdigest()[:12] if run.job.has_own_code else "",
+    )
+
+
+def compare_runs(runs: Sequence[ComparedRun], tests: Tests | None = None) -> RunComparison:
+    """Compare every run with the first; `tests` are paired tests of their models, where somebody made them."""
+    base, others = runs[0], runs[1:]
+    spread = seed_spreads(runs)
+    return RunComparison(
+        tuple(runs),
+        differing_fields(runs),
+        tuple(speed_up(base, other) for other in others if base.unit and base.unit == other.unit),
+        tuple(gap for other in others for gap in score_gaps(base, other, spread, (tests or {}))),
+        time_to_score(runs),
+        curves_of(runs),
+    )
+
+
+def as_json(found: RunComparison) -> dict[str, Any]:
+    """Return the comparison as plain data; curves are thinned to a few hundred points each."""
+    return {
+        "runs": [
+            {
+                "letter": one.letter, "run": one.name, "state": one.state, "step": one.step, "seconds": one.seconds,
+                "machines": one.machines, "workers": one.workers, "unit": one.unit,
+                "units_per_second": units_per_second(one), "scores": dict(one.scores), "time": one.goodput.parts,
+            }
+            for one in found.runs
+        ],
+        "fields": [asdict(one) for one in found.fields],
+        "speeds": [asdict(one) for one in found.speeds],
+        "scores": [asdict(one) for one in found.gaps],
+        "time_to_score": None if found.reached is None else asdict(found.reached),
+        "curves": {curve.name: dict(zip((one.letter for one in found.runs), map(thin, curve.lines), strict=True))
+                   for curve in found.curves},
+    }  # fmt: skip
+
+
+# The jobs.
+
+
+def flat_fields(job: Job) -> dict[str, str]:
+    """Return every field of a job by its dotted name, as a person would write it; lists are one value."""
+    flat: dict[str, str] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, below in value.items():
+                add(f"{name}.{key}" if name else key, below)
+        elif value is not None:
+            flat[name] = _written(value)
+
+    add("", job.model_dump(mode="json"))
+    return flat
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)).strip()
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def differing_fields(runs: Sequence[ComparedRun]) -> tuple[FieldDifference, ...]:
+    """Return the fields that are not the same in all jobs, then what else the runs were made of."""
+    flats = [flat_fields(run.job) for run in runs]
+    for flat, run in zip(flats, runs, strict=True):
+        # Not in the job file, but as decisive: the data as packed, the code, and the workers that came in the end.
+        others = {
+            "(pack)": run.pack,
+            "(code)": run.code,
+            "(machines)": str(run.machines),
+            "(workers)": str(run.workers),
+        }
+        flat |= {name: value for name, value in others.items() if value}
+    names = dict.fromkeys(name for flat in flats for name in flat)
+    rows = [FieldDifference(name, tuple(flat.get(name, "-") for flat in flats)) for name in names]
+    return tuple(row for row in rows if len(set(row.values)) > 1)
+
+
+# Speed.
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Mean seconds of a step by span, units of a batch, and the standard error of the whole."""
+
+    count: int
+    units: float
+    spans: Mapping[str, float]
+    error: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.spans.values())
+
+
+def step_times(run: ComparedRun) -> StepTimes:
+    """Return the mean over all steps but the first of each generation, which compiles, allocates and fills caches."""
+    firsts: dict[int, int] = {}
+    for point in run.steps:
+        firsts.setdefault(point.generation, point.step)
+    steps = [point for point in run.steps if firsts[point.generation] != point.step]
+    if not steps:
+        return StepTimes(0, 0.0, {}, 0.0)
+    spans = {span: fmean(max(0.0, one.values.get(f"{span}_seconds", 0.0)) for one in steps) for span in STEP_SPANS}
+    totals = [sum(max(0.0, one.values.get(f"{span}_seconds", 0.0)) for span in STEP_SPANS) for one in steps]
+    units = fmean(one.values.get(run.unit, 0.0) for one in steps)
+    return StepTimes(len(steps), units, spans, _error_of_mean(totals))
+
+
+def _error_of_mean(values: Sequence[float]) -> float:
+    """Return the standard error of a mean from the means of blocks: neighbors are too alike to count each."""
+    size = len(values) // _BLOCKS
+    if size < 1:
+        return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    means = [fmean(values[start : start + size]) for start in range(0, size * _BLOCKS, size)]
+    return stdev(means) / math.sqrt(_BLOCKS)
+
+
+def units_per_second(run: ComparedRun) -> float | None:
+    times = step_times(run)
+    return times.units / times.seconds if times.seconds and times.units else None
+
+
+def speed_up(base: ComparedRun, other: ComparedRun) -> SpeedUp:
+    """Explain the speed of `other` relative to `base`, span by span."""
+    one, two, ideal = step_times(base), step_times(other), other.workers / base.workers
+    if min(one.count, two.count) < _MIN_STEPS or not (one.seconds and two.seconds and one.units and two.units):
+        short = base if one.count < _MIN_STEPS else other
+        reason = f"Not enough data: {short.letter} has fewer than {_MIN_STEPS} steps whose time is known."
+        return SpeedUp(base.letter, other.letter, None, 0.0, ideal, 0.0, 0.0, (), (reason,))
+    # A larger batch takes longer without being slower: compare the time for the same number of units.
+    same = abs(two.units / one.units - 1) <= _SAME_BATCH
+    scale = 1.0 if same else one.units / two.units
+    two = replace(two, spans={span: seconds * scale for span, seconds in two.spans.items()}, error=two.error * scale)
+    factor = one.seconds / two.seconds
+    terms = tuple(_term(span, one, two) for span in STEP_SPANS if one.spans[span] or two.spans[span])
+    plus_minus = factor * math.hypot(one.error / one.seconds, two.error / two.seconds)
+    found = SpeedUp(
+        base.letter, other.letter, factor, plus_minus, ideal, one.seconds, two.seconds, terms, ()
+    )  # fmt: skip
+    per = "per step" if same else f"per {one.units:,.0f} {base.unit} (the batch of {base.letter})"
+    return replace(found, sentences=tuple(_explained(found, per, base, other)))
+
+
+def _term(span: str, one: StepTimes, two: StepTimes) -> SpeedTerm:
+    rest = two.seconds - two.spans[span]
+    without = (one.seconds - one.spans[span]) / rest if rest > 0 else None
+    first, second = one.spans[span], two.spans[span]
+    return SpeedTerm(span, LABELS[span], first, second, first - second, without)
+
+
+def _explained(found: SpeedUp, per: str, base: ComparedRun, other: ComparedRun) -> Iterable[str]:
+    factor = found.factor or 1.0
+    if abs(factor - 1) <= 2 * found.plus_minus:
+        yield (
+            f"{other.letter} and {base.letter} are equally fast within the noise of their steps"
+            f" ({factor:.2f} times, ± {found.plus_minus:.2f})."
+        )
+    else:
+        how = f"{factor:.2f} times as fast as {base.letter}"
+        seconds = f"{show_step(found.other_seconds)} instead of {show_step(found.base_seconds)} {per}"
+        yield f"{other.letter} is {how} (± {found.plus_minus:.2f}): {seconds}."
+        yield from _largest(found)
+    if found.ideal != 1:
+        yield from _scaling(found, factor, base, other)
+
+
+def _largest(found: SpeedUp) -> Iterable[str]:
+    """Name the term that makes most of the difference, unless all of them changed alike."""
+    total = found.base_seconds - found.other_seconds
+    large = [one for one in found.terms if one.base >= _LARGE * found.base_seconds]
+    if found.ideal == 1 and len(large) > 1 and all(_is_alike(one, found) for one in large):
+        yield (
+            f"Every part of a step is about as much {'faster' if total > 0 else 'slower'}: it is the machines"
+            " (other ones, or busy with something else), or the size of the model."
+        )
+        return
+    term = max(found.terms, key=lambda one: one.saved if total > 0 else -one.saved)
+    verb = "saved" if total > 0 else "added"
+    rest = "" if term.without is None else f"; everything else is {term.without:.2f} times as fast"
+    yield (
+        f"{show_step(abs(term.saved))} of the {show_step(abs(total))} {verb} is {term.label}"
+        f" ({show_step(term.base)} -> {show_step(term.other)}){rest}."
+    )
+
+
+def _is_alike(term: SpeedTerm, found: SpeedUp) -> bool:
+    """True if a term changed by about the same factor as the whole step."""
+    whole = found.other_seconds / found.base_seconds
+    return abs(term.other / term.base / whole - 1) <= _ALIKE
+
+
+def _scaling(found: SpeedUp, factor: float, base: ComparedRun, other: ComparedRun) -> Iterable[str]:
+    """Say what the number of workers explains, and what it does not."""
+    workers = f"{counted(other.workers, 'worker')} instead of {base.workers}"
+    first, second = (
+        sum(getattr(one, which) for one in found.terms if one.span in COMPUTE) for which in ("base", "other")
+    )
+    computing = (
+        f"computing itself is {first / second:.2f} times as fast" if first and second else "computing is unknown"
+    )
+    if factor > max(1.0, found.ideal) * _BEYOND:
+        # Whatever shrank by more than the workers explain.
+        cause = max(found.terms, key=lambda one: one.base / found.ideal - one.other)
+        yield (
+            f"{workers} explain {found.ideal:.2g} times at most ({computing}): the rest is {cause.label},"
+            " which is a change of something else."
+        )
+    elif factor < found.ideal * _BELOW:
+        cause = max(found.terms, key=lambda one: one.other - one.base / found.ideal)
+        lost = cause.other - cause.base / found.ideal
+        yield (
+            f"{workers} could give {found.ideal:.2g} times; {factor / found.ideal:.0%} of that is reached"
+            f" ({computing})."
+            f" The largest loss is {cause.label}: {show_step(lost)} per step more than if it had shrunk with them."
+        )
+    else:
+        yield f"{workers} explain it: {found.ideal:.2g} times is ideal, {factor / found.ideal:.0%} of that is reached."
+
+
+def show_step(seconds: float) -> str:
+    """Show the time of a step: `1.24 s`, `38 ms`, `0.4 ms`."""
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.00995 else f"{seconds * 1000:.1f} ms"
+
+
+# Scores.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A standard deviation, and how many numbers it rests on, less those that were fitted."""
+
+    deviation: float
+    freedom: int
+
+
+def spread_near_end(run: ComparedRun, measure: str) -> Spread | None:
+    """Return how much the last evaluations vary around a line; None if there are too few."""
+    found = [
+        (float(point.step), point.values[measure])
+        for point in run.points
+        if point.kind == "valid" and math.isfinite(point.values.get(measure, math.nan))
+    ]
+    near = found[-max(_MIN_EVALUATIONS, round(len(found) * _NEAR_END)) :]
+    if len(near) < _MIN_EVALUATIONS:
+        return None
+    # A run that still improves has a trend, which is no noise.
+    mean_x, mean_y = fmean(x for x, _ in near), fmean(y for _, y in near)
+    width = sum((x - mean_x) ** 2 for x, _ in near)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in near) / width if width else 0.0
+    residue = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in near)
+    return Spread(math.sqrt(residue / (len(near) - 2)), len(near) - 2)
+
+
+def seed_spreads(runs: Sequence[ComparedRun]) -> dict[str, Spread]:
+    """Return the spread of each score among runs whose jobs differ only in the seed, pooled over all such groups."""
+    groups: defaultdict[str, list[ComparedRun]] = defaultdict(list)
+    for run in runs:
+        groups[_without_seed(run)].append(run)
+    spreads = {}
+    for name in {name for run in runs for name in run.scores}:
+        values = [[run.scores[name] for run in group if name in run.scores] for group in groups.values()]
+        alike = [found for found in values if len(found) > 1 and all(map(math.isfinite, found))]
+        freedom = sum(len(found) - 1 for found in alike)
+        if freedom:
+            squares = sum((value - fmean(found)) ** 2 for found in alike for value in found)
+            spreads[name] = Spread(math.sqrt(squares / freedom), freedom)
+    return spreads
+
+
+def _without_seed(run: ComparedRun) -> str:
+    """Return everything that decides a score, but the seed: machines and stores do not."""
+    flat = flat_fields(run.job) | {"(pack)": run.pack, "(code)": run.code}
+    return str([item for item in flat.items() if not item[0].startswith(("train.seed", "fleet", "budget", "store"))])
+
+
+def score_gaps(
+    base: ComparedRun, other: ComparedRun, seeds: Mapping[str, Spread], tests: Tests
+) -> tuple[ScoreGap, ...]:
+    """Return the difference of every score that both runs have; that of the test split first."""
+    shared = [name for name in base.scores if name in other.scores]
+    shared.sort(key=lambda name: not name.startswith("test."))
+    paired = tests.get((base.letter, other.letter), {})
+    return tuple(_gap(name, base, other, seeds.get(name), paired.get(name)) for name in shared)
+
+
+def _gap(name: str, base: ComparedRun, other: ComparedRun, seeds: Spread | None, paired: PairedTest | None) -> ScoreGap:
+    measure = name.partition(".")[2]
+    first, second = base.scores[name], other.scores[name]
+    noise, verdict, decided = _judged(base, other, name, seeds, paired)
+    other_leads = (second > first) != (measure in base.lower)
+    better = "" if first == second or verdict != "beyond noise" else other.letter if other_leads else base.letter
+    return ScoreGap(base.letter, other.letter, name, first, second, noise, verdict, better, decided)
+
+
+def _judged(
+    base: ComparedRun, other: ComparedRun, name: str, seeds: Spread | None, paired: PairedTest | None
+) -> tuple[float | None, NoiseVerdict, str]:
+    """Return the noise, the verdict and its reason: by the best evidence that there is."""
+    split, _, measure = name.partition(".")
+    gap = abs(other.scores[name] - base.scores[name])
+    if (fault := _unlike(base, other, split, measure)) is not None:
+        return None, "unknown", fault
+    if not math.isfinite(gap):
+        return None, "unknown", "a score is not a number"
+    if paired is not None:
+        text = f"paired bootstrap on the same samples: p = {paired.p_value:.3f}"
+        return None, "beyond noise" if paired.significant else "within noise", text
+    if _without_seed(base) == _without_seed(other):
+        return None, "within noise", "the jobs differ in nothing that decides a score but the seed"
+    if seeds is not None and seeds.freedom > 1:
+        noise = _t(seeds.freedom) * seeds.deviation * math.sqrt(2)
+        return noise, _verdict(gap, noise), f"spread of runs that differ only in the seed (± {seeds.deviation:.2g})"
+    one, two = spread_near_end(base, measure), spread_near_end(other, measure)
+    if one is None or two is None:
+        few = base if one is None else other
+        return None, "unknown", f"not enough data: {few.letter} has fewer than {_MIN_EVALUATIONS} evaluations"
+    noise = _t(one.freedom + two.freedom) * math.hypot(one.deviation, two.deviation)
+    evidence = f"spread of the evaluations near the end (± {one.deviation:.2g} and ± {two.deviation:.2g})"
+    return noise, _verdict(gap, noise), evidence
+
+
+def _verdict(gap: float, noise: float) -> NoiseVerdict:
+    return "beyond noise" if gap > noise else "within noise"
+
+
+def _t(freedom: int) -> float:
+    return _T_95[freedom - 1] if freedom <= len(_T_95) else 2.0
+
+
+def _unlike(base: ComparedRun, other: ComparedRun, split: str, measure: str) -> str | None:
+    """Return why two scores of one name do not compare, or None."""
+    if base.job.recipe != other.job.recipe:
+        return "the runs have different recipes"
+    if base.job.recipe is None:
+        return None
+    if getattr(base.job.data, split, ()) != getattr(other.job.data, split, ()):
+        return f"the {split} data differs"
+    words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, other.job)]
+    if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != other.pack:
+        return "per token, and the vocabularies differ"
+    return None
+
+
+def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:
+    """Return when each run first had the best validation score that all of them reached."""
+    measure = runs[0].measure
+    lower = measure in runs[0].lower
+    histories = [_history(run, measure) for run in runs]
+    if not measure or not all(histories) or any(run.measure != measure for run in runs):
+        return None
+    if any(_unlike(runs[0], run, "valid", measure) for run in runs[1:]):
+        return None
+    bests = [(min if lower else max)(value for value, *_ in history) for history in histories]
+    target = max(bests) if lower else min(bests)
+    firsts = [
+        next(one for one in history if (one[0] <= target if lower else one[0] >= target)) for history in histories
+    ]
+    return TimeToScore(
+        f"valid.{measure}", target, tuple(seconds for _, seconds, _ in firsts), tuple(step for *_, step in firsts)
+    )
+
+
+def _history(run: ComparedRun, measure: str) -> list[tuple[float, float, int]]:
+    """Return value, elapsed seconds and step of every evaluation."""
+    elapsed, found = 0.0, []
+    for point in run.points:  # in the order of training: a step comes before its evaluation
+        if point.kind == "train":
+            elapsed = point.values["elapsed_seconds"]
+        elif point.kind == "valid" and math.isfinite(point.values.get(measure, math.nan)):
+            found.append((point.values[measure], elapsed, point.step))
+    return found
+
+
+# Curves.
+
+
+def curves_of(runs: Sequence[ComparedRun]) -> tuple[Curve, ...]:
+    """Return the training loss, every score of evaluations, the learning rate and the speed, over steps."""
+    measures = dict.fromkeys(
+        name
+        for run in runs
+        for point in run.points
+        if point.kind == "valid"
+        for name in point.values
+        if not name.endswith("_seconds")
+    )
+    first = runs[0].measure
+    ordered = sorted(measures, key=lambda name: (name != first, name != "loss", name))
+    kinds = [("train", "loss"), *(("valid", name) for name in ordered), ("train", "rate")]
+    curves = [
+        Curve(f"{kind}.{name}", tuple(_line(run, kind, name) for run in runs), kind == "valid") for kind, name in kinds
+    ]
+    return tuple(curve for curve in curves if any(curve.lines))
+
+
+def _line(run: ComparedRun, kind: str, name: str) -> tuple[tuple[float, float], ...]:
+    return tuple((float(one.step), one.values[name]) for one in run.points if one.kind == kind and name in one.values)

@@ -1,0 +1,317 @@
+"""A comparison of runs as text for a terminal of 80 columns, and as one HTML page. All text in the page is escaped."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from html import escape
+
+from packtrain.report.compare import (
+    ComparedRun,
+    Curve,
+    RunComparison,
+    ScoreGap,
+    SpeedUp,
+    show_step,
+    units_per_second,
+)
+from packtrain.report.goodput import LABELS
+from packtrain.report.page import Series, line_chart, nice_ticks, page, thin
+from packtrain.units import show_count, show_seconds
+
+WIDTH = 80
+_CHART_HEIGHT = 12
+_MAX_VALUE = 60  # characters of a value in the text
+_SHORT = 20  # characters of a cell that does not wrap
+
+STYLE = """
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; } .wide { overflow-x: auto; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
+figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
+.bar { display: flex; height: 1.2rem; } .bar span { background: currentColor; } .label { color: var(--ink); }
+.value { white-space: nowrap; }
+code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
+.s4 { color: #b8860b; } .s5 { color: #c2185b; } .s6 { color: #00838f; } .s7 { color: #6d4c41; } .s8 { color: #7b8794; }
+.s9 { color: #558b2f; }
+"""
+"""The style of pages about several runs: as the report has it, with more colors."""
+
+
+# Text.
+
+
+def text_lines(found: RunComparison) -> list[str]:
+    """Return the comparison as lines of at most 80 columns."""
+    lines = _table(
+        ["", "run", "state", "step", "time", "workers", "speed", "score"],
+        [
+            [
+                one.letter, _cut(one.name, 20), one.state, f"{one.step:,}", show_seconds(one.seconds),
+                str(one.workers), _speed(one), _headline(one),
+            ]
+            for one in found.runs
+        ],
+    )  # fmt: skip
+    lines += ["", *_field_lines(found)]
+    for speed in found.speeds:
+        lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed)]
+    if found.gaps:
+        lines += ["", "Scores", *_gap_lines(found.gaps)]
+    if found.reached is not None:
+        each = (
+            f"{run.letter} {show_seconds(seconds)} (step {step:,})"
+            for run, seconds, step in zip(found.runs, found.reached.seconds, found.reached.steps, strict=True)
+        )
+        named = found.reached.score.replace(".", " ")
+        lines += ["", *_wrapped(f"Time to {named} {show_score(found.reached.value)}: {', '.join(each)}", "")]
+    for curve in found.curves[:2]:
+        lines += ["", *text_chart(curve, [run.letter for run in found.runs])]
+    return lines
+
+
+def _field_lines(found: RunComparison) -> list[str]:
+    if not found.fields:
+        return ["The jobs are the same."]
+    lines = ["What differs"]
+    width = min(32, max(len(row.field) for row in found.fields))
+    for row in found.fields:
+        values = [f"{run.letter} {_cut(value, _MAX_VALUE)}" for run, value in zip(found.runs, row.values, strict=True)]
+        line = f"  {row.field:<{width}}  {'  '.join(values)}"
+        lines += [line] if len(line) <= WIDTH else [f"  {row.field}"[:WIDTH], *(f"    {value}" for value in values)]
+    return lines
+
+
+def _speed_lines(speed: SpeedUp) -> list[str]:
+    lines = [line for sentence in speed.sentences for line in _wrapped(sentence, "  ")]
+    if speed.factor is None:
+        return lines
+    rows = [
+        [one.label, show_step(one.base), show_step(one.other), _signed(one.saved), _without(one.without)]
+        for one in speed.terms
+    ]
+    saved = speed.base_seconds - speed.other_seconds
+    rows.append(["a step", show_step(speed.base_seconds), show_step(speed.other_seconds), _signed(saved), ""])
+    return [*lines, *(f"  {one}" for one in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
+
+
+def _gap_lines(gaps: Sequence[ScoreGap]) -> list[str]:
+    lines = []
+    for one in gaps:
+        values = f"{one.base} {show_score(one.base_value)}  {one.other} {show_score(one.other_value)}"
+        lines.append(f"  {one.score.replace('.', ' '):<14}  {values}  {gap_words(one)}")
+        lines += _wrapped(one.decided, "    ")
+    return lines
+
+
+def gap_words(gap: ScoreGap) -> str:
+    """Return the verdict in words: `B is better by 1.20 (noise: 0.44)`."""
+    noise = "" if gap.noise is None else f" (noise: {show_score(gap.noise)})"
+    apart = show_score(abs(gap.other_value - gap.base_value))
+    if gap.verdict == "unknown":
+        return "cannot tell"
+    if gap.verdict == "within noise":
+        return f"{apart} apart, within the noise{noise}"
+    return f"{gap.better} is better by {apart}{noise}"
+
+
+def text_chart(curve: Curve, letters: Sequence[str]) -> list[str]:
+    """Draw a curve of each run with its letter; where runs meet, the last one is seen."""
+    lines = [[(x, y) for x, y in thin(line) if math.isfinite(y)] for line in curve.lines]
+    points = [point for line in lines for point in line]
+    if not points:
+        return []
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    ticks = nice_ticks(min(y for _, y in points), max(y for _, y in points), 4)
+    margin = max(len(f"{tick:g}") for tick in ticks) + 2
+    width = WIDTH - margin - 2
+    grid = [[" "] * width for _ in range(_CHART_HEIGHT)]
+    for letter, line in zip(letters, lines, strict=True):
+        for x, y in line:
+            across = round((x - x_low) / ((x_high - x_low) or 1) * (width - 1))
+            up = round((y - ticks[0]) / ((ticks[-1] - ticks[0]) or 1) * (_CHART_HEIGHT - 1))
+            grid[_CHART_HEIGHT - 1 - up][across] = letter
+    labels = {
+        _CHART_HEIGHT - 1 - round((tick - ticks[0]) / ((ticks[-1] - ticks[0]) or 1) * (_CHART_HEIGHT - 1)): f"{tick:g}"
+        for tick in ticks
+    }
+    drawn = [f"{labels.get(row, ''):>{margin}} |{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
+    axis = f"{'step':>{margin}} {x_low:<{width - 10},.0f}{x_high:>10,.0f}"
+    return [curve.name.replace(".", " "), *drawn, axis]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table as lines: the first columns to the left, numbers to the right; too wide ones lose their end."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    lines = []
+    for row in [heads, *rows]:
+        cells = [
+            f"{cell:>{width}}" if any(one[column][:1].isdigit() for one in rows) and column else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip()[:WIDTH])
+    return lines
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _signed(seconds: float) -> str:
+    return show_step(seconds) if seconds >= 0 else f"-{show_step(-seconds)}"
+
+
+def _without(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.2f} x"
+
+
+def _speed(run: ComparedRun) -> str:
+    speed = units_per_second(run)
+    return "" if speed is None else f"{show_count(speed)} {run.unit}/s"
+
+
+def _headline(run: ComparedRun) -> str:
+    for name in (f"test.{run.measure}", f"valid.{run.measure}", "valid.loss"):
+        if name in run.scores:
+            return f"{name.replace('.', ' ')} {show_score(run.scores[name])}"
+    return ""
+
+
+def show_score(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+
+
+# The page.
+
+
+def compare_page(found: RunComparison) -> str:
+    title = " and ".join(run.name for run in found.runs) if len(found.runs) < 4 else f"{len(found.runs)} runs"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        _runs_section(found),
+        _scores_section(found),
+        "".join(_speed_section(found, speed) for speed in found.speeds),
+        _fields_section(found),
+        _curves_section(found),
+        _time_section(found),
+    ]
+    return page(title, "".join(sections), STYLE)
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls on a narrow screen; cells are HTML already."""
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    # Short values stay on one line: a number that is apart from its unit is hard to read.
+    lines = ["".join(f"<td{' class=value' if len(cell) <= _SHORT else ''}>{cell}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _named(found: RunComparison, letter: str) -> str:
+    place = next(place for place, run in enumerate(found.runs) if run.letter == letter)
+    return f'<b class="s{place}">{escape(letter)}</b>'
+
+
+def _runs_section(found: RunComparison) -> str:
+    rows = [
+        [
+            _named(found, one.letter), escape(one.name), escape(one.state), f"{one.step:,}",
+            show_seconds(one.seconds), str(one.machines), str(one.workers), escape(_speed(one)),
+            escape(_headline(one)),
+        ]
+        for one in found.runs
+    ]  # fmt: skip
+    return html_table(["", "run", "state", "step", "time", "machines", "workers", "speed", "score"], rows)
+
+
+def _scores_section(found: RunComparison) -> str:
+    if not found.gaps:
+        return ""
+    rows = [
+        [
+            escape(one.score.replace(".", " ")),
+            f'<span class="value">{_named(found, one.base)} {show_score(one.base_value)}</span>',
+            f'<span class="value">{_named(found, one.other)} {show_score(one.other_value)}</span>',
+            f"<b>{escape(gap_words(one))}</b>",
+            escape(one.decided),
+        ]
+        for one in found.gaps
+    ]
+    reached = ""
+    if found.reached is not None:
+        each = ", ".join(
+            f"{_named(found, run.letter)} {show_seconds(seconds)}"
+            for run, seconds in zip(found.runs, found.reached.seconds, strict=True)
+        )
+        score = f"{escape(found.reached.score.replace('.', ' '))} {show_score(found.reached.value)}"
+        reached = f"<p>Training time to {score}, which all of them reached: {each}.</p>"
+    return f"<h2>Scores</h2>{html_table(['score', '', '', 'verdict', 'decided by'], rows)}{reached}"
+
+
+def _speed_section(found: RunComparison, speed: SpeedUp) -> str:
+    head = f"<h2>Speed of {escape(speed.other)} against {escape(speed.base)}</h2>"
+    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in speed.sentences)
+    if speed.factor is None:
+        return head + text
+    most = max(speed.base_seconds, speed.other_seconds)
+    bars = ""
+    for letter, which in ((speed.base, "base"), (speed.other, "other")):
+        parts = "".join(
+            f'<span class="s{number}" style="width:{100 * getattr(one, which) / most:.2f}%" '
+            f'title="{escape(one.label)}: {show_step(getattr(one, which))}"></span>'
+            for number, one in enumerate(speed.terms)
+        )
+        bars += f'<p>{_named(found, letter)}</p><div class="bar">{parts}</div>'
+    keys = "".join(
+        f'<span class="key s{number}"><span class="label">{escape(one.label)}</span></span>'
+        for number, one in enumerate(speed.terms)
+    )
+    rows = [
+        [escape(one.label), show_step(one.base), show_step(one.other), _signed(one.saved), _without(one.without)]
+        for one in speed.terms
+    ]
+    saved = _signed(speed.base_seconds - speed.other_seconds)
+    rows.append(["<b>a step</b>", show_step(speed.base_seconds), show_step(speed.other_seconds), saved, ""])
+    return f"{head}{text}{bars}<p>{keys}</p>{html_table(['', speed.base, speed.other, 'saved', 'all else'], rows)}"
+
+
+def _fields_section(found: RunComparison) -> str:
+    if not found.fields:
+        return "<h2>Jobs</h2><p>The jobs are the same.</p>"
+    heads = ["field", *(run.letter for run in found.runs)]
+    rows = [
+        [f"<code>{escape(row.field)}</code>", *(f"<code>{escape(value)}</code>" for value in row.values)]
+        for row in found.fields
+    ]
+    return f"<h2>What differs in the jobs</h2>{html_table(heads, rows)}"
+
+
+def _curves_section(found: RunComparison) -> str:
+    charts = "".join(
+        line_chart(
+            curve.name.replace(".", " "),
+            [
+                # With its number: a color means the same run in every chart, also if another has no points.
+                Series(f"{run.letter} {run.name}", line, curve.marked, place)
+                for place, (run, line) in enumerate(zip(found.runs, curve.lines, strict=True))
+            ],
+        )
+        for curve in found.curves
+    )
+    return f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else ""
+
+
+def _time_section(found: RunComparison) -> str:
+    spans = [span for span in LABELS if any(run.goodput.parts.get(span) for run in found.runs)]
+    if not spans:
+        return ""
+    rows = [
+        [escape(LABELS[span]), *(show_seconds(run.goodput.parts.get(span, 0.0)) for run in found.runs)]
+        for span in spans
+    ]
+    rows.append(["<b>all</b>", *(show_seconds(run.goodput.seconds) for run in found.runs)])
+    return f"<h2>Time of the whole run</h2>{html_table(['', *(run.letter for run in found.runs)], rows)}"

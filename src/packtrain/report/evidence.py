@@ -1,0 +1,213 @@
+"""The evidence of a run: everything in its folder that a finding may need, read once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from packtrain.errors import PacktrainError
+from packtrain.job import Job
+from packtrain.pack.manifest import Manifest, find_manifest
+from packtrain.recipes import RECIPES, Recipe, recipe_class
+from packtrain.report.summary import Summary, summary_of
+from packtrain.run.checkpoint import Checkpoint, committed, file_key
+from packtrain.run.liveness import state_of
+from packtrain.run.records import (
+    Event,
+    Generation,
+    Lease,
+    Point,
+    Prediction,
+    Result,
+    TelemetrySample,
+    TimeSpent,
+    decode,
+)
+from packtrain.run.run import Run, surviving
+
+STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
+"""The spans of a step itself; startup, evaluations and checkpoint copies are between steps."""
+OWN_SPANS = ("data", "forward", "backward", "optimizer")
+"""The work of a rank in a step by itself; the rest it spends on the others."""
+_TELEMETRY_BYTES = 32 << 20  # some 100,000 samples: enough for means of a week on many machines
+_MAX_STATE_BYTES = 1 << 20
+_LARGEST = 1e15  # of a measurement: squares of larger ones overflow
+
+
+@dataclass(frozen=True)
+class _State:
+    """The part of a checkpoint's `state.json` that says what computed it."""
+
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The records of a run. `raw` includes the steps that were lost; `telemetry` may be a part, evenly spaced.
+
+    `versions` are those of the programs that made the newest checkpoint.
+    """
+
+    job: Job
+    summary: Summary
+    raw: Sequence[Point] = ()
+    spent: Sequence[TimeSpent] = ()
+    telemetry: Sequence[TelemetrySample] = ()
+    events: Sequence[Event] = ()
+    generations: Sequence[Generation] = ()
+    leases: Sequence[Lease] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    manifest: Manifest | None = None
+    prediction: Prediction | None = None
+    result: Result | None = None
+    pack: str = ""
+    job_digest: str = ""
+    code_digest: str = ""
+    store: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """The points that count: no step twice, and none that a restart discarded."""
+        return surviving(self.raw)
+
+    @cached_property
+    def steps(self) -> list[Point]:
+        return [point for point in self.points if point.kind == "train"]
+
+    @cached_property
+    def evaluations(self) -> list[Point]:
+        return [point for point in self.points if point.kind == "valid"]
+
+    def scores(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) of a validation score, without those that are not finite."""
+        return values_of(self.evaluations, name)
+
+    @property
+    def lower_is_better(self) -> frozenset[str]:
+        # The code of a user's own recipe is not executed to look at a run.
+        own = self.job.recipe not in RECIPES
+        return (Recipe if own or self.job.recipe is None else recipe_class(self.job.recipe)).lower_is_better
+
+    @cached_property
+    def workers(self) -> int:
+        """The number of workers of the last generation that trained."""
+        members = self.generations[-1].members if self.generations else ()
+        return sum(member.workers for member in members) or len({record.rank for record in self.spent}) or 1
+
+    @cached_property
+    def conditions(self) -> dict[str, float]:
+        """Measurements at the start of the last generation, such as `link_bytes_per_second`, if there are any."""
+        starts = [point for point in self.raw if point.kind == "start"]
+        return max(starts, key=lambda point: point.generation).values if starts else {}
+
+    @cached_property
+    def machines(self) -> int:
+        return len(self.generations[-1].members) if self.generations else 1
+
+    @cached_property
+    def step_shares(self) -> dict[str, float]:
+        """The share of each span in the time of all steps, over all ranks; empty if there is no record."""
+        return shares(self.rank_seconds.values())
+
+    @cached_property
+    def rank_seconds(self) -> dict[int, dict[str, float]]:
+        """Seconds of each rank in its steps, by span. From the first rank's points if nothing else is known."""
+        ranks: dict[int, dict[str, float]] = {}
+        for record in self.spent:
+            own = ranks.setdefault(record.rank, dict.fromkeys(STEP_SPANS, 0.0))
+            for span in STEP_SPANS:
+                own[span] += record.seconds.get(span, 0.0)
+        if not ranks and self.steps:
+            ranks[0] = {span: sum(seconds_of(point, span) for point in self.steps) for span in STEP_SPANS}
+        return ranks
+
+    @cached_property
+    def training_telemetry(self) -> list[TelemetrySample]:
+        """The samples from the times in which a generation made steps, without its startup."""
+        times: dict[int, tuple[float, float]] = {}
+        for point in self.raw:
+            if point.kind == "train":
+                first, last = times.get(point.generation, (point.time, point.time))
+                times[point.generation] = min(first, point.time), max(last, point.time)
+        spans = sorted(times.values())
+        starts = [first for first, _ in spans]  # one generation follows the other
+        return [
+            one for one in self.telemetry if (at := bisect_right(starts, one.time)) and one.time <= spans[at - 1][1]
+        ]
+
+
+def values_of(points: Sequence[Point], name: str) -> list[tuple[float, float]]:
+    return [
+        (float(point.step), point.values[name])
+        for point in points
+        if name in point.values and abs(point.values[name]) < _LARGEST  # False for NaN
+    ]
+
+
+def seconds_of(point: Point, span: str) -> float:
+    return point.values.get(f"{span}_seconds", 0.0)
+
+
+def shares(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the share of each span in the sum of all."""
+    total: dict[str, float] = {}
+    for one in seconds:
+        for span, amount in one.items():
+            total[span] = total.get(span, 0.0) + max(0.0, amount)
+    whole = sum(total.values())
+    return {span: amount / whole for span, amount in total.items()} if whole > 0 else {}
+
+
+def gather(run: Run) -> Evidence:
+    """Read the evidence of a run as it is now."""
+    raw, result = run.points().read(), run.result()
+    checkpoints = committed(run)
+    pack = _or_nothing(run.pack_name) if run.job.recipe is not None else ""
+    return Evidence(
+        job=run.job,
+        summary=summary_of(run, result.status if result else state_of(run), raw, result),
+        raw=raw,
+        spent=run.time_spent().read(),
+        telemetry=run.telemetry().spread(_TELEMETRY_BYTES),
+        events=sorted(run.events().read(), key=lambda event: event.time),
+        generations=run.generations(),
+        leases=run.leases(),
+        checkpoints=checkpoints,
+        manifest=_manifest(run, pack),
+        prediction=run.prediction(),
+        result=result,
+        pack=pack,
+        job_digest=run.job_digest,
+        code_digest=_or_nothing(lambda: run.code_digest),
+        store=run.store.url,
+        versions=_versions(run, checkpoints),
+    )
+
+
+def _or_nothing(read: Callable[[], str]) -> str:
+    """Return what a report can do without if the store has lost it."""
+    try:
+        return read()
+    except PacktrainError:
+        return ""
+
+
+def _manifest(run: Run, pack: str) -> Manifest | None:
+    try:
+        return find_manifest(run.store, pack) if pack else None
+    except PacktrainError:  # the pack of an old run may have been deleted, or be of another format
+        return None
+
+
+def _versions(run: Run, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
+    newest = checkpoints[-1] if checkpoints else None
+    if run.job.recipe is None or newest is None:
+        return {}
+    try:
+        key = file_key(run, newest.name, "state.json")
+        return decode(_State, run.store.get(key, _MAX_STATE_BYTES), key).versions
+    except PacktrainError:  # damaged, or of another version of Packtrain: `resume` says so, a report need not
+        return {}

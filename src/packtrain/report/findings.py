@@ -1,0 +1,36 @@
+"""All findings of a run, in the order in which people ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from packtrain.report import account, learning, speed
+from packtrain.report.evidence import Evidence, gather
+from packtrain.report.finding import Finding
+
+__all__ = ["QUESTIONS", "Evidence", "Finding", "findings_of", "gather"]
+
+QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    learning.trained,
+    learning.overfitting,
+    learning.stability,
+    learning.learning_rate,
+    speed.duration,
+    speed.devices,
+    speed.data_loading,
+    speed.network,
+    speed.balance,
+    speed.scaling,
+    speed.step_times,
+    account.faults,
+    account.money,
+    account.prediction,
+    account.data_set,
+    account.checkpoints,
+    account.reproduce,
+)
+"""Each is a pure function; None if the question does not apply to the run."""
+
+
+def findings_of(evidence: Evidence) -> list[Finding]:
+    return [finding for ask in QUESTIONS if (finding := ask(evidence)) is not None]

@@ -1,0 +1,394 @@
+"""Questions about the model: is it trained, does it overfit, was training stable, what does the learning rate do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal
+
+from packtrain.report.evidence import Evidence, values_of
+from packtrain.report.finding import Chart, Finding, Rows, Verdict, unknown
+from packtrain.report.page import Series
+from packtrain.report.trend import Trend, bucketed, noise_of, trend
+from packtrain.run.records import Point
+from packtrain.units import counted, show_seconds
+
+MIN_EVALUATIONS = 4
+"""Below, a line through evaluations has no uncertainty worth stating."""
+_NO_CHANGE = 0.005  # of the value, per doubling of the steps: less is not worth a doubled bill
+_MAYBE_CHANGE = 0.02  # as long as more than this is possible, a curve is not called flat
+_MIN_STEPS = 20
+_BUCKETS = 40
+
+Course = Literal["improving", "flat", "worse", "unclear"]
+
+
+@dataclass(frozen=True)
+class Progression:
+    """The movement of a validation score in the last third of its evaluations, per doubling of the steps."""
+
+    name: str
+    course: Course
+    last: float
+    line: Trend
+    window: Sequence[tuple[float, float]]
+
+    @property
+    def text(self) -> str:
+        line = self.line
+        if not line.slope and not line.error:
+            return f"validation {self.name} did not change at all"
+        moved = f"{'rises' if line.slope > 0 else 'falls'} by {abs(line.slope):.3g} ± {line.error:.2g}"
+        return f"validation {self.name} {moved} per doubling of the steps"
+
+
+def progression(name: str, points: Sequence[tuple[float, float]], lower_is_better: bool) -> Progression | None:
+    """Judge a score by a line over the logarithm of the step; None with too few evaluations."""
+    window = [point for point in points if point[0] > 0][-max(MIN_EVALUATIONS, math.ceil(len(points) / 3)) :]
+    line = trend([(math.log2(step), value) for step, value in window])
+    if line is None or len(window) < MIN_EVALUATIONS:
+        return None
+    sign = -1.0 if lower_is_better else 1.0
+    gain, last = sign * line.slope, window[-1][1]
+    scale = max(abs(last), 1e-12)
+    if gain - line.error > 0 and gain > _NO_CHANGE * scale:
+        course: Course = "improving"
+    elif gain + line.error < 0 and -gain > _NO_CHANGE * scale:
+        course = "worse"
+    else:
+        course = "flat" if gain + line.error < _MAYBE_CHANGE * scale else "unclear"
+    return Progression(name, course, last, line, window)
+
+
+def trained(evidence: Evidence) -> Finding | None:
+    """Fully trained, or still improving; what more steps would bring."""
+    key, question = "trained", "Is it fully trained?"
+    if evidence.job.recipe is None:
+        return None
+    measure = evidence.summary.measure
+    names = [name for name in dict.fromkeys((measure, "loss")) if name]
+    found = [progression(name, evidence.scores(name), name in evidence.lower_is_better) for name in names]
+    judged = [one for one in found if one is not None]
+    if not judged:
+        count = len(evidence.evaluations)
+        why = f"{counted(count, 'evaluation')}, and a trend needs {MIN_EVALUATIONS}; see evaluate.every"
+        return unknown(key, "model", question, why, _training_loss_alone(evidence))
+    answer, verdict = _how_trained(evidence, judged)
+    evidence_texts = (
+        *(f"{one.text[0].upper()}{one.text[1:]}." for one in judged),
+        f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
+        " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
+        " and less if gains shrink as they did.",
+        *_rate_left(evidence),
+    )
+    numbers = {f"{one.name}_per_doubling": one.line.slope for one in judged}
+    numbers |= {f"{one.name}_per_doubling_error": one.line.error for one in judged}
+    charts = tuple(_score_charts(evidence, judged))
+    return Finding(key, "model", question, answer, verdict, evidence_texts, charts, numbers)
+
+
+def _how_trained(evidence: Evidence, judged: Sequence[Progression]) -> tuple[str, Verdict]:
+    improving = next((one for one in judged if one.course == "improving"), None)
+    flat = next((one for one in judged if one.course == "flat"), None)
+    first = judged[0]  # the score that counts, or else the loss
+    if improving is not None:
+        return f"No, it is still improving: {improving.text}. {_twice(evidence, improving)}", "note"
+    if first.course == "worse":
+        return f"It got worse: {first.text}. Use the best checkpoint, not the last.", "bad"
+    if flat is not None:
+        most = flat.line.error + abs(flat.line.slope)
+        change = f": twice the steps would change it by at most {most:.2g}" if most else ""
+        return f"Yes, validation {flat.name} is flat at {flat.last:.4g}{change}.", "good"
+    return f"Not enough data: the evaluations scatter too much; {first.text}, so it may be flat or not.", "unknown"
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The gain of the last doubling of the steps, and of the next: gains shrink from doubling to doubling.
+
+    `expected` continues the shrinking of the last two; None if the evaluations do not reach back that far.
+    """
+
+    start: float
+    end: float
+    expected: float | None
+
+    @property
+    def most(self) -> float:
+        """The value after another doubling that brings as much as the last one."""
+        return 2 * self.end - self.start
+
+
+def gains(points: Sequence[tuple[float, float]], line: Trend) -> Gains | None:
+    """Return the gains of the last doublings; None if there is no evaluation at half of the steps or before.
+
+    The end is taken from the trend, because the last evaluation is as noisy as any other.
+    """
+    last = points[-1][0]
+    end, half, quarter = line.at(math.log2(last)), _between(points, last / 2), _between(points, last / 4)
+    if half is None:
+        return None
+    if quarter is None or half == quarter:
+        return Gains(half, end, None)
+    shrinks = min(1.0, max(0.0, (end - half) / (half - quarter)))
+    return Gains(half, end, max(0.0, end + (end - half) * shrinks))
+
+
+def _between(points: Sequence[tuple[float, float]], step: float) -> float | None:
+    """Return the value at a step, on a line over the logarithm of the step between its neighbors."""
+    for (first, before), (second, after) in pairwise(points):
+        if 0 < first <= step <= second:
+            return before + (after - before) * math.log2(step / first) / math.log2(second / first)
+    return None
+
+
+def _twice(evidence: Evidence, one: Progression) -> str:
+    """Say what as many steps again would bring."""
+    step = one.window[-1][0]
+    found = gains(evidence.scores(one.name), one.line)
+    if found is None:
+        return ""
+    seconds = evidence.summary.seconds
+    time = f" and another {show_seconds(seconds)}" if seconds else ""
+    most = f"{max(0.0, found.most):.3g}"
+    about = most if found.expected is None else f"{found.expected:.3g}"
+    return (
+        f"The last doubling brought it from {found.start:.3g} to {found.end:.3g}; the next ({2 * step:,.0f} steps"
+        f"{time}) would bring it to {'' if about == most else f'about {about}, and '}{most} at best."
+    )
+
+
+def _rate_left(evidence: Evidence) -> tuple[str, ...]:
+    """Say if the schedule ends with the run: more steps then need another schedule, not only more time."""
+    rates = [value for _, value in values_of(evidence.steps, "rate")]
+    if not rates or max(rates) <= 0 or not evidence.job.train.schedule.follows_duration:
+        return ()
+    share = rates[-1] / max(rates)
+    return (
+        f"The schedule ends with the run: the rate was at {share:.2%} of its peak, which flattens every curve. More"
+        " steps need a longer train.duration from the start.",
+    )
+
+
+def _training_loss_alone(evidence: Evidence) -> tuple[str, ...]:
+    losses = values_of(evidence.steps, "loss")
+    half = bucketed(losses[len(losses) // 2 :], 20) if len(losses) >= _MIN_STEPS else []
+    line = trend([(math.log2(step), value) for step, value in half if step > 0])
+    if line is None:
+        return ()
+    return (
+        f"Training loss changed by {line.slope:+.3g} ± {line.error:.2g} per doubling in the second half; only"
+        " validation can tell learning from memorizing.",
+    )
+
+
+def _score_charts(evidence: Evidence, judged: Sequence[Progression]) -> list[Chart]:
+    charts = []
+    for one in judged:
+        lines = [Series(one.name, evidence.scores(one.name), True)]
+        first, last = one.window[0][0], one.window[-1][0]
+        xs = [first * (last / first) ** (number / 16) for number in range(17)]
+        lines.append(Series("trend", [(x, one.line.at(math.log2(x))) for x in xs]))
+        found = gains(evidence.scores(one.name), one.line)
+        if one.course == "improving" and found is not None and found.expected is not None:
+            lines.append(Series("twice the steps", [(last, found.end), (2 * last, found.expected)], True))
+        charts.append(Chart(f"validation {one.name}", tuple(lines)))
+    return charts
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The lowest validation loss and what followed; `before` and `after` are the training losses then and at the end.
+
+    `rises` if the evaluations after the lowest one rise beyond noise.
+    """
+
+    step: float
+    lowest: float
+    end: float
+    noise: float
+    before: float | None
+    after: float | None
+    is_last: bool
+    rises: bool
+
+
+def turn_of(evidence: Evidence, losses: Sequence[tuple[float, float]]) -> Turn:
+    at, (step, lowest) = min(enumerate(losses), key=lambda item: item[1][1])
+    end, noise = fmean(value for _, value in losses[-2:]), noise_of([value for _, value in losses])
+    before, after = _training_loss(evidence, losses, at), _training_loss(evidence, losses, len(losses) - 1)
+    rises = _rises(losses[at:], end - lowest, lowest, noise)
+    return Turn(step, lowest, end, noise, before, after, at == len(losses) - 1, rises)
+
+
+def overfitting(evidence: Evidence) -> Finding | None:
+    """Find the step from which on the model got better on training data only."""
+    key, question = "overfitting", "Does it overfit?"
+    if evidence.job.recipe is None:
+        return None
+    losses = evidence.scores("loss")
+    if len(losses) < MIN_EVALUATIONS:
+        why = f"{counted(len(losses), 'evaluation')} of the loss, and at least {MIN_EVALUATIONS} are needed"
+        return unknown(key, "model", question, why)
+    turn = turn_of(evidence, losses)
+    answer, verdict = _how_fitted(evidence, turn)
+    facts = [
+        f"Validation loss was lowest at step {turn.step:,.0f} ({turn.lowest:.4g}); its noise is at most about"
+        f" ±{turn.noise:.2g}, from the second differences of the evaluations.",
+        "Overfitting means that validation loss rises beyond noise and 1 % while training loss falls.",
+    ]
+    if turn.before is not None and turn.after is not None and not turn.is_last:
+        facts.append(f"Training loss around then was {turn.before:.4g}, at the end {turn.after:.4g}.")
+    lines = (Series("training", values_of(evidence.steps, "loss")), Series("validation", losses, True))
+    chart = Chart("loss", lines, marks=() if turn.is_last else ((turn.step, "lowest"),))
+    numbers = {
+        "best_step": turn.step, "best_loss": turn.lowest, "rise": turn.end - turn.lowest, "noise": turn.noise
+    }  # fmt: skip
+    return Finding(key, "model", question, answer, verdict, tuple(facts), (chart,), numbers)
+
+
+def _how_fitted(evidence: Evidence, turn: Turn) -> tuple[str, Verdict]:
+    if not turn.rises:
+        when = "at the end" if turn.is_last else f"at step {turn.step:,.0f} and has not risen beyond noise"
+        return f"No: validation loss was lowest {when}.", "good"
+    rose = f"validation loss rose from {turn.lowest:.3g} to {turn.end:.3g}"
+    if turn.before is None or turn.after is None or turn.after >= turn.before:
+        wrong = f"No, but something else is wrong: {rose} after step {turn.step:,.0f}, and training loss did not fall."
+        return wrong, "bad"
+    measure = evidence.summary.measure
+    score = progression(measure, evidence.scores(measure), measure in evidence.lower_is_better)
+    if measure != "loss" and score is not None and score.course == "improving":
+        return (
+            f"The loss does, from about step {turn.step:,.0f}: {rose} while training loss fell. But {measure} still"
+            " improves: the model grows too sure of itself, not worse.",
+            "note",
+        )
+    kept = _best_kept(evidence, turn.step)
+    return f"Yes, from about step {turn.step:,.0f}: {rose} while training loss fell to {turn.after:.3g}.{kept}", "bad"
+
+
+def _rises(after: Sequence[tuple[float, float]], rise: float, best: float, noise: float) -> bool:
+    """True if the evaluations after the best one rise beyond noise: the best of many is low by luck alone."""
+    if len(after) < 3 or rise <= max(3 * noise, 0.01 * abs(best)):
+        return False
+    line = trend(after)
+    if line is not None and len(after) >= MIN_EVALUATIONS:
+        return line.low > 0
+    return rise > max(6 * noise, 0.02 * abs(best))  # two evaluations are few: they must be far above
+
+
+def _training_loss(evidence: Evidence, losses: Sequence[tuple[float, float]], at: int) -> float | None:
+    """Return the mean training loss of the steps before an evaluation, back to the one before it."""
+    start, end = losses[at - 1][0] if at else 0.0, losses[at][0]
+    values = [value for step, value in values_of(evidence.steps, "loss") if start < step <= end]
+    return fmean(values) if values else None
+
+
+def _best_kept(evidence: Evidence, best_step: float) -> str:
+    steps = [one.step for one in evidence.checkpoints]
+    if any(step == best_step for step in steps):
+        return f" Its checkpoint is kept: --checkpoint {best_step:.0f}."
+    if not steps:
+        return ""
+    nearest = min(steps, key=lambda step: abs(step - best_step))
+    return f" No checkpoint of that step is kept (the nearest is {nearest:,}); set checkpoint.best_by to loss."
+
+
+def stability(evidence: Evidence) -> Finding | None:
+    """Divergence, spikes, skipped updates and clipping."""
+    key, question = "stability", "Was training stable?"
+    if evidence.job.recipe is None:
+        return None
+    steps, losses = evidence.steps, values_of(evidence.steps, "loss")
+    broken = next((one for one in evidence.raw if one.kind == "train" and not math.isfinite(one.values["loss"])), None)
+    ended = next((one for one in reversed(evidence.generations) if one.cause == "number"), None)
+    chart = Chart("gradient norm", (Series("norm", values_of(steps, "gradient_norm")),))
+    if broken is not None or ended is not None or "not finite" in evidence.summary.reason:
+        why = evidence.summary.reason if "not finite" in evidence.summary.reason else ended.reason if ended else ""
+        where = f"at step {broken.step:,}" if broken is not None else f"({why})" if why else ""
+        return Finding(key, "model", question, f"No: the loss stopped being a number {where}.", "bad", (), (chart,))
+    if len(losses) < _MIN_STEPS:
+        return unknown(key, "model", question, f"{counted(len(losses), 'step')}, and at least {_MIN_STEPS} are needed")
+    parts = bucketed(losses, _BUCKETS)
+    at, (low_step, low) = min(enumerate(parts), key=lambda item: item[1][1])
+    rise, learned = parts[-1][1] - low, parts[0][1] - low
+    noise = noise_of([value for _, value in parts])
+    spikes = _spikes(losses)
+    facts = _stability_facts(evidence, steps, spikes)
+    loss_chart = Chart("training loss", (Series("loss", losses),), marks=tuple((step, "spike") for step in spikes[:8]))
+    numbers = {"spikes": float(len(spikes)), "rise_from_lowest": rise}
+    if rise > 6 * noise and rise > max(0.5 * learned, 0.3 * abs(low)):
+        first = next(step for step, value in parts[at:] if value - low > rise / 4)
+        return Finding(
+            key, "model", question,
+            f"No, it diverged: training loss was {low:.3g} at step {low_step:,.0f}, rose from about step {first:,.0f},"
+            f" and ended at {parts[-1][1]:.3g}. Lower the rate, or clip gradients.",
+            "bad", facts, (loss_chart, chart), numbers,
+        )  # fmt: skip
+    many = len(spikes) > max(3, len(losses) // 200)
+    answer = (
+        f"Mostly: the loss came down, with {counted(len(spikes), 'spike')}."
+        if many
+        else "Yes: the loss came down without lasting jumps."
+        if learned > 0
+        else "Yes: the loss did not jump, but it did not come down either."
+    )
+    return Finding(
+        key, "model", question, answer, "note" if many or learned <= 0 else "good", facts, (loss_chart, chart), numbers
+    )
+
+
+def _spikes(losses: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the steps whose loss is far above that of their neighbors."""
+    found: list[float] = []
+    size = max(10, len(losses) // _BUCKETS)
+    for start in range(0, len(losses), size):
+        part = losses[max(0, start - size // 2) : start + size + size // 2]
+        ordered = sorted(value for _, value in part)
+        middle = ordered[len(ordered) // 2]
+        spread = sorted(abs(value - middle) for value in ordered)[len(ordered) // 2]
+        limit = middle + max(12 * spread, 0.2 * abs(middle))
+        found += [step for step, value in losses[start : start + size] if value > limit]
+    return found
+
+
+def _stability_facts(evidence: Evidence, steps: Sequence[Point], spikes: Sequence[float]) -> tuple[str, ...]:
+    facts = [
+        f"{counted(len(spikes), 'spike')}: steps whose loss is 12 times further above the median of their neighbors"
+        " than is usual there."
+    ]
+    skipped = sum("skipped" in point.values for point in steps)
+    if skipped:
+        facts.append(f"{counted(skipped, 'update')} skipped because of an overflow in fp16.")
+    clip = evidence.job.train.clip
+    norms = [value for _, value in values_of(steps, "gradient_norm")]
+    if clip is not None and norms:
+        share = sum(norm > clip for norm in norms) / len(norms)
+        facts.append(f"Gradients were clipped to a norm of {clip:g} in {share:.0%} of the steps.")
+    facts.append("Diverged means that the loss lost at least half of what it had gained, beyond noise.")
+    return tuple(facts)
+
+
+def learning_rate(evidence: Evidence) -> Finding | None:
+    """The curve of the rate and its formula in words."""
+    rates = values_of(evidence.steps, "rate")
+    if evidence.job.recipe is None or not rates:
+        return None
+    schedule = evidence.job.train.schedule
+    peak_step, peak = max(rates, key=lambda one: one[1])
+    last_step, last = rates[-1]
+    if peak == min(value for _, value in rates):
+        seen = f"It was {last:.3g} at every step."
+    else:
+        seen = f"It was highest at step {peak_step:,.0f} ({peak:.3g}) and {last:.3g} at step {last_step:,.0f}."
+    settings = schedule.model_dump(mode="json", exclude_none=True)
+    return Finding(
+        "rate", "model", "What does the learning rate do?", f"{schedule.in_words} {seen}", "good",
+        ("The words are those of train.schedule in the job; the curve is what the steps recorded.",),
+        (Chart("learning rate", (Series("learning rate", rates),)),
+         Rows(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),
+        {"peak": peak, "peak_step": peak_step, "last": last},
+    )  # fmt: skip

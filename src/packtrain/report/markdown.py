@@ -1,0 +1,74 @@
+"""The report of a run as Markdown: the same answers and tables, for a pull request, a wiki or a mail. No charts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from packtrain.errors import harmless
+from packtrain.report.evidence import Evidence
+from packtrain.report.finding import Finding, Rows, Text
+from packtrain.report.render import MARKS, TOPICS, newest_samples
+from packtrain.run.records import Sample
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
+_TEXT_LENGTH = 300
+
+
+def markdown(evidence: Evidence, findings: Sequence[Finding]) -> str:
+    return "\n".join(_lines(evidence, findings)) + "\n"
+
+
+def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
+    summary = evidence.summary
+    yield from (f"# {_plain(summary.run)}", "", f"**{_plain(summary.outcome)}**, {_plain(summary.description)}")
+    if summary.scores:
+        scores = sorted(summary.scores.items())
+        yield from ("", *_table(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))
+    for topic, title in TOPICS.items():
+        own = [finding for finding in findings if finding.topic == topic]
+        if own:
+            yield from ("", f"## {title}")
+        for finding in own:
+            yield from ("", f"### {MARKS[finding.verdict]} {_plain(finding.question)}", "", _plain(finding.answer))
+            yield from _evidence(finding)
+    samples = newest_samples(evidence)
+    if samples:
+        yield from ("", "## Samples", "", *_table(_samples(samples)))
+
+
+def _evidence(finding: Finding) -> Iterator[str]:
+    if finding.evidence:
+        yield ""
+        yield from (f"- {_plain(fact)}" for fact in finding.evidence)
+    for figure in finding.figures:
+        if isinstance(figure, Rows):
+            yield from ("", *_table(figure))
+        elif isinstance(figure, Text):
+            yield from ("", f"{_plain(figure.title)}:", "", *_fenced(figure.text))
+
+
+def _plain(text: str) -> str:
+    """Return text on one line that Markdown shows as it is."""
+    return _SPECIAL.sub(r"\\\1", harmless(text.replace("\n", " ")))
+
+
+def _table(rows: Rows) -> Iterator[str]:
+    yield f"| {' | '.join(map(_plain, rows.heads))} |"
+    yield f"|{' --- |' * len(rows.heads)}"
+    yield from (f"| {' | '.join(map(_plain, row))} |" for row in rows.rows)
+
+
+def _fenced(text: str) -> Iterator[str]:
+    # Longer than any fence in the text, which could otherwise end it.
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    yield from (fence, harmless(text.rstrip("\n"), keep="\n"), fence)
+
+
+def _samples(samples: Sequence[Sample]) -> Rows:
+    rows = tuple((_cut(one.input), _cut(one.prediction), _cut(one.reference)) for one in samples)
+    return Rows(("input", "prediction", "reference"), rows)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ..."

@@ -1,0 +1,128 @@
+"""Curves of one run or several as a picture that a notebook shows and that saves as a file.
+
+The picture is SVG without a background, in colors that can be read on white and on black paper: a notebook's theme is
+not known to what is shown in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Literal
+
+from packtrain.errors import Mistake, harmless, nearest
+from packtrain.report.frame import in_order
+from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart
+from packtrain.run.records import Point
+
+Axis = Literal["step", "epoch", "hours"]
+
+_COLORS = (
+    "#3b82e0", "#e0703a", "#35a873", "#a566c4", "#c9a227", "#3fa9bd", "#e05c8a", "#8a8f98", "#7a9a3a", "#6f6fd8",
+)  # fmt: skip
+_STYLE = (
+    "text{font:11px system-ui,sans-serif;fill:#808a96}.grid{stroke:#808a96;stroke-opacity:.25}"
+    ".line{fill:none;stroke-width:1.6;stroke:currentColor}.dot{fill:currentColor}.key{fill:currentColor}"
+    ".title{font-size:13px;font-weight:600}"
+)
+_KEY_HEIGHT, _CHARACTER_WIDTH = 16, 6.2  # of the legend
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A chart of several lines. A notebook shows it; `save` writes it."""
+
+    title: str
+    series: tuple[Series, ...]
+    x_label: str = "step"
+
+    def svg(self) -> str:
+        """Return the picture as a document of its own."""
+        names = [f"{harmless(one.name)} {_last(one):.4g}" for one in self.series]
+        key_width = 32 + _CHARACTER_WIDTH * max(map(len, names))
+        across = max(1, int(WIDTH // key_width))
+        top = 22 + _KEY_HEIGHT * -(-len(self.series) // across)
+        keys = []
+        for number, name in enumerate(names):
+            x, y = 4 + number % across * key_width, 32 + number // across * _KEY_HEIGHT
+            keys.append(f'<circle class="key s{number}" cx="{x + 4}" cy="{y - 4}" r="4"/>')
+            keys.append(f'<text x="{x + 13}" y="{y}">{escape(name)}</text>')
+        title = escape(harmless(self.title))  # a control character would make the document invalid
+        figure = line_chart(title, self.series, self.x_label)
+        drawn = figure[figure.index(">", figure.index("<svg")) + 1 : figure.index("</svg>")]
+        colors = "".join(f".s{number}{{color:{_COLORS[number % len(_COLORS)]}}}" for number in range(len(self.series)))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + top}" width="{WIDTH}"'
+            f' height="{HEIGHT + top}" role="img" aria-label="{title}"><style>{_STYLE}{colors}</style>'
+            f'<text class="title" x="2" y="14">{title}</text>{"".join(keys)}'
+            f'<g transform="translate(0,{top})">{drawn}</g></svg>\n'
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture as an .svg file, and return its path."""
+        target = Path(path)
+        if target.suffix.lower() != ".svg":
+            raise Mistake(f"{str(path)!r}: only .svg can be written; a browser or Inkscape converts it")
+        target.write_text(self.svg())
+        return target
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+def plot_of(
+    points: Mapping[str, Sequence[Point]], names: Sequence[str], x: Axis = "step", title: str | None = None
+) -> Plot:
+    """Return the lines of these measurements, for each of the runs: `points` are theirs by the name of the run.
+
+    A name is a column of `metrics()`, such as `valid.bleu`; `loss` is both `train.loss` and `valid.loss`.
+    """
+    if x not in ("step", "epoch", "hours"):
+        raise Mistake(f"plot(x={x!r}): unknown axis; {nearest(str(x), ('step', 'epoch', 'hours'))}")
+    known = {name for one in points.values() for name in names_of(one)}
+    chosen = [column for name in names for column in _matching(name, known)]
+    series = []
+    for run, its in points.items():
+        for column in dict.fromkeys(chosen):
+            line = _line(its, column, x)
+            if any(math.isfinite(y) for _, y in line):
+                label = run if len(chosen) == 1 else column if len(points) == 1 else f"{run} {column}"
+                series.append(Series(label, line, not column.startswith("train.")))
+    if not series:
+        raise Mistake(f"plot({', '.join(map(repr, names))}): none of its values is a finite number")
+    return Plot(title or ", ".join(names), tuple(series), x)
+
+
+def names_of(points: Sequence[Point]) -> set[str]:
+    """Return the names of all that was measured."""
+    return {f"{point.kind}.{name}" for point in points if point.kind != "start" for name in point.values}
+
+
+def _matching(name: str, known: set[str]) -> list[str]:
+    if not known:
+        raise Mistake(f"plot({name!r}): nothing was measured yet")
+    found = [one for one in (name, f"train.{name}", f"valid.{name}") if one in known]
+    if not found:
+        plain = {one for one in known if not one.endswith("_seconds")}
+        hint = nearest(name, plain | {one.partition(".")[2] for one in plain})
+        raise Mistake(f"plot({name!r}): not measured; {hint}")
+    return found
+
+
+def _last(series: Series) -> float:
+    return next((y for _, y in reversed(series.points) if math.isfinite(y)), math.nan)
+
+
+def _line(points: Sequence[Point], column: str, x: Axis) -> list[tuple[float, float]]:
+    """Return a measurement over an axis. An evaluation is at the epoch and time of the step before it."""
+    kind, _, name = column.partition(".")
+    line, place = [], 0.0
+    for point in in_order(points):
+        if point.kind == "train" and x != "step":
+            place = point.values["epoch"] if x == "epoch" else point.values["elapsed_seconds"] / 3600
+        if point.kind == kind and name in point.values:
+            line.append((float(point.step) if x == "step" else place, point.values[name]))
+    return line

@@ -1,0 +1,153 @@
+"""The samples of a run for its report: texts beside each other, confused pictures, where a model looked per word."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from html import escape
+
+from packtrain.report.finding import Rows
+from packtrain.run.records import Sample
+
+STYLE = """
+.sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 1rem .9rem; margin: 1rem 0; }
+.sheet .picture { aspect-ratio: 1 !important; } .sheet figure { margin: 0; min-width: 0; }
+.sheet figcaption { line-height: 1.35; margin-top: .35rem;
+  overflow-wrap: anywhere; }
+.picture { display: block; aspect-ratio: 1; border-radius: 8px; background: var(--shade) center / contain no-repeat;
+  overflow: hidden; position: relative; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.picture img { position: absolute; inset: 0; width: 100%; height: 100%; }
+.looks { display: grid; grid-template-columns: repeat(auto-fill, minmax(84px, 1fr)); gap: .7rem .5rem; }
+.looks figure { margin: 0; } .looks figcaption { text-align: center; color: var(--ink); overflow-wrap: anywhere; }
+.caption { display: grid; grid-template-columns: minmax(120px, 200px) 1fr; gap: 1.2rem; margin: 1.2rem 0; }
+@media (max-width: 600px) { .caption { grid-template-columns: 1fr; }
+  .caption > .picture { max-width: 256px; width: 100%; } }
+.other { text-decoration: underline dotted var(--note); text-underline-offset: 3px; } .said { font-weight: 600; }
+.truth { display: block; }
+td.text { width: 33%; overflow-wrap: anywhere; }
+"""
+MAX_SAMPLES = 16
+_TEXT_LENGTH = 600
+_CONFUSIONS = 12
+_VEIL = 210  # how dark a place is that the model did not look at, of 255
+
+
+def confusions(samples: Sequence[Sample]) -> Rows | None:
+    """Count which class was taken for which, most often first; None if no sample is a picture with a class."""
+    wrong = Counter(
+        (one.reference, one.prediction)
+        for one in samples
+        if one.confidence is not None and one.reference != one.prediction
+    )
+    if not wrong:
+        return None
+    rows = tuple((is_, said, str(count)) for (is_, said), count in wrong.most_common(_CONFUSIONS))
+    return Rows(("is", "model said", "times"), rows)
+
+
+def samples_html(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
+    """Show the samples: as pictures if there are any. `pictures` are JPEG files by their digests."""
+    shown = samples[:MAX_SAMPLES]
+    styles = []
+    for number, one in enumerate(shown):
+        data = pictures.get(one.picture or "")
+        if data is not None:
+            # In a style, so that a picture that is shown once for every word is in the page once.
+            source = base64.b64encode(data).decode()
+            styles.append(f".p{number} {{ background-image: url(data:image/jpeg;base64,{source}); {_shape(data)} }}")
+    if not any(one.picture for one in shown):
+        return _texts(shown)
+    looked = [one for one in shown if one.attention]
+    parts = [_caption(number, one) if looked else _classified(number, one) for number, one in enumerate(shown)]
+    body = "".join(parts) if looked else f'<div class="sheet">{"".join(parts)}</div>'
+    return f"<style>{''.join(styles)}</style>{body}"
+
+
+def _shape(jpeg: bytes) -> str:
+    """Return the shape of a picture as a style, so that what is laid over it covers it and nothing else."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
+            return f"aspect-ratio: {image.width} / {image.height};"
+    except Exception:  # Pillow raises anything on hostile bytes; the browser will show nothing then
+        return ""
+
+
+def _text(text: str) -> str:
+    return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
+
+
+def wide(rows: str) -> str:
+    """Return a table that scrolls sideways where it does not fit, by keyboard, too."""
+    return f'<div class="wide" tabindex="0" role="group" aria-label="table"><table>{rows}</table></div>'
+
+
+def _texts(samples: Sequence[Sample]) -> str:
+    rows = "".join(
+        f'<tr><td class="text" dir="auto">{_text(one.input)}</td>'
+        f'<td class="text" dir="auto">{_marked(one.prediction, one.reference)}</td>'
+        f'<td class="text" dir="auto">{_text(one.reference)}</td></tr>'
+        for one in samples
+    )
+    heads = "<tr><th>input</th><th>prediction</th><th>reference</th></tr>"
+    return wide(heads + rows) if rows else ""
+
+
+def _marked(prediction: str, reference: str) -> str:
+    """Underline the words that the reference does not have there."""
+    if max(len(prediction), len(reference)) > _TEXT_LENGTH:  # comparing takes the square of the length
+        return _text(prediction)
+    said, meant = prediction.split(), reference.split()
+    parts = []
+    for kind, start, end, _, _ in SequenceMatcher(None, said, meant, autojunk=False).get_opcodes():
+        words = escape(" ".join(said[start:end]))
+        if words:
+            parts.append(words if kind == "equal" else f'<span class="other">{words}</span>')
+    return " ".join(parts)
+
+
+def _classified(number: int, one: Sample) -> str:
+    sure = f" ({one.confidence:.0%})" if one.confidence is not None else ""
+    right = one.reference == one.prediction
+    said = f"{_text(one.prediction)}{sure}"
+    caption = f'<span class="said">{said}</span>' if right else f'<span class="said other">{said}</span>'
+    truth = "" if right else f'<span class="truth">is {_text(one.reference)}</span>'
+    label = escape(f"{one.reference}, taken for {one.prediction}" if not right else one.reference)
+    return (
+        f'<figure><span class="picture p{number}" role="img" aria-label="{label}"></span>'
+        f'<figcaption dir="auto">{caption}{truth}</figcaption></figure>'
+    )
+
+
+def _caption(number: int, one: Sample) -> str:
+    looks = []
+    for word, grid in zip(one.words, one.attention, strict=False):
+        label = escape(f"where the model looked for {word}")
+        looks.append(
+            f'<figure><span class="picture p{number}" role="img" aria-label="{label}">'
+            f'<img alt="" src="data:image/png;base64,{_veil(grid, one.attention_shape)}"></span>'
+            f'<figcaption dir="auto">{_text(word)}</figcaption></figure>'
+        )
+    said, meant = _text(one.prediction), _text(one.reference)
+    return (
+        f'<div class="caption"><span class="picture p{number}" role="img" aria-label="{said}"></span>'
+        f'<div><p class="said" dir="auto">{said}</p><p class="dim" dir="auto">{meant}</p>'
+        f'<div class="looks">{"".join(looks)}</div></div></div>'
+    )
+
+
+def _veil(grid: str, shape: tuple[int, int] | None) -> str:
+    """Return a tiny PNG, as base64, that darkens what the model did not look at; browsers scale it up smoothly."""
+    from PIL import Image
+
+    cells = base64.b64decode(grid)
+    assert shape is not None  # a sample with attention has one, and every grid has that size
+    most = max(*cells, 1)
+    pixels = bytes(byte for cell in cells for byte in (0, _VEIL - _VEIL * cell // most))
+    out = io.BytesIO()
+    Image.frombytes("LA", (shape[1], shape[0]), pixels).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()

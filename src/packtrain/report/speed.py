@@ -1,0 +1,575 @@
+"""Questions about speed: where the time went, what limited a step, and whether more workers were worth it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares
+from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
+from packtrain.report.goodput import COMPUTING, LABELS
+from packtrain.report.page import Series
+from packtrain.report.summary import step_seconds, units_per_second
+from packtrain.report.trend import percentile
+from packtrain.run.records import Point, TelemetrySample
+from packtrain.units import counted, show_bytes, show_count, show_seconds
+
+_MIN_STEPS = 20
+_SLOW = 2.0  # times the median: a slower step is explained
+_MAX_ROWS = 64  # of a table: a run on hundreds of ranks must still be a page that opens
+_ADVICE = {
+    "start": "longer runs start less often",
+    "evaluation": "evaluate less often (evaluate.every), or fewer samples (evaluate.samples)",
+    "save": "save less often (checkpoint.every)",
+    "data": "loading limits the speed",
+    "communication": "the exchange of gradients limits the speed",
+    "wait": "one rank keeps the others waiting",
+    "recovery": "machines or workers failed",
+    "lost steps": "save more often (checkpoint.every)",
+}
+
+
+def graded(value: float, good: float, note: float) -> Verdict:
+    """Return the verdict on a value of which more is better."""
+    return "good" if value >= good else "note" if value >= note else "bad"
+
+
+# Where the time went.
+
+
+def duration(evidence: Evidence) -> Finding:
+    """Account for the time, with every loss."""
+    key, question = "duration", "How long did it take, and where did the time go?"
+    times, total = evidence.summary.goodput, evidence.summary.seconds
+    if not times.seconds or times.fraction is None:
+        used = max([total, *(lease.machine_seconds for lease in evidence.leases)])
+        if not used:
+            return unknown(key, "speed", question, "no worker has recorded its time yet")
+        return Finding(
+            key, "speed", question, f"{show_seconds(used)}.", "good",
+            ("A program does not say where its time goes; a recipe does.",), (), {"seconds": used},
+        )  # fmt: skip
+    parts = [(name, times.parts[name]) for name in LABELS if times.parts.get(name)]
+    losses = [(name, value) for name, value in parts if name in _ADVICE and name not in COMPUTING]
+    lost = max(losses, key=lambda one: one[1], default=None)
+    answer = f"{show_seconds(times.seconds)}; {times.fraction:.0%} of it went into steps that counted."
+    if lost is not None and lost[1] > 0.05 * times.seconds:
+        share = lost[1] / times.seconds
+        answer += f" The largest loss: {LABELS[lost[0]]}, {show_seconds(lost[1])} ({share:.0%}); {_ADVICE[lost[0]]}."
+    rows = tuple((LABELS[name], show_seconds(value), f"{value / times.seconds:.1%}") for name, value in parts)
+    return Finding(
+        key, "speed", question, answer, graded(times.fraction, 0.8, 0.5),
+        ("Every worker's clock is a chain of marks without gaps, so the parts add up; these are the first worker's.",
+         "Steps count if no restart discarded them. Communication and waiting inside of such steps count here; the"
+         " other answers judge them."),
+        (Shares("where the time went", tuple((LABELS[name], value) for name, value in parts)),
+         Rows(("part", "time", "share"), rows)),
+        {"seconds": times.seconds, "goodput": times.fraction, **{f"{name}_seconds": value for name, value in parts}},
+    )  # fmt: skip
+
+
+# Devices.
+
+
+def devices(evidence: Evidence) -> Finding:
+    """Busy or idle, and why."""
+    key, question = "devices", "Were the devices busy?"
+    samples, times = evidence.training_telemetry, evidence.summary.goodput
+    spans = {name: value for name, value in times.parts.items() if value > 0}
+    computing = sum(spans.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
+    share = computing / times.seconds if times.seconds else None
+    gpus = [gpu.used_fraction for one in samples for gpu in one.telemetry.gpus]
+    if not samples and share is None:
+        return unknown(key, "speed", question, "neither telemetry nor times of workers")
+    busy = fmean(gpus) if gpus else fmean(one.telemetry.cpu_fraction for one in samples) if samples else None
+    noun = "GPUs" if gpus else "processors"
+    said = (
+        f"The {noun} were {busy:.0%} busy while it trained"
+        if busy is not None
+        else f"Their use of the {noun} is not known"
+    )
+    idle = max(
+        ((name, value) for name, value in spans.items() if name in _ADVICE), key=lambda one: one[1], default=None
+    )
+    if share is not None:
+        said += f"; workers computed {share:.0%} of the whole time"
+        if idle is not None and share < 0.8:
+            said += f". The main reason for the rest: {LABELS[idle[0]]} ({idle[1] / times.seconds:.0%})"
+    crowded = not gpus and _is_crowded(samples)
+    if crowded:
+        said += ". Other programs used the processors, too: see how many cores the workers got"
+    verdict = graded(share if share is not None else busy or 0.0, 0.75, 0.5)
+    numbers = {name: value for name, value in (("busy", busy), ("computing", share)) if value is not None}
+    return Finding(
+        key, "speed", question, f"{said}.", "note" if crowded and verdict == "good" else verdict,
+        tuple(_device_facts(samples)), tuple(_device_figures(samples)), numbers,
+    )  # fmt: skip
+
+
+def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:
+    """True if the processors were busy while each worker got less than most of a core: others had the rest."""
+    used = [one.telemetry for one in samples if one.telemetry.workers]
+    if not used or fmean(one.cpu_fraction for one in used) < 0.9:
+        return False
+    return fmean(worker.cpu_fraction for one in used for worker in one.workers) < 0.7
+
+
+def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
+    gpus = [gpu for one in samples for gpu in one.telemetry.gpus]
+    if gpus:
+        yield (
+            "A GPU counts as busy while any kernel runs, and kernels that wait for the network do, too: 100 % is no"
+            " proof of computing. The share of computing comes from the workers' clocks."
+        )
+        fullest = max((gpu.memory_used_bytes / gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0.0)
+        yield f"GPU memory was at most {fullest:.0%} full." + (
+            " A larger batch or micro-batch may fit." if fullest < 0.5 else ""
+        )
+    if samples:
+        own = fmean(sum(worker.cpu_fraction for worker in one.telemetry.workers) for one in samples)
+        yield (
+            f"Workers used {own:.1f} processor cores per machine; memory was at most"
+            f" {max(one.telemetry.memory_fraction for one in samples):.0%} full."
+        )
+        machines = counted(len({one.node for one in samples}), "machine")
+        yield f"From {counted(len(samples), 'sample')} of telemetry on {machines}, without startup."
+    else:
+        yield "No telemetry was recorded while it trained: judged by the workers' clocks alone."
+
+
+def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows]:
+    if not samples:
+        return
+    begin = min(one.time for one in samples)
+    nodes: defaultdict[str, list[TelemetrySample]] = defaultdict(list)
+    for one in sorted(samples, key=lambda one: one.time):
+        nodes[one.node].append(one)
+    rows = []
+    for node, own in list(nodes.items())[:_MAX_ROWS]:
+        gpus = [gpu.used_fraction for one in own for gpu in one.telemetry.gpus]
+        rows.append((
+            node,
+            f"{fmean(one.telemetry.cpu_fraction for one in own):.0%}",
+            f"{fmean(gpus):.0%}" if gpus else "none",
+            f"{max(one.telemetry.memory_fraction for one in own):.0%}",
+            f"{show_bytes(fmean(one.telemetry.sent_bytes_per_second for one in own))}/s",
+        ))  # fmt: skip
+    used = [
+        Series(node, [((one.time - begin) / 60, 100 * _busy(one)) for one in own])
+        for node, own in list(nodes.items())[:4]
+    ]
+    yield Chart("% busy", tuple(used), "min")
+    yield Rows(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
+
+
+def _busy(sample: TelemetrySample) -> float:
+    gpus = sample.telemetry.gpus
+    return fmean(gpu.used_fraction for gpu in gpus) if gpus else sample.telemetry.cpu_fraction
+
+
+# What a step waits for.
+
+
+def data_loading(evidence: Evidence) -> Finding | None:
+    """Compare loading with computing."""
+    key, question = "loading", "Did data loading keep up?"
+    if evidence.job.recipe is None:
+        return None
+    if len(evidence.steps) < _MIN_STEPS:
+        return unknown(key, "speed", question, _few_steps(evidence))
+    worst, share = max(
+        ((rank, shares([spans]).get("data", 0.0)) for rank, spans in evidence.rank_seconds.items()),
+        key=lambda one: one[1],
+    )
+    waits = [seconds_of(point, "data") for point in evidence.steps]
+    typical = median(step_seconds(point) for point in evidence.steps)
+    # What is waited for in the first tenth: shards that no machine had yet.
+    early = sum(waits[: len(waits) // 10]) / sum(waits) if sum(waits) else 0.0
+    each = f"{_short(fmean(waits))} of {_short(fmean(map(step_seconds, evidence.steps)))} per step"
+    facts = [
+        f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
+        f" rank 0 waited {each}.",
+        f"Loading delivered {show_count(evidence.summary.units_per_second or 0)} {evidence.summary.unit}/s, at a median"
+        f" step of {_short(typical)}.",
+    ]
+    if share >= 0.02 and early > 0.5:
+        facts.append(f"{early:.0%} of the wait was in the first tenth of the steps: the cache was still empty.")
+    if share >= 0.2:
+        answer = (
+            f"No: waiting for data took {share:.0%} of the step time, so devices were idle. More machines would help"
+            " only because each brings loaders; faster storage, a cache or data.stage would help more."
+        )
+    elif share >= 0.05:
+        answer = f"Not quite: waiting for data took {share:.0%} of the step time."
+    else:
+        answer = f"Yes: waiting for data took {share:.1%} of the step time."
+    chart = Chart("seconds waiting for data", (Series("data", _over_steps(evidence.steps, "data")),))
+    return Finding(
+        key, "speed", question, answer, graded(1 - share, 0.95, 0.8), tuple(facts), (chart,), {"data_share": share}
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that a worker sends in a step, and what its link was measured to carry; None where it is not known.
+
+    `machine` is what telemetry saw each machine send while it trained, in bytes per second, `peak` its 95th percentile.
+    """
+
+    step_seconds: float
+    exposed: float
+    bytes_per_step: float | None
+    link: float | None
+    machine: float | None
+    peak: float | None
+
+    @property
+    def used(self) -> float | None:
+        """The share of the link's capacity that was used."""
+        if self.bytes_per_step is None or not self.link or self.step_seconds <= 0:
+            return None
+        return self.bytes_per_step / self.step_seconds / self.link
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        values = {
+            "exposed_share": self.exposed, "bytes_per_step": self.bytes_per_step, "link_bytes_per_second": self.link,
+            "link_used": self.used, "machine_bytes_per_second": self.machine, "peak_bytes_per_second": self.peak,
+        }  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def traffic_of(evidence: Evidence) -> Traffic:
+    step, known = fmean(map(step_seconds, evidence.steps)), evidence.conditions
+    sent = sorted(one.telemetry.sent_bytes_per_second for one in evidence.training_telemetry)
+    few = len(sent) < 5
+    gradients = evidence.prediction.gradient_bytes if evidence.prediction else _model_bytes(evidence)
+    estimate = 2 * (evidence.workers - 1) / evidence.workers * gradients or None  # averaged in a ring, in 32 bits
+    return Traffic(
+        step,
+        evidence.step_shares.get("communication", 0.0),
+        known.get("sent_bytes_per_step", estimate if evidence.job.train.exchange.syncs_every_step else None),
+        known.get("link_bytes_per_second"),
+        None if few else fmean(sent),
+        None if few else percentile(sent, 0.95),
+    )
+
+
+def network(evidence: Evidence) -> Finding | None:
+    """Bytes per step, achieved against capacity, exposed communication, verdict."""
+    key, question = "network", "Was the network the bottleneck?"
+    if evidence.job.recipe is None:
+        return None
+    if evidence.workers == 1:
+        return Finding(key, "speed", question, "No: with one worker there is nothing to exchange.", "good")
+    if len(evidence.steps) < _MIN_STEPS:
+        return unknown(key, "speed", question, _few_steps(evidence))
+    traffic = traffic_of(evidence)
+    facts = tuple(_network_facts(evidence, traffic))
+    if evidence.job.train.exchange.shards_model:
+        if traffic.used is None:
+            why = "sharded weights are gathered within forward and backward, and no link was measured"
+            return unknown(key, "speed", question, why, facts)
+        answer, verdict = _answer_by_link(traffic.used), graded(1 - traffic.used, 0.8, 0.5)
+    else:
+        answer, verdict = _answer_by_exposure(evidence, traffic), graded(1 - traffic.exposed, 0.95, 0.8)
+    line = Series("communication", _over_steps(evidence.steps, "communication"))
+    chart = Chart("seconds of communication not overlapped", (line,))
+    return Finding(key, "speed", question, answer, verdict, facts, (chart,), traffic.numbers)
+
+
+def _answer_by_link(used: float) -> str:
+    """Answer for weights that are gathered while computing: only the load of the link is known."""
+    sends = f"sending took at least {used:.0%} of the step time at the measured speed of the link"
+    if used >= 0.5:
+        return f"Probably: {sends}. A larger batch or a faster network would help."
+    return f"Perhaps: {sends}." if used >= 0.2 else f"Probably not: {sends}."
+
+
+def _answer_by_exposure(evidence: Evidence, traffic: Traffic) -> str:
+    hidden, exposed = "communication that computing did not hide", traffic.exposed
+    if evidence.machines == 1:
+        advice = f" {_less_traffic(evidence)}" if exposed >= 0.2 else ""
+        return (
+            f"No network was used: all workers are on one machine. Their exchange took {exposed:.1%} of the step"
+            f" time, as {hidden}.{advice}"
+        )
+    load = f"; {traffic.used:.0%} of the link's capacity was used" if traffic.used is not None else ""
+    if exposed >= 0.2:
+        return f"Yes: {exposed:.0%} of the step time was {hidden}{load}. {_less_traffic(evidence)}"
+    if exposed >= 0.05:
+        return f"Partly: {exposed:.0%} of the step time was {hidden}{load}."
+    return f"No: only {exposed:.1%} of the step time was {hidden}{load}."
+
+
+def _less_traffic(evidence: Evidence) -> str:
+    exchange = evidence.job.train.exchange
+    options = ["a larger batch"]
+    if exchange.lighter:
+        options.append(exchange.lighter)
+    if exchange.syncs_every_step and evidence.machines > 1:
+        options.append("train.exchange: local")
+    return f"What would help: {', '.join(options)}{', or a faster network' if evidence.machines > 1 else ''}."
+
+
+def _network_facts(evidence: Evidence, traffic: Traffic) -> Iterable[str]:
+    yield (
+        f"Communication that was not overlapped: {_short(traffic.exposed * traffic.step_seconds)} of"
+        f" {_short(traffic.step_seconds)} per step, over all ranks. Waiting for a slower rank is not counted: that is"
+        " not the network."
+    )
+    sent, link = traffic.bytes_per_step, traffic.link
+    if sent is not None and traffic.step_seconds > 0:
+        achieved = _speed(sent / traffic.step_seconds)
+        yield f"Each worker sends {show_bytes(sent)} per step for the exchange: {achieved} on average."
+        if link:
+            full = (
+                ""
+                if (traffic.used or 0.0) > 0.5 or traffic.exposed < 0.2
+                else (" The link was not full: latency, or many small messages, cost more than bytes do.")
+            )
+            yield (
+                f"The link was measured at {_speed(link)} per worker when the generation started, while all sent:"
+                f" {traffic.used or 0.0:.0%} of it was used, and {_short(sent / link)} of a step is the least that"
+                f" sending takes.{full}"
+            )
+        else:
+            yield "The capacity of the link was not measured; `packtrain doctor` does."
+    if traffic.machine is not None and traffic.peak is not None:
+        yield (
+            f"Telemetry saw each machine send {_speed(traffic.machine)} on average and {_speed(traffic.peak)} at its"
+            " peak (95 %), everything included."
+        )
+    if evidence.machines == 1:
+        yield "Traffic between workers of one machine stays in its memory and never reaches a network card."
+    else:
+        yield "Network cards are rated in bits, traffic is counted in bytes: 1 Gbit/s is 125 MB/s."
+
+
+def _model_bytes(evidence: Evidence) -> int:
+    files = evidence.checkpoints[-1].files if evidence.checkpoints else ()
+    return next((file.bytes for file in files if file.name == "model.safetensors"), 0)
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{show_bytes(bytes_per_second)}/s ({bytes_per_second * 8 / 1e9:.2g} Gbit/s)"
+
+
+# Several workers.
+
+
+def balance(evidence: Evidence) -> Finding | None:
+    """A rank that keeps the others waiting."""
+    key, question = "balance", "Did one worker slow the others down?"
+    if evidence.job.recipe is None or evidence.workers < 2:
+        return None
+    ranks = evidence.rank_seconds
+    if len(ranks) < 2 or len(evidence.steps) < _MIN_STEPS:
+        return unknown(key, "speed", question, _few_steps(evidence) if len(ranks) > 1 else "times of one worker only")
+    own = {rank: sum(spans[span] for span in OWN_SPANS) for rank, spans in ranks.items()}
+    slowest = max(own, key=lambda rank: own[rank])
+    others = [seconds for rank, seconds in own.items() if rank != slowest]
+    ratio = own[slowest] / median(others) if median(others) > 0 else 1.0
+    waits = {rank: shares([spans]).get("wait", 0.0) for rank, spans in ranks.items()}
+    waited = fmean(share for rank, share in waits.items() if rank != slowest)
+    where = _node_of(evidence, slowest)
+    facts = (
+        f"Rank {slowest}{where} worked {ratio:.2f} times as long as the median of the others, who waited"
+        f" {waited:.1%} of their step time; it waited {waits[slowest]:.1%} itself.",
+        "Work is data, forward, backward and optimizer. A slow worker is named if it takes 10 % longer and the others"
+        " wait at least 5 % of the time.",
+    )
+    grid = _rank_grid(ranks)
+    numbers = {"slowest_rank": float(slowest), "slowest_ratio": ratio, "waiting_share": waited}
+    if ratio > 1.1 and waited >= 0.05:
+        why = max(OWN_SPANS, key=lambda span: ranks[slowest][span] - median(ranks[rank][span] for rank in ranks))
+        answer = (
+            f"Yes: rank {slowest}{where} took {ratio:.2f} times as long as the others ({LABELS[why]}), who waited"
+            f" {waited:.0%} of the step time for it."
+        )
+        return Finding(key, "speed", question, answer, "bad" if waited >= 0.15 else "note", facts, (grid,), numbers)
+    waiting = fmean(waits.values())
+    if waiting >= 0.1:
+        answer = (
+            f"No single one, but workers waited {waiting:.0%} of the step time for whichever was last: their batches,"
+            " or the load of their machines, vary from step to step."
+        )
+        return Finding(key, "speed", question, answer, "note", facts, (grid,), numbers)
+    answer = f"No: workers waited {waiting:.1%} of the step time for each other."
+    return Finding(key, "speed", question, answer, "good", facts, (grid,), numbers)
+
+
+def _node_of(evidence: Evidence, rank: int) -> str:
+    first = 0
+    for member in evidence.generations[-1].members if evidence.generations else ():
+        if rank < first + member.workers:
+            return f" on {member.node}"
+        first += member.workers
+    return ""
+
+
+def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Rows:
+    spans = [span for span in STEP_SPANS if any(one.get(span, 0.0) > 0 for one in ranks.values())]
+    rows = []
+    for rank, seconds in sorted(ranks.items())[:_MAX_ROWS]:
+        part = shares([seconds])
+        rows.append((str(rank), *(f"{part.get(span, 0.0):.1%}" for span in spans)))
+    return Rows(("rank", *(LABELS[span] for span in spans)), tuple(rows))
+
+
+def scaling(evidence: Evidence) -> Finding | None:
+    """Measure how much of the work of that many workers arrived, and estimate what twice as many would bring."""
+    key, question = "scaling", f"Were {evidence.workers} workers worth it?"
+    if evidence.job.recipe is None or evidence.workers < 2:
+        return None
+    part = evidence.step_shares
+    if not part or len(evidence.steps) < _MIN_STEPS:
+        return unknown(key, "speed", question, _few_steps(evidence))
+    exchange = part.get("communication", 0.0) + part.get("wait", 0.0)
+    efficiency = 1 - exchange
+    computing = 1 - exchange - part.get("data", 0.0)
+    twice = 1 / (computing / 2 + part.get("data", 0.0) / 2 + exchange)
+    facts = [
+        f"Communication not overlapped took {part.get('communication', 0.0):.1%} of the step time, waiting for the"
+        f" slowest {part.get('wait', 0.0):.1%}; the rest is work that one worker would have to do, too.",
+        f"Twice the workers on the same batch would make steps about {twice:.2g} times faster, if exchange takes as"
+        " long as now.",
+    ]
+    if evidence.machines < evidence.workers:
+        facts.append("Workers of one machine share its memory and processors; what that costs shows only in a run with"
+                     " fewer of them: `packtrain compare`.")  # fmt: skip
+    figures = _speed_ups(evidence)
+    if figures:
+        facts.append("Measured in generations of this run with different numbers of workers.")
+    answer = (
+        f"{evidence.workers} workers did the work of about {evidence.workers * efficiency:.1f} ({efficiency:.0%}"
+        f" efficiency)."
+    )
+    data = part.get("data", 0.0)
+    if data >= 0.2:
+        answer += (
+            f" But {data:.0%} of a step is waiting for data: more workers bring more loaders, so they will seem to"
+            " scale better than the devices do. Fix loading first."
+        )
+    verdict = "bad" if data >= 0.2 else graded(efficiency, 0.85, 0.6)
+    return Finding(key, "speed", question, answer, verdict, tuple(facts), figures, {"efficiency": efficiency})
+
+
+def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
+    """Return a table of what was measured with different numbers of workers, if there were."""
+    measured = sorted(_by_workers(evidence).items())
+    if len(measured) < 2:
+        return ()
+    base, base_speed = measured[0]
+    rows = tuple(
+        (str(count), show_count(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
+        for count, speed in measured
+    )
+    return (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
+
+
+def _by_workers(evidence: Evidence) -> dict[int, float]:
+    """Return the speed that was measured with each number of workers."""
+    counts = {one.number: sum(member.workers for member in one.members) for one in evidence.generations}
+    steps: defaultdict[int, list[Point]] = defaultdict(list)
+    for point in evidence.raw:
+        if point.kind == "train" and point.generation in counts:
+            steps[counts[point.generation]].append(point)
+    speeds = {
+        count: units_per_second(own, evidence.summary.unit) for count, own in steps.items() if len(own) >= _MIN_STEPS
+    }
+    return {count: speed for count, speed in speeds.items() if speed}
+
+
+# Steps.
+
+
+def step_times(evidence: Evidence) -> Finding | None:
+    """Percentiles, and why the slow ones were slow."""
+    key, question = "steps", "How long is a step, and why are some slower?"
+    if evidence.job.recipe is None:
+        return None
+    steps = evidence.steps
+    if len(steps) < _MIN_STEPS:
+        return unknown(key, "speed", question, _few_steps(evidence))
+    pure = sorted(map(step_seconds, steps))
+    middle = percentile(pure, 0.5)
+    slow = [point for point in steps if point.values["step_seconds"] > _SLOW * middle]
+    reasons: defaultdict[str, list[float]] = defaultdict(list)
+    explain = _Explainer(evidence)
+    for point in slow:
+        reasons[explain.why(point)].append(point.values["step_seconds"] - middle)
+    ordered = sorted(reasons.items(), key=lambda item: -sum(item[1]))
+    lost = sum(sum(excess) for excess in reasons.values())
+    whole = sum(point.values["step_seconds"] for point in steps)
+    answer = f"{_short(middle)} in the median; 95 % take at most {_short(percentile(pure, 0.95))}."
+    if slow:
+        answer += (
+            f" {counted(len(slow), 'interval')} of more than twice the median cost {show_seconds(lost)} together,"
+            f" mostly {ordered[0][0]}."
+        )
+    rows = tuple((why, show_count(len(one)), show_seconds(sum(one)), _short(max(one))) for why, one in ordered)
+    quantiles = (("min", 0.0), ("5 %", 0.05), ("median", 0.5), ("95 %", 0.95), ("99 %", 0.99), ("max", 1.0))
+    outside = lost - sum(sum(reasons[why]) for why in _BETWEEN.values() if why in reasons)
+    return Finding(
+        key, "speed", question, answer, graded(1 - outside / whole if whole > 0 else 1.0, 0.9, 0.75),
+        ("Percentiles are of steps alone. The intervals between steps that are explained include evaluations,"
+         " checkpoint copies and startup; each is attributed to the part that grew the most over its own median.",),
+        (Chart("seconds per step", (Series("step", [(float(one.step), step_seconds(one)) for one in steps]),)),
+         Rows(tuple(name for name, _ in quantiles), (tuple(_short(percentile(pure, at)) for _, at in quantiles),)),
+         *((Rows(("slow because of", "times", "cost", "longest"), rows),) if rows else ())),
+        {"median_seconds": middle, "p95_seconds": percentile(pure, 0.95), "p99_seconds": percentile(pure, 0.99),
+         "slow": float(len(slow)), "slow_seconds": lost},
+    )  # fmt: skip
+
+
+_BETWEEN = {"start": "startup", "evaluation": "an evaluation", "save": "a checkpoint copy"}
+
+
+class _Explainer:
+    """Says why a step was slow, by what its spans and its batch usually are."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        steps = evidence.steps
+        self._job, self._unit, self._machines = evidence.job, evidence.summary.unit, evidence.machines
+        self._usual = {span: median(seconds_of(one, span) for one in steps) for span in (*_BETWEEN, *STEP_SPANS)}
+        self._batch = median(one.values.get(self._unit, 0.0) for one in steps)
+        self._first: dict[int, int] = {}  # the first step of each generation
+        self._new_size: set[int] = set()  # steps that are the first with their batch and image size
+        known = set()
+        for one in steps:
+            self._first[one.generation] = min(one.step, self._first.get(one.generation, one.step))
+            epoch = max(0, int(one.values["epoch"]))
+            if (one.generation, settings := self._job.train.in_epoch(epoch)) not in known:
+                known.add((one.generation, settings))
+                self._new_size.add(one.step)
+
+    def why(self, point: Point) -> str:
+        grew = {span: seconds_of(point, span) - usual for span, usual in self._usual.items()}
+        span = max(grew, key=lambda name: grew[name])
+        if span in _BETWEEN:
+            return _BETWEEN[span]
+        if span == "wait":
+            return "waiting for another machine" if self._machines > 1 else "waiting for another worker"
+        if span in ("data", "communication", "other"):
+            return {"data": "waiting for data", "communication": "slow communication", "other": "bookkeeping"}[span]
+        if point.step - self._first[point.generation] < 2 or point.step in self._new_size:
+            return "compilation or warm-up: the first steps, or another size"
+        if self._batch and point.values.get(self._unit, 0.0) > 1.3 * self._batch:
+            return "a larger batch"
+        return "slow computing: something else used this machine, or its clock dropped"
+
+
+def _over_steps(steps: Sequence[Point], span: str) -> list[tuple[float, float]]:
+    return [(float(point.step), seconds_of(point, span)) for point in steps]
+
+
+def _few_steps(evidence: Evidence) -> str:
+    return f"{counted(len(evidence.steps), 'step')}, and at least {_MIN_STEPS} are needed"
+
+
+def _short(seconds: float) -> str:
+    """Show the time of a step: `133 ms`, `1.52 s`."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,158 @@
+"""From a job and the fields to sweep to a plan, and from the plan to runs in the store. Nothing is started here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packtrain.errors import Mistake
+from packtrain.job.load import LoadedJob
+from packtrain.pack.build import PackProgress, PlainProgress
+from packtrain.recipes import recipe_class
+from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
+from packtrain.run.trust import remember
+from packtrain.start import NewRun, load, prepare_run
+from packtrain.store import open_store
+from packtrain.sweep.rungs import rungs_for
+from packtrain.sweep.space import Combination, combinations_of, read_axes
+
+_MAX_STEM = 48  # characters of a job's name in that of its sweep: runs add a number
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as a person asks for it. `draws` is the number of random combinations; None trains all of them."""
+
+    job: Path
+    grid: Sequence[str]
+    overrides: Sequence[str] = ()
+    draws: int | None = None
+    seed: int = 1
+    halving: bool = False
+    parallel: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class PreparedSweep:
+    """A plan with the job of each trial."""
+
+    plan: SweepPlan
+    jobs: Sequence[LoadedJob]
+
+
+def prepare_sweep(request: SweepRequest) -> PreparedSweep:
+    """Check every combination and return the plan; nothing is written, and no machine is asked."""
+    axes = read_axes(request.grid, request.draws is not None)
+    combinations = combinations_of(axes, request.draws, request.seed)
+    jobs = [_load(request, combination) for combination in combinations]
+    _check_different(jobs, combinations)
+    measure, lower = _measure(jobs)
+    rungs = _rungs(jobs) if request.halving else ()
+    fleets = {loaded.job.fleet.model_dump_json() for loaded in jobs}
+    # Where the fleet itself is swept, every run has its own; how many fit beside each other is not known.
+    is_one = len(fleets) == 1
+    parallel = len(jobs[0].job.fleet.kind.divided(request.parallel)) if is_one else request.parallel or 1
+    fleet = jobs[0].job.fleet.model_dump(mode="json") if is_one else {}
+    digest = _digest(jobs, rungs)
+    name = request.name or f"{jobs[0].job.name[:_MAX_STEM]}-{digest[:6]}"
+    trials = tuple(
+        Trial(number, f"{name}-{number}", dict(combination)) for number, combination in enumerate(combinations, 1)
+    )
+    fields = tuple(axis.field for axis in axes)
+    unit = jobs[0].job.train.duration.unit if jobs[0].job.recipe is not None else "seconds"
+    first = jobs[0].job.name
+    plan = SweepPlan(name, first, digest, fields, trials, parallel, fleet, measure, lower, rungs, unit)
+    return PreparedSweep(plan, jobs)
+
+
+def _load(request: SweepRequest, combination: Combination) -> LoadedJob:
+    """Load the job of a combination; an error of a swept field names `--grid` and the combination."""
+    changes = [f"{field}={value}" for field, value in combination.items()]
+    try:
+        return load(request.job, [*request.overrides, *changes])
+    except Mistake as mistake:
+        text = str(mistake)
+        if text.startswith("--set ") and any(text.startswith(f"--set {field}") for field in combination):
+            text = f"--grid {text.removeprefix('--set ')}"
+        where = f" (in the combination {', '.join(changes)})" if len(combination) > 1 else f" (in {changes[0]})"
+        raise Mistake(text + where) from None
+
+
+def _check_different(jobs: Sequence[LoadedJob], combinations: Sequence[Combination]) -> None:
+    """Refuse values that mean the same, such as 0.001 and 1e-3: the runs would be the same."""
+    known: dict[str, Combination] = {}
+    for loaded, combination in zip(jobs, combinations, strict=True):
+        other = known.setdefault(loaded.job.model_dump_json(), combination)
+        if other is not combination:
+            names = [", ".join(f"{field}={value}" for field, value in one.items()) for one in (other, combination)]
+            raise Mistake(f"--grid: {names[0]} and {names[1]} are the same job")
+
+
+def _measure(jobs: Sequence[LoadedJob]) -> tuple[str, bool]:
+    """Return the score that decides and True if it should be low; a program has none."""
+    found = set()
+    for loaded in jobs:
+        if loaded.job.recipe is None:
+            found.add(("", False))
+            continue
+        recipe = recipe_class(loaded.job.recipe, loaded.code)
+        name = loaded.job.checkpoint.best_by or recipe.best_metric
+        found.add((name, name in recipe.lower_is_better))
+    if len(found) > 1:
+        names = ", ".join(sorted(name or "none" for name, _ in found))
+        raise Mistake(f"--grid: the runs have different scores ({names}), which do not compare; sweep one recipe")
+    return found.pop()
+
+
+def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
+    if jobs[0].job.recipe is None:
+        raise Mistake("--halving: applies to recipes only: the scores of a program are not known")
+    settings = {(loaded.job.train.duration, loaded.job.evaluate.every) for loaded in jobs}
+    if len(settings) > 1:
+        raise Mistake("--halving: compares runs at the same points; do not sweep train.duration or evaluate.every")
+    if any(not loaded.job.data.valid for loaded in jobs):
+        raise Mistake("--halving: judges runs by their validation scores; the job needs data.valid")
+    [(duration, every)] = settings
+    return rungs_for(len(jobs), duration, every)
+
+
+def _digest(jobs: Sequence[LoadedJob], rungs: Sequence[Rung]) -> str:
+    """Return a digest of all that the sweep will do: the same command always finds the same sweep."""
+    parts = [loaded.job.model_dump_json() for loaded in jobs], [asdict(rung) for rung in rungs]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
+    """Pack the data, check the machines, and create the plan and all runs; what exists already is kept."""
+    plan = prepared.plan
+    store = open_store(prepared.jobs[0].job.store, create=True)
+    sweep = Sweep(store, plan.name)
+    found = sweep.find_plan()
+    if found is not None and found.digest != plan.digest:
+        raise Mistake(f"sweep {plan.name} exists and trains other runs; choose another --name")
+    if not store.supports_put_if_absent():
+        raise Mistake(f"{store.url} ignores put-if-absent, so a sweep could start runs twice; use another store")
+    # All of them first: a sweep whose last run could not be created should not start its first one.
+    checked: set[str] = set()
+    quiet = PlainProgress(lambda _: None)
+    packed: set[str] = set()
+    codes: dict[bytes, bytes] = {}
+    new: list[NewRun] = []
+    for loaded in prepared.jobs:
+        fleet = loaded.job.fleet.model_dump_json()
+        data = loaded.job.data.model_dump_json() if loaded.job.recipe is not None else ""
+        # What was said about a pack is not said again for each of its runs.
+        made = prepare_run(loaded, quiet if data in packed else progress, fleet_is_checked=fleet in checked)
+        checked.add(fleet)
+        packed.add(data)
+        # One copy in memory: runs of one sweep mostly share their code.
+        code = codes.setdefault(hashlib.sha256(made.code).digest(), made.code)
+        new.append(NewRun(made.store, made.job, code, made.pack))
+    sweep.put_plan(plan)
+    for trial, made in zip(plan.trials, new, strict=True):
+        remember(create_trial_run(sweep, trial, made.job.model_dump_json(indent=1).encode(), made.code, made.pack_name))
+    return sweep

@@ -1,0 +1,114 @@
+"""TensorBoard on the event files of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from packtrain.cli import app
+from packtrain.cli.tensorboard import EventFolder
+from packtrain.errors import Mistake
+from packtrain.run.records import Point
+from packtrain.run.run import Run
+from packtrain.store import Store
+from packtrain.train.recorder import TensorBoardWriter
+from parts.runs import MEASURED, new_run, program_job, recipe_job
+
+
+def record(run: Run, step: int, generation: int = 1) -> None:
+    """Write an event file of one step, as a worker does."""
+    writer = TensorBoardWriter(run, generation)
+    writer.append(Point("train", generation, step, 1.0, MEASURED))
+    writer.flush(now=True)
+
+
+def files(folder: EventFolder) -> dict[str, bytes]:
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in folder.path.glob("*/*")}
+
+
+def test_the_folder_has_the_files_of_every_run_as_they_come(any_store: Store, tmp_path: Path) -> None:
+    first, second = new_run(any_store, recipe_job()), new_run(any_store, recipe_job())
+    folder = EventFolder([first, second], tmp_path / "runs")
+    assert not folder.update()
+    record(first, 1)
+    assert folder.update()
+    record(first, 2, generation=2)
+    record(second, 1)
+    folder.update()
+    stored = {
+        entry.key.removeprefix("runs/").replace("/tensorboard", ""): any_store.get(entry.key)
+        for entry in any_store.list("runs")
+        if "tfevents" in entry.key
+    }
+    assert len(stored) == 3
+    assert files(folder) == stored
+
+
+def test_a_file_of_a_bucket_is_fetched_once_and_others_never(s3_store: Store, tmp_path: Path) -> None:
+    run = new_run(s3_store, recipe_job())
+    record(run, 1)
+    s3_store.put(run.key("tensorboard/other.txt"), b"no event file")
+    folder = EventFolder([run], tmp_path / "runs")
+    folder.update()
+    (name,) = files(folder)
+    (tmp_path / "runs" / name).write_bytes(b"read")
+    folder.update()
+    assert files(folder) == {name: b"read"}
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [(program_job(), "a program writes its own"), (recipe_job(), "the first is written 30 s after the first step")],
+)
+def test_a_run_without_event_files_is_refused_in_one_line(job: object, words: str, directory_store: Store) -> None:
+    run = new_run(directory_store, job)  # type: ignore[arg-type]
+    done = CliRunner().invoke(app, ["tensorboard", run.name, "--store", directory_store.url])
+    assert isinstance(done.exception, Mistake)
+    assert words in str(done.exception)
+
+
+def test_a_missing_package_is_named_in_one_line(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    done = CliRunner().invoke(app, ["tensorboard", "--store", directory_store.url])
+    assert "pip install tensorboard" in str(done.exception)
+
+
+def test_tensorboard_shows_the_runs_until_it_is_interrupted_and_leaves_nothing(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        record(new_run(directory_store, recipe_job()), 1)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "packtrain", "tensorboard", "job-1", "job-2", "--port", "0"]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        [*command, "--store", directory_store.url], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("TensorBoard: http://127.0.0.1:")
+        address = line.split()[1]
+        while sorted(runs_at(address)) != ["job-1", "job-2"]:  # it reads them in the background
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(OSError, match="refused"):
+        runs_at(address)
+
+
+def runs_at(address: str) -> list[str]:
+    with urllib.request.urlopen(f"{address}data/runs", timeout=60) as answer:  # noqa: S310 - an address of this machine
+        names: list[str] = json.load(answer)
+    return names

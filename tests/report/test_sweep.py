@@ -1,0 +1,56 @@
+"""The page of a sweep."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from packtrain.report.sweep import SweepRow, SweepTable, as_json, axis_of, sweep_page
+from report.pages import Page
+
+EVIL = "<script>alert(1)</script>"
+
+
+def a_row(trial: int, score: float | None, early: bool = False, **values: str) -> SweepRow:
+    return SweepRow(trial, f"s-{trial}", "finished", "finished", values, score, 10, early)
+
+
+def a_table(*rows: SweepRow, lower: bool = False) -> SweepTable:
+    return SweepTable("s", "job", ("rate", "size"), "bleu", lower, "2 runs to the end", rows)
+
+
+def test_numbers_are_placed_by_size_and_words_in_order() -> None:
+    assert axis_of("seed", ["1", "5", "3"]).places == {"1": 0.0, "5": 1.0, "3": 0.5}
+    assert axis_of("warmup", ["100 steps", "300 steps"]).places == {"100 steps": 0.0, "300 steps": 1.0}
+    assert axis_of("rate", ["0.001", "0.01", "0.1"]).places["0.01"] == pytest.approx(0.5), "a logarithmic scale"
+    assert axis_of("size", ["tiny", "base", "7"]).places == {"tiny": 0.0, "base": 0.5, "7": 1.0}
+    assert axis_of("one", ["x"]).places == {"x": 0.5}
+    assert len(axis_of("many", [str(number) for number in range(50)]).ticks) == 3
+
+
+def test_every_run_with_a_score_is_a_line_and_the_best_is_marked() -> None:
+    rows = (a_row(2, 9.0, rate="0.1", size="tiny"), a_row(1, 5.0, True, rate="0.2", size="base"), a_row(3, None))
+    page = Page(sweep_page(a_table(*rows)))
+    assert sorted(value for value in page.values("class") if value.startswith("run")) == ["run best", "run early"]
+    lines = [[tuple(map(float, one.split(","))) for one in value.split()] for value in page.values("points")]
+    assert [len(line) for line in lines] == [3, 3]
+    best, early = lines[-1], lines[0]
+    assert best[-1][1] < early[-1][1], "the better score is higher up"
+    lower = Page(sweep_page(a_table(*reversed(rows[:2]), lower=True)))
+    drawn = [[tuple(map(float, one.split(","))) for one in value.split()] for value in lower.values("points")]
+    assert drawn[-1][-1][1] < drawn[0][-1][1], "also if it is the lower one"
+
+
+def test_the_page_escapes_everything_and_fetches_nothing() -> None:
+    rows = (a_row(1, 1.0, rate=EVIL, size=EVIL), a_row(2, 2.0, rate="1", size="2"))
+    table = SweepTable(EVIL, EVIL, ("rate", "size"), EVIL, False, EVIL, rows)
+    page = Page(sweep_page(table))
+    assert not {"script", "link", "img", "iframe", "a"} & set(page.tags)
+    assert "".join(page.text).count(EVIL) > 5
+
+
+def test_a_sweep_without_scores_has_a_page_and_json() -> None:
+    table = a_table(a_row(1, None, rate="1", size="2"))
+    assert "svg" not in Page(sweep_page(table)).tags
+    assert json.loads(json.dumps(as_json(table)))["best"] is None
