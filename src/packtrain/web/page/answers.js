@@ -2,6 +2,7 @@
 
 import { color } from "./chart.js";
 import { SPANS, spanColor } from "./curves.js";
+import { ask } from "./api.js";
 import { card, make, quiet, table } from "./dom.js";
 import { clean, duration, number, percent, short } from "./format.js";
 
@@ -14,16 +15,33 @@ export class Answers {
     place.append(make("div", "skeleton tall"));
   }
 
-  detailed(detail) {
-    const key = JSON.stringify([detail.findings, detail.forecast, detail.goodput, detail.result]);
-    if (key === this.known) return;
-    this.known = key;
+  async detailed(detail) {
     this.detail = detail;
+    if (this.asking) return;
+    this.asking = true;
+    try {
+      // Asked for apart from the rest: answers take the whole run, and so may take seconds.
+      this.answers = await ask(`/api/answers?run=${encodeURIComponent(detail.name)}`);
+      this.failure = null;
+    } catch (error) {
+      if (error.name === "AbortError" || this.closed) return;
+      this.failure = error.message;
+    } finally {
+      this.asking = false;
+    }
+    const key = JSON.stringify([this.answers, this.failure, this.detail.goodput, this.detail.result]);
+    if (this.closed || key === this.known) return;
+    this.known = key;
     this.#show();
   }
 
   #show() {
-    const { findings, goodput, forecast, result } = this.detail;
+    const { goodput, result } = this.detail;
+    const { findings, forecast } = this.answers ?? {};
+    if (this.failure) {
+      this.place.replaceChildren(quiet("The answers could not be read.", clean(this.failure, 300)));
+      return;
+    }
     const parts = [findings?.length ? list(findings) : quiet("No answers yet.", "They need some steps first.")];
     if (goodput?.seconds) parts.push(spent(goodput));
     if (forecast?.length) parts.push(compared(forecast));
@@ -32,10 +50,12 @@ export class Answers {
   }
 
   themed() {
-    if (this.detail) this.#show();
+    if (this.answers) this.#show();
   }
 
-  close() {}
+  close() {
+    this.closed = true;
+  }
 }
 
 function list(findings) {
