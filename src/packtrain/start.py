@@ -17,7 +17,7 @@ from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
-from packtrain.job.job import Job, Option
+from packtrain.job.job import Job, Option, Origin
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
@@ -89,6 +89,9 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
     if job.recipe is not None:
         updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
+    if job.program is not None:
+        directory = loaded.code.resolve()
+        updates["origin"] = Origin(directory=str(directory), inode=directory.stat().st_ino)
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None and job.recipe is not None:
         recipe = recipe_class(job.recipe, loaded.code)

@@ -270,6 +270,16 @@ class BudgetSettings(Part):
     hours: Positive | None = None
 
 
+class Origin(Part):
+    """The directory that the code of a run came from; `packtrain run` writes it, a job file does not.
+
+    Another machine sees the same directory if the path has the same inode there, as on a network file system.
+    """
+
+    directory: DirectoryPath
+    inode: Count
+
+
 class _NullForPrograms:
     """Lets a section be None in the job of a program, although its type says that every job has it.
 
@@ -301,6 +311,8 @@ class Job(Part):
     store: StorePath = "./store"
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
+    outputs: tuple[CodePath, ...] = ()
+    origin: Origin | None = None
     data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     train: Annotated[TrainSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
@@ -340,6 +352,11 @@ class Job(Part):
             unpriced = ", ".join(self.fleet.unpriced)
             why = f"; no price is known for {unpriced}" if unpriced else ""
             yield ("budget", "dollars"), f"requires fleet.price, the price of a machine in dollars per hour{why}"
+        for number, output in enumerate(self.outputs):
+            if self.program is None:
+                yield ("outputs", number), "applies to programs only, not to recipes"
+            elif output.strip("./") == "":
+                yield ("outputs", number), "must name a file or folder that the program writes, such as out/"
         if self.program is None or self.recipe is not None:
             return
         if not self.program:

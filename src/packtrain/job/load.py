@@ -190,6 +190,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
         job = Job.model_validate(document.data)
     except ValidationError as error:
         raise document.first_mistake(error) from None
+    if job.origin is not None:  # a run may link to what is there, so only the client that starts it may say where
+        raise document.mistake(("origin",), "is written by `packtrain run`; remove it")
     if job.program is None:
         data = job.data.map_paths(lambda path: path if is_address(path) else os.path.normpath(directory / path))
         job = job.model_copy(update={"data": data})

@@ -22,6 +22,7 @@ import psutil
 from packtrain.errors import PacktrainError
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
+from packtrain.node.workspace import visible
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent, usable_cores
@@ -33,6 +34,7 @@ from packtrain.train.control import (
     RUN_VARIABLE,
     STORE_ID_VARIABLE,
     STORE_VARIABLE,
+    SUBMIT_VARIABLE,
 )
 
 _KILL_WAIT_SECONDS = 5.0
@@ -87,6 +89,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the workers' environment, without what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
+    submitted = visible(run.job.origin)  # only where it is there: a program can ask for it
     kept = _without_other_launchers(inherited)
     # torch would otherwise use all cores in every worker.
     threads = max(1, usable_cores() // member.workers)
@@ -109,6 +112,7 @@ def worker_environment(
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
+        **({SUBMIT_VARIABLE: str(submitted)} if submitted is not None else {}),
     }
 
 
