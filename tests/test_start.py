@@ -9,13 +9,15 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake
+from packtrain.pack.build import PlainProgress
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
+from packtrain.run.inputs import staged
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import reopen
-from packtrain.store import Store
+from packtrain.start import load, prepare, reopen
+from packtrain.store import Store, open_store
 from parts.runs import new_run, recipe_job, write_files
 
 
@@ -85,3 +87,14 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, Mistake)
     assert str(done.exception) == "job-1 is running; stop it first (`packtrain stop job-1`), then resume it"
+
+
+def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_path: Path) -> None:
+    job = "name: mine\nprogram: [train.py]\ndata: {corpus: data/corpus, images: 's3://bucket/images'}\n"
+    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b"", "data/corpus/a.txt": b"a"})
+    store = open_store(str(tmp_path / "elsewhere"), create=True)
+    prepared = prepare(load(tmp_path / "job.yaml"), store, PlainProgress(lambda _: None))
+    data = prepared.document["data"]
+    assert data["images"] == "s3://bucket/images"
+    assert sorted(prepared.files) == [entry.key for entry in store.list("files/")]
+    assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"

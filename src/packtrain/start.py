@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
-from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
-from packtrain.job.job import Job, Option, Origin
+from packtrain.job.job import CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
@@ -29,6 +28,7 @@ from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
 from packtrain.run.records import Event, FleetLaunch
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
@@ -91,7 +91,8 @@ def create(loaded: LoadedJob, progress: PackProgress) -> Run:
         updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
     if job.program is not None:
         directory = loaded.code.resolve()
-        updates["origin"] = Origin(directory=str(directory), inode=directory.stat().st_ino)
+        updates["inputs"] = _stored_inputs(loaded, store, progress.say)
+        updates["origin"] = CodeOrigin(directory=str(directory), inode=directory.stat().st_ino)
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None and job.recipe is not None:
         recipe = recipe_class(job.recipe, loaded.code)
@@ -128,6 +129,10 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
         options = _stored_options(loaded, store, progress.say)
         document["model"] = {**document["model"], **{name: options[name] for name in named}}
     files = [str(document["model"][name]).removeprefix("store:") for name in named]
+    if loaded.job.inputs:
+        document["data"] = _put_inputs(loaded, store, progress.say)
+        stored = [one for one in document["data"].values() if one.startswith("store:")]
+        files += [key for address in stored for key in keys_of(store, address)]
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None:
         document["data"] = {**document["data"], "pack": packed.name}
@@ -328,6 +333,21 @@ def _model_files(loaded: LoadedJob) -> dict[str, str]:
         for name, path in named.items()
         if isinstance(path, str)
     }
+
+
+def _stored_inputs(loaded: LoadedJob, store: Store, say: Say) -> dict[str, str]:
+    """Return the program's data as its machines find it: in the store, unless they are this one."""
+    for name, path in loaded.job.inputs.items():
+        if not is_remote(path) and not Path(path).exists():
+            raise loaded.mistake(f"data.{name}", f"there is no file or folder {path}")
+    if fleet_of(loaded.job.fleet.kind).trains_here:
+        return dict(loaded.job.inputs)
+    return _put_inputs(loaded, store, say)
+
+
+def _put_inputs(loaded: LoadedJob, store: Store, say: Say) -> dict[str, str]:
+    paths = loaded.job.inputs.items()
+    return {name: path if is_remote(path) else put_input(store, Path(path), say) for name, path in paths}
 
 
 def _stored_options(loaded: LoadedJob, store: Store, say: Say) -> dict[str, Option]:

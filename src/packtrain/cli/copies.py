@@ -70,7 +70,7 @@ def get(
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Bring home a run's outputs, or its newest checkpoint (checkpoints/)."""
+    """Bring home the outputs or the checkpoint of a run."""
     from packtrain.errors import Mistake
     from packtrain.run.outputs import chosen, fetch_file, kept_files
     from packtrain.units import counted, show_bytes

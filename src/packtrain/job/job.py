@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, PlainValidator, SerializationInfo, ValidationError, model_serializer
@@ -54,6 +55,7 @@ from packtrain.job.part import (
     Variable,
     WorkerCount,
     code_path_fault,
+    input_path_fault,
     matching,
     must_be,
     problem,
@@ -67,6 +69,7 @@ MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
 
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _RECIPES_ONLY = "applies to recipes only, not to programs"
 
@@ -270,7 +273,30 @@ class BudgetSettings(Part):
     hours: Positive | None = None
 
 
-class Origin(Part):
+def _read_inputs(value: object) -> dict[str, str]:
+    """Return the data of a program by name; a path or a list of paths is named after the last part of each."""
+    listed = [value] if isinstance(value, str) else value
+    if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
+        named = [(PurePosixPath(one).name, one) for one in listed]
+    elif isinstance(listed, Mapping) and all(isinstance(one, str) for one in listed.values()):
+        named = list(listed.items())
+    else:
+        kinds = "a path, a list of paths, or a mapping of names to paths"
+        raise ValueError(f"must be {kinds} for a program; sources such as bitext belong to recipes")
+    problems, seen = [], set()
+    for place, (name, path) in zip(listed if isinstance(listed, Mapping) else range(len(named)), named, strict=True):
+        if fault := input_path_fault(path):
+            problems.append(problem(fault, place))
+        elif not _FOLDER_NAME.fullmatch(name) or name in seen:
+            fault = "there twice" if name in seen else "no name for a folder"
+            problems.append(problem(f"{quoted(name, 60)} is {fault}; write a mapping, such as {{corpus: PATH}}", place))
+        seen.add(name)
+    if problems:
+        raise refusal(problems)
+    return dict(named)
+
+
+class CodeOrigin(Part):
     """The directory that the code of a run came from; `packtrain run` writes it, a job file does not.
 
     Another machine sees the same directory if the path has the same inode there, as on a network file system.
@@ -312,7 +338,8 @@ class Job(Part):
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
-    origin: Origin | None = None
+    origin: CodeOrigin | None = None
+    inputs: Annotated[dict[str, str], PlainValidator(_read_inputs)] = Field(default_factory=dict)
     data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     train: Annotated[TrainSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
@@ -337,6 +364,13 @@ class Job(Part):
             for section in _RECIPE_SECTIONS:
                 given.setdefault(section, {})
         elif program:
+            if "data" in given:  # folders for its machines; `inputs` in the job of a run
+                try:
+                    given["inputs"] = _read_inputs(given.pop("data"))
+                except ValidationError as error:
+                    problems += problems_of(error, "data")
+                except ValueError as error:
+                    problems.append(problem(str(error), "data"))
             for section in [section for section in _RECIPE_SECTIONS if section in given]:
                 del given[section]
                 problems.append(problem(_RECIPES_ONLY, section))

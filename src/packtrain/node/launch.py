@@ -22,13 +22,14 @@ import psutil
 from packtrain.errors import PacktrainError
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
-from packtrain.node.workspace import visible
+from packtrain.node.workspace import INPUTS, visible
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent, usable_cores
 from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,
+    DATA_VARIABLE,
     GENERATION_VARIABLE,
     JOB_VARIABLE,
     RUN_VARIABLE,
@@ -112,6 +113,7 @@ def worker_environment(
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
+        **({DATA_VARIABLE: str(directories.checkpoints.with_name(INPUTS))} if run.job.inputs else {}),
         **({SUBMIT_VARIABLE: str(submitted)} if submitted is not None else {}),
     }
 

@@ -46,6 +46,7 @@ class ProgramCheckpoints:
             self._restore()
             if self._workspace is not None:
                 self._workspace.restore_outputs()
+                self._workspace.stage_inputs()
 
     def _restore(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

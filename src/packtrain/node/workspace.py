@@ -8,20 +8,24 @@ and restored on another machine; the rest of what a program wrote is named at th
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
-from packtrain.job.job import Origin
+from packtrain.job.job import CodeOrigin
 from packtrain.run.code import unpack
+from packtrain.run.inputs import is_remote, staged
 from packtrain.run.outputs import output_key
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.store import is_key
-from packtrain.units import counted, show_bytes
+from packtrain.system import cache_directory
+from packtrain.units import counted, show_bytes, show_seconds
 
 Fingerprint = dict[str, tuple[int, int]]
 """Size and time of files by their names."""
+INPUTS = "data"  # the folder beside that of the code
 _NAMED = 5  # folders and files that the warning names
 _CACHES = "__pycache__"
 
@@ -61,6 +65,18 @@ class Workspace:
         self._kept = self._outputs_now()
         self._is_restored = True
 
+    def stage_inputs(self) -> None:
+        """Have the job's data on this machine, each under its name in one folder."""
+        folder = self._directory.with_name(INPUTS)
+        for name, address in self._run.job.inputs.items():
+            folder.mkdir(exist_ok=True)
+            if not (folder / name).is_symlink():
+                began = time.monotonic()
+                path = staged(address, self._run.store, cache_directory() / "inputs")
+                (folder / name).symlink_to(path)
+                if is_remote(address):
+                    self._tell("data", f"staged {name} in {show_seconds(time.monotonic() - began)}")
+
     def keep_outputs(self) -> None:
         """Put the files that changed since the last call, and remove those that the program has removed."""
         now = self._outputs_now()
@@ -98,7 +114,7 @@ class Workspace:
         return any(name == output or name.startswith(f"{output}/") for output in self._outputs)
 
 
-def visible(origin: Origin | None) -> Path | None:
+def visible(origin: CodeOrigin | None) -> Path | None:
     """Return the directory that a run was started from, if this machine sees that one and not another of its name."""
     if origin is None:
         return None
