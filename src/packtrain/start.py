@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
 from packtrain.job.job import CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
+from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
 from packtrain.pack.build import PackProgress
@@ -44,10 +47,33 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
         check_recipe(loaded.job, loaded.code)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
+    if loaded.job.program is not None:
+        loaded = _without_launcher(loaded)
     for number, variable in enumerate(loaded.job.environment):
         if (fault := loaded.job.fleet.kind.variable_fault(variable)) is not None:
             raise loaded.mistake(f"environment.{number}", fault)
     return loaded
+
+
+def _without_launcher(loaded: LoadedJob) -> LoadedJob:
+    """Return the job with its program as Packtrain starts it, and the workers that its launcher was told to start."""
+    job = loaded.job
+    assert job.program is not None
+    try:
+        found = without_launcher(job.program)
+    except Mistake as mistake:
+        raise loaded.mistake("program", str(mistake)) from None
+    workers, machines = found.workers, job.fleet.kind.machines
+    if found.total is not None:
+        if found.total % machines.most or not machines.is_fixed:
+            fault = f"{found.launcher} has {found.total} workers in all, for {machines} machines"
+            raise loaded.mistake("program", f"{fault}; set fleet.workers, the number on each machine")
+        workers = found.total // machines.most
+    first, *rest = found.program
+    if "/" not in first and not first.endswith(".py") and (loaded.code / first).is_file():
+        first = f"./{first}"  # otherwise it would be looked for on the path
+    fleet = job.fleet.model_copy(update={"workers": job.fleet.workers or workers})
+    return replace(loaded, job=job.model_copy(update={"program": (first, *rest), "fleet": fleet}))
 
 
 def pack_data(
@@ -318,9 +344,39 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
     if not loaded.job.has_own_code:
         data = loaded.text.encode()
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
-    if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
-        raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
+    if program is not None and (fault := _program_fault(loaded, program[command_of(program) :])) is not None:
+        raise loaded.mistake("program", fault)
     return snapshot(loaded.code)
+
+
+def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
+    """Return why a program cannot start, as far as that can be seen here: it would cost every machine a start."""
+    command, arguments = words[0], list(words[1:])
+    is_here = fleet_of(loaded.job.fleet.kind).trains_here
+    if is_python(command):
+        while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+            del arguments[: 2 if arguments[0] in ("-W", "-X") else 1]
+        if not arguments:
+            return "Python has no script to run; write [train.py], or [python, -m, module]"
+        if arguments[0] == "-m" and len(arguments) > 1:
+            place = loaded.code.joinpath(*arguments[1].split("."))
+            known = place.is_dir() or place.with_suffix(".py").is_file()
+            if is_here and not known and find_spec(arguments[1].split(".")[0]) is None:
+                return f"there is no module {arguments[1]} in {loaded.code}, and none is installed"
+            return None
+        command = arguments[0]
+        if command in ("-c", "-m"):
+            return None
+    path = loaded.code / command
+    if command.endswith(".py") or "/" in command:
+        if not path.is_file():
+            return f"there is no file {path}"
+        if not command.endswith(".py") and not os.access(path, os.X_OK):
+            return f"{path} is not executable; run `chmod +x {command}`"
+        return None
+    if is_here and shutil.which(command) is None:
+        return f"there is no file {path}, and no command {command} on this machine"
+    return None
 
 
 def _model_files(loaded: LoadedJob) -> dict[str, str]:

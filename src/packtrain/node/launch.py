@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.errors import PacktrainError
+from packtrain.job.launchers import command_of, is_python
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
 from packtrain.node.workspace import INPUTS, visible
@@ -82,7 +83,10 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         return [*arguments, "-m", "packtrain.train"]
     if program[0].endswith(".py"):
         return [*arguments, *program]
-    return [*arguments, "--no-python", *program]
+    words, command = list(program), command_of(program)
+    if is_python(words[command]):  # this one, which has torch; another may come first on the path
+        words[command] = sys.executable
+    return [*arguments, "--no-python", *words]
 
 
 def worker_environment(
