@@ -345,6 +345,8 @@ class Node:
             self.program.hurry()
             group.control.request_commit()
         if self._job.program is not None and group.is_first:
+            if group.control.take_commit_request():  # the program says that its files are complete
+                self.program.hurry()
             group.commit_if_due(self.program, self._tell)
         # Only the first node asks the store for a stop request; the others see its lease.
         leaving = self._leaving(check_stop=group.is_first and group.stop is None)
