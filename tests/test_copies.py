@@ -74,6 +74,7 @@ def a_run(store: Store, tmp_path: Path) -> Run:
         files = write_files(tmp_path / f"saved-{number}", {**WEIGHTS, "state.json": str(number).encode()})
         commit(run, 5 * number, number, None, files)
     run.renew(a_lease("a", 7))
+    run.put_picture(b"a JPEG")
     run.store.put(run.key("checkpoints/000000009-000002-unfinished/files/model.safetensors"), b"half")
     return run
 
@@ -108,6 +109,7 @@ def test_a_copied_run_has_its_pack_its_files_and_its_checkpoints(run: Run, s3_st
     assert found is not None
     assert read_files(tmp_path / "fetched") == {**WEIGHTS, "state.json": b"2"}
     assert read_manifest(s3_store, there.pack_name()) == read_manifest(run.store, run.pack_name())
+    assert there.picture(hashlib.sha256(b"a JPEG").hexdigest()) == b"a JPEG"
     left_out = {key for key in contents(run.store) if "unfinished" in key}
     assert contents(s3_store).keys() == contents(run.store).keys() - left_out
 

@@ -79,6 +79,20 @@ def test_data_paths_are_relative_to_the_job_file_not_to_the_current_directory(di
     assert loaded.job.store == "s3://bucket/runs"
 
 
+@pytest.mark.parametrize(
+    ("written", "meaning"),
+    [
+        ("mlruns", "{directory}/mlruns"),
+        ("/srv/mlruns", "/srv/mlruns"),
+        ("https://mlflow.example/team", "https://mlflow.example/team"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_a_directory_of_mlflow_is_relative_to_the_job_file(directory: Path, written: str, meaning: str) -> None:
+    assert load(f"{VALID}report: {{mlflow: {written}}}\n").job.report.mlflow == meaning.format(directory=directory)
+    assert load(VALID).job.report.mlflow is None
+
+
 def test_errors_name_the_file_as_it_was_given(directory: Path) -> None:
     (directory / "jobs").mkdir()
     (directory / "jobs" / "b.yaml").write_text(VALID.replace("batch:", "bacth:"))
@@ -255,6 +269,7 @@ AWS_KEY = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzzzzzz0KE"
         ("store: https://host/x?X-Goog-Signature=abcdef", "a.yaml:15: store: ", "abcdef"),
         ("store: https://host/x?X-Amz-Credential=abcdef", "a.yaml:15: store: ", "abcdef"),
         ("store: https://host/x?se=1&sig=abcdef", "a.yaml:15: store: ", "abcdef"),
+        ("report: {mlflow: 'https://me:hunter2@host'}", "a.yaml:15: report.mlflow: ", "hunter2"),
     ],
 )
 def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, line: str, secret: str) -> None:

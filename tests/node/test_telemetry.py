@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 
 from packtrain.node.lease import LeaseRenewer
@@ -18,7 +19,10 @@ from parts.runs import a_lease
 
 LAUNCHER = """
 import os, subprocess, sys, time
-worker = "import time; x = bytearray(30_000_000); print('ready', flush=True); time.sleep(600)"
+worker = (
+    "import time; y = bytearray(90_000_000); del y; x = bytearray(30_000_000);"
+    " print('ready', flush=True); time.sleep(600)"
+)
 for rank in ("4", "5"):
     child = subprocess.Popen([sys.executable, "-c", worker], env={**os.environ, "RANK": rank}, stdout=subprocess.PIPE)
     child.stdout.readline()
@@ -84,7 +88,7 @@ def test_each_worker_is_measured(tmp_path: Path) -> None:
         sampler.watch_workers_of(launcher.pid)
         workers = sampler.sample().workers
         assert [use.rank for use in workers] == [4, 5]
-        assert all(use.memory_bytes > 30_000_000 for use in workers)
+        assert all(30_000_000 < use.memory_bytes < 90_000_000 < use.peak_memory_bytes for use in workers)
     finally:
         for child in subprocess.run(
             ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False
@@ -94,6 +98,28 @@ def test_each_worker_is_measured(tmp_path: Path) -> None:
         launcher.wait()
     sampler.watch_workers_of(launcher.pid)
     assert sampler.sample().workers == ()
+
+
+def test_use_of_the_disk_and_of_the_network_is_measured_between_two_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counters of this machine, whose other processes write, too; where it has none, as some containers, by 0."""
+    counts = {
+        "net": SimpleNamespace(bytes_sent=1000, bytes_recv=0),
+        "disk": SimpleNamespace(read_bytes=5, write_bytes=0),
+    }
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: counts["net"])
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: counts["disk"])
+    sampler = TelemetrySampler(tmp_path)
+    counts["net"] = SimpleNamespace(bytes_sent=500, bytes_recv=4000)  # an interface went away
+    counts["disk"] = SimpleNamespace(read_bytes=5, write_bytes=8000)
+    use = sampler.sample()
+    assert use.sent_bytes_per_second == use.disk_read_bytes_per_second == 0
+    assert use.disk_written_bytes_per_second == pytest.approx(2 * use.received_bytes_per_second)
+    assert use.received_bytes_per_second > 0
+    assert use.disk_free_bytes > 0
+    counts.update(net=None, disk=None)  # type: ignore[arg-type]
+    assert sampler.sample().disk_written_bytes_per_second == 0
 
 
 def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_path: Path) -> None:

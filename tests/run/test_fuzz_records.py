@@ -34,8 +34,11 @@ from packtrain.run.records import (
     Lease,
     LogLine,
     Member,
+    MirroredRun,
     NodeReport,
+    Notes,
     Point,
+    Prediction,
     Result,
     Sample,
     Telemetry,
@@ -117,9 +120,8 @@ class Fuzzed:
 
 def write_records(run: Run) -> None:
     """Write one of each record, with every field."""
-    telemetry = Telemetry(
-        0.5, 0.5, 1, 1, 1.0, 1.0, (Gpu("A100", 0.5, 1, 2, 300.0, 60.0),), (WorkerUse(0, 1.0, 1 << 30),)
-    )
+    gpus, workers = (Gpu("A100", 0.5, 1, 2, 300.0, 60.0),), (WorkerUse(0, 1.0, 1 << 30, 1 << 31),)
+    telemetry = Telemetry(0.5, 0.5, 1, 1, 1.0, 1.0, gpus, workers, 1.0, 1.0)
     report = NodeReport(1, "program", "exited with code 1", 7, False)
     run.propose(Generation(1, (Member("a", "10.0.0.1", 1),), 29500, "start", 0, "start", 1, 1.0, 60.0, "a"))
     given = {"address": "10.0.0.1", "port": 29500, "workers": 1, "joined": 1, "used_seconds": 60.0, "machine": "m"}
@@ -127,7 +129,7 @@ def write_records(run: Run) -> None:
     now = time.time()
     values = {"loss": 2.5, "rate": 0.1, "gradient_norm": 1.0, "tokens": 64.0, "epoch": 0.5, "elapsed_seconds": 9.0}
     spans = {"step_seconds": 1.0, "forward_seconds": 0.5, "start_seconds": 0.1}
-    sample = Sample("hello", "hallo", "guten Tag")
+    sample = Sample("hello", "hallo", "guten Tag", "0" * 64, ("guten", "Tag"), ("AAAA", "AP8A"), (1, 3), 0.5)
     events, points, spent = run.event_writer("a"), run.point_writer("000001-rank-0"), run.time_spent_writer("a")
     logs, machines = run.log_writer("a"), run.telemetry_writer("a")
     events.append(Event(now, "generation", "generation 1 with 1 worker", 1))
@@ -140,6 +142,9 @@ def write_records(run: Run) -> None:
     machines.append(TelemetrySample(now, "a", telemetry))
     for writer in (events, points, spent, logs, machines):
         writer.flush()
+    run.put_prediction(Prediction("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
+    run.put_notes(Notes(("tag",), "a sentence"))
+    run.put_mirrored(MirroredRun("0" * 64, "of mlflow"))
     run.store.put(run.key("proposers/000001-000.txt"), b"a")
     old = time.time() - 3600  # one look is enough to see that no machine is left
     os.utime(Path(run.store.url) / run.lease_key("a"), (old, old))
@@ -184,6 +189,9 @@ def commands_for(fuzzed: Fuzzed, key: str) -> list[list[str]]:
         "generations/": shows,
         "checkpoints/": [predict],
         "pack.txt": [predict],
+        "plan.json": shows,
+        "notes.json": [*lists, *shows],
+        "mlflow.json": shows,
     }
     for name, commands in by_name.items():
         if key.startswith(fuzzed.ended.key(name)):

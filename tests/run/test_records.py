@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
@@ -15,6 +16,7 @@ from packtrain.run.records import (
     Generation,
     Point,
     Result,
+    Sample,
     decode,
     decode_many,
     encode,
@@ -70,3 +72,33 @@ def test_records_are_strict_about_types_and_ranges() -> None:
             decode(Generation, good.replace(old, new), "it")
     with pytest.raises(DamagedRecord, match=r"\(field step\)$"):
         decode(Result, b'{"status": "failed", "reason": "", "step": 1e30, "seconds": 1}', "it")
+
+
+SHOWN = Sample("image 7", "cat", "dog", "ab" * 32, ("a", "dog"), ("AAECAwQF", "AAECAwQF"), (2, 3), 0.75)
+
+
+def test_a_sample_of_an_earlier_version_has_no_picture() -> None:
+    assert decode(Sample, encode(SHOWN), "it") == SHOWN
+    old = decode(Sample, b'{"input": "a", "reference": "b", "prediction": "c"}', "it")
+    assert (old.picture, old.words, old.attention, old.attention_shape, old.confidence) == (None, (), (), None, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"picture": "../../job.json"},
+        {"picture": "AB" * 32},
+        {"words": ("dog",)},
+        {"attention": ("AAECAwQF", "AAEC")},
+        {"attention": ("AAECAwQF", "<script>")},
+        {"attention_shape": (1, 3)},
+        {"attention_shape": None},
+        {"attention_shape": (10**9, 10**9)},
+        {"confidence": 1.5},
+        {"confidence": math.nan},
+    ],
+    ids=str,
+)
+def test_a_sample_that_nobody_would_write_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DamagedRecord):
+        decode(Sample, encode(replace(SHOWN, **wrong)), "it")

@@ -35,7 +35,12 @@ class WorkerForker:
         here = Path(__file__)
         self._process = subprocess.Popen(
             [sys.executable, str(here)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent}:{here.parent.parent}"},
+            # With the sources that the tests themselves use, if these were given so.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{here.parent}:{here.parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -147,3 +147,27 @@ def test_a_bad_sample_is_named_by_every_worker_and_never_saved(
     assert all(one.step < step for one in committed(run))
     assert list(losses(run).values()) == pytest.approx(list(losses(plain).values())[: step - 1], rel=1e-5)
     assert run.result() is None
+
+
+@pytest.mark.parametrize(
+    ("exchange", "message", "sent"),
+    [
+        ({"ddp": {}}, 196, 196.0),  # 49 weights of 4 bytes; two ranks send each half twice
+        ({"ddp": {"compress": "bf16"}}, 98, 98.0),
+        ({"fsdp": {}}, 196, 294.0),
+        ({"local": {"every": "4 steps"}}, 196, 49.0),
+    ],
+)
+def test_each_exchange_knows_how_much_it_sends(
+    forker: WorkerForker, exchange: dict[str, Any], message: int, sent: float
+) -> None:
+    assert forker.succeed("sync_bytes", 2, exchange=exchange) == [[message, sent]] * 2
+
+
+def test_a_generation_records_what_explains_the_time_of_its_steps(training: Training) -> None:
+    alone, together = (
+        next(point for point in training.run(ranks).points().read() if point.kind == "start").values for ranks in (1, 2)
+    )
+    assert alone == {"workers": 1.0, "gradient_bytes": 196.0, "sent_bytes_per_step": 0.0}
+    assert together.pop("link_bytes_per_second") > 0
+    assert together == {"workers": 2.0, "gradient_bytes": 196.0, "sent_bytes_per_step": 196.0}

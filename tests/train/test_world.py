@@ -49,6 +49,13 @@ def test_two_workers_gather_bytes_of_any_length_and_agree_on_numbers(forker: Wor
     assert second["rows"] == []
 
 
+def test_all_ranks_measure_the_same_capacity_of_their_links_and_a_single_worker_has_none(forker: WorkerForker) -> None:
+    first, second = forker.succeed("measure_link", 2)
+    assert first == second > 0
+    assert World().measure_link() is None
+    assert World(num_ranks=4).ring_bytes(1000) == 1500
+
+
 def test_workers_of_one_machine_meet_in_a_file_and_a_single_one_meets_nobody(
     forker: WorkerForker, tmp_path: Path
 ) -> None:

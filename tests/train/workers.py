@@ -239,6 +239,16 @@ def join_on_one_machine(control: str) -> list[str]:
     return [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
 
 
+def measure_link() -> float | None:
+    return here().measure_link()
+
+
+def sync_bytes(exchange: dict[str, Any]) -> list[float]:
+    """Return the bytes of a message, and those that each rank sends in a step."""
+    sync = tiny_engine(tiny_job(train={"exchange": exchange}), here()).gradient_sync
+    return [sync.message_bytes, sync.sent_bytes()]
+
+
 class KillingClock(Clock):
     """Gets a signal at the mark of that number; of the marks of one span, if one is named."""
 

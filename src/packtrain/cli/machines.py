@@ -334,6 +334,7 @@ def node(
         if result is not None:
             over = True
             write_report(run)
+            joined.mirror.finish()
             if result.status != "failed":
                 log.remove()
     except KeyboardInterrupt:
@@ -354,6 +355,8 @@ def node(
             record_crash(run, error)
         raise
     finally:
+        if joined is not None:
+            joined.mirror.end()
         if slot is not None:
             slot.close()
         switch_off(power_off and over)
@@ -411,7 +414,8 @@ def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:
     from packtrain.run.trust import require_trust
 
     if expected is None:
-        if run.job.has_own_code or run.job.fleet.kind.power_off:
+        # Whoever may choose where MLflow is gets the keys for it that this machine has.
+        if run.job.has_own_code or run.job.fleet.kind.power_off or run.job.report.mlflow is not None:
             require_trust(run, trusting(trust_code))
     elif run.code_digest != expected:
         # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.

@@ -1,7 +1,8 @@
-"""Commands that read a run or stop it: ls, show, logs, stop, report."""
+"""Commands that read a run or stop it: ls, show, logs, stop, report, mirror."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JsonOption, RunArgument, StoreOption, console, find_run, find_store, hints, print_json
+from packtrain.cli.common import (
+    JsonOption,
+    RunArgument,
+    StoreOption,
+    TrustOption,
+    console,
+    find_run,
+    find_store,
+    hints,
+    print_json,
+    trusting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,6 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command()(logs)
     app.command()(stop)
     app.command()(report)
+    app.command()(mirror)
 
 
 def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -214,3 +227,38 @@ def report(name: RunArgument = None, store: StoreOption = None) -> None:
     from packtrain.report import write_report
 
     print(write_report(find_run(store, name)))
+
+
+def mirror(
+    name: RunArgument = None,
+    store: StoreOption = None,
+    uri: Annotated[
+        str | None, typer.Option("--mlflow", metavar="URI", help="Tracking server or directory. Default: from the job.")
+    ] = None,
+    trust_code: TrustOption = False,
+    node: Annotated[str | None, typer.Option(hidden=True)] = None,
+    store_id: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Mirror a run to MLflow until it ends. The first machine does this if the job asks for it."""
+    from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
+    from packtrain.report.mirror import follow, follow_as_node
+    from packtrain.run.run import open_run
+    from packtrain.run.trust import require_trust
+    from packtrain.system import end_with_parent
+
+    run = open_run(find_store(store, store_id), name)
+    if uri is None:
+        uri = run.job.report.mlflow
+        if uri is None:
+            raise Mistake(f"{run.name} does not say where MLflow is; pass --mlflow URI")
+        # Whoever writes the store could send this person's keys for MLflow elsewhere.
+        require_trust(run, trusting(trust_code))
+    if node is not None:
+        end_with_parent(signal.SIGKILL)
+        follow_as_node(run, uri, node)
+        return
+    screen = console()
+    done = follow(run, uri, lambda text: screen.say(f"warning: {text}"))
+    if done:
+        screen.say(f"{run.name} is in MLflow")
+    sys.exit(EXIT_DONE if done else EXIT_FAILED)

@@ -172,6 +172,10 @@ class ImageBatches:
             ids, height, width, lambda _, own_width, own_height: Crop(center_box(own_width, own_height, width, height))
         )
 
+    def full(self, row: int) -> Pixels:
+        """Return a whole image in its own size, to be shown."""
+        return self._read(0, row, lambda _, width, height: Crop(Box(0, 0, width, height)))[1]
+
     def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
         # Shared by all threads: each takes the next image, so that none waits for a slow one.
@@ -183,19 +187,21 @@ class ImageBatches:
     def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf) -> None:
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
         for at, row in left:
-            try:
-                crop, pixels = self._decoded(at, row, crop_of, decoded)
-            except (PacktrainError, ValueError):
-                self._split.reopen(row)
-                try:
-                    crop, pixels = self._decoded(at, row, crop_of, decoded)
-                except (PacktrainError, ValueError) as error:
-                    raise PacktrainError(
-                        f"image {row} of the pack is damaged ({error}); pack the data again"
-                    ) from error
+            crop, pixels = self._read(at, row, crop_of, decoded)
             resize_into(out[at], pixels, crop.flip, closed)
 
-    def _decoded(self, at: int, row: int, crop_of: CropOf, scratch: Pixels) -> tuple[Crop, Pixels]:
+    def _read(self, at: int, row: int, crop_of: CropOf, scratch: Pixels | None = None) -> tuple[Crop, Pixels]:
+        """Return the crop of an image; a shard that is damaged on this machine is fetched again."""
+        try:
+            return self._decoded(at, row, crop_of, scratch)
+        except (PacktrainError, ValueError):
+            self._split.reopen(row)
+        try:
+            return self._decoded(at, row, crop_of, scratch)
+        except (PacktrainError, ValueError) as error:
+            raise PacktrainError(f"image {row} of the pack is damaged ({error}); pack the data again") from error
+
+    def _decoded(self, at: int, row: int, crop_of: CropOf, scratch: Pixels | None) -> tuple[Crop, Pixels]:
         shard, place = self._split.at(row)
         width, height = int(shard.plain["width"][place]), int(shard.plain["height"][place])
         crop = crop_of(at, width, height)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,10 @@ class ModelScores:
                 for name, score in self.scores.items()
             },
             "notes": list(self.notes),
-            "examples": [asdict(sample) for sample in self.shown],
+            # Pictures and the like are in the folder of a run, not here.
+            "examples": [
+                {"input": one.input, "reference": one.reference, "prediction": one.prediction} for one in self.shown
+            ],
         }
 
 

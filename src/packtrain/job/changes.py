@@ -18,7 +18,7 @@ from packtrain.job.document import Document
 from packtrain.job.job import Job
 from packtrain.job.load import apply_overrides
 
-MAY_CHANGE = ("fleet", "budget", "train.duration", "train.patience", "checkpoint", "evaluate", "data.stage")
+MAY_CHANGE = ("fleet", "budget", "train.duration", "train.patience", "checkpoint", "evaluate", "data.stage", "report")
 
 # Why not, by the longest part of the field's name that is listed here.
 _FIXED = {

@@ -52,6 +52,7 @@ from packtrain.job.part import (
     ScoreName,
     Seconds,
     StorePath,
+    TrackingPath,
     Variable,
     WorkerCount,
     code_path_fault,
@@ -268,6 +269,12 @@ class FleetSettings(Part):
         return {word_of(FLEETS, self.kind): settings, **others}
 
 
+class ReportSettings(Part):
+    """Where else to report a run: `mlflow` is the URI of a tracking server, or a directory for MLflow's file store."""
+
+    mlflow: TrackingPath | None = None
+
+
 class BudgetSettings(Part):
     dollars: Positive | None = None
     hours: Positive | None = None
@@ -322,7 +329,7 @@ def _absent() -> Any:  # a factory: the type of a section does not allow None as
 
 _NULL_FOR_PROGRAMS = _NullForPrograms()
 _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
-_SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget")
+_SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
 
 class Job(Part):
@@ -347,6 +354,7 @@ class Job(Part):
     checkpoint: CheckpointSettings = CheckpointSettings()
     fleet: FleetSettings = Field(default_factory=FleetSettings)
     budget: BudgetSettings = BudgetSettings()
+    report: ReportSettings = ReportSettings()
 
     @property
     def has_own_code(self) -> bool:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import Job, expand
-from packtrain.job.part import Location, code_path_fault, is_address, is_recipe
+from packtrain.job.part import Location, code_path_fault, is_address, is_recipe, is_tracking_uri
 from packtrain.job.secrets import holds_secret, secret_in
 from packtrain.units import counted
 
@@ -202,4 +202,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
             name: path if is_address(path) else os.path.normpath(directory / path) for name, path in job.inputs.items()
         }
         job = job.model_copy(update={"inputs": inputs})
+    where = job.report.mlflow
+    if where is not None and not is_tracking_uri(where):
+        report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})
+        job = job.model_copy(update={"report": report})
     return LoadedJob(job, directory, document)

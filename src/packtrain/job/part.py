@@ -323,6 +323,19 @@ def code_path_fault(text: str) -> str | None:
     return None
 
 
+def is_tracking_uri(text: str) -> bool:
+    """True if this names MLflow's server, or another place that does not depend on a directory."""
+    return is_address(text) or text.startswith("file:") or text == "databricks"
+
+
+def _tracking_fault(text: str) -> str | None:
+    if fault := _path_fault(text):
+        return fault
+    if not is_tracking_uri(text) and not PurePosixPath(text).is_absolute() and _is_outside(text):
+        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
+    return None
+
+
 def _directory_fault(text: str) -> str | None:
     if fault := _path_fault(text):
         return fault
@@ -358,6 +371,7 @@ ScoreName = Annotated[str, matching(r"[a-z][a-z0-9_-]{0,62}", "a valid score nam
 Variable = Annotated[str, _string(_variable_fault)]
 DataPath = Annotated[str, _string(_data_path_fault)]
 StorePath = Annotated[str, _string(_store_path_fault)]
+TrackingPath = Annotated[str, _string(_tracking_fault)]
 CodePath = Annotated[str, _string(code_path_fault)]
 DirectoryPath = Annotated[str, _string(_directory_fault)]
 ByteSize = Annotated[str, _string(_size_fault)]

@@ -30,6 +30,7 @@ from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.node.mirror import MirrorProcess
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
@@ -109,6 +110,7 @@ class Node:
         checkpoints = self.directory.path / "checkpoints"
         self.workspace = Workspace(run, self.directory.path / "code", self._tell)
         self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock, self.workspace)
+        self.mirror = MirrorProcess(run, self.name)
         self.group: WorkerGroup | None = None  # the workers that run now, or are about to
         self._ended_group: WorkerGroup | None = None  # those that ran last
         self.is_over = False
@@ -321,6 +323,8 @@ class Node:
             group.restoring = Task(self.program.restore, "restore again")
             raise
         self.lease.sampler.watch_workers_of(group.launch.pid)
+        if group.is_first:  # another node's ends by itself
+            self.mirror.start()
         workers = counted(sum(member.workers for member in generation.members), "worker")
         is_failure = generation.cause in COUNTED
         # A failure has an event of its own.

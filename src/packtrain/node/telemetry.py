@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import psutil
 
 from packtrain.run.records import Gpu, Telemetry, WorkerUse
 
+_PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
+
 
 class TelemetrySampler:
     """Rates and fractions are of the time between two calls of `sample`."""
@@ -18,7 +21,7 @@ class TelemetrySampler:
     def __init__(self, disk: Path) -> None:
         self._disk = disk
         psutil.cpu_percent()  # the first call only sets the start of the next one's interval
-        self._network, self._when = psutil.net_io_counters(), time.monotonic()
+        self._traffic, self._when = _traffic(), time.monotonic()
         self._gpus = GpuSampler()
         self._launcher: int | None = None
         self._workers: dict[int, tuple[int, psutil.Process]] = {}
@@ -27,20 +30,24 @@ class TelemetrySampler:
         self._launcher, self._workers = launcher, {}
 
     def sample(self) -> Telemetry:
-        memory, network, now = psutil.virtual_memory(), psutil.net_io_counters(), time.monotonic()
+        memory, traffic, now = psutil.virtual_memory(), _traffic(), time.monotonic()
         seconds = max(1e-3, now - self._when)
-        sent = network.bytes_sent - self._network.bytes_sent
-        received = network.bytes_recv - self._network.bytes_recv
-        self._network, self._when = network, now
+        # A disk or an interface that was removed takes its count along.
+        sent, received, read, written = (
+            max(0, count - before) / seconds for count, before in zip(traffic, self._traffic, strict=True)
+        )
+        self._traffic, self._when = traffic, now
         return Telemetry(
             cpu_fraction=psutil.cpu_percent() / 100,
             memory_fraction=memory.percent / 100,
             memory_bytes=memory.total,
             disk_free_bytes=psutil.disk_usage(str(self._disk)).free,
-            sent_bytes_per_second=sent / seconds,
-            received_bytes_per_second=received / seconds,
+            sent_bytes_per_second=sent,
+            received_bytes_per_second=received,
             gpus=self._gpus.sample(),
             workers=self._worker_uses(),
+            disk_read_bytes_per_second=read,
+            disk_written_bytes_per_second=written,
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
@@ -53,7 +60,7 @@ class TelemetrySampler:
         except psutil.Error:
             return ()
         workers = self._workers
-        sums: dict[int, tuple[float, int]] = {}
+        sums: dict[int, tuple[float, int, int]] = {}
         for process in family:
             try:
                 # The process object is kept: its CPU time is measured from the previous call.
@@ -61,11 +68,29 @@ class TelemetrySampler:
                     workers[process.pid] = (int(process.environ().get("RANK", "-1")), process)
                 rank, known = workers[process.pid]
                 cpu, resident = known.cpu_percent() / 100, known.memory_info().rss
+                peak = max(resident, _peak_bytes(process.pid))
             except (psutil.Error, OSError, ValueError):
                 continue
-            before = sums.get(rank, (0.0, 0))
-            sums[rank] = (before[0] + cpu, before[1] + resident)
+            before = sums.get(rank, (0.0, 0, 0))
+            sums[rank] = (before[0] + cpu, before[1] + resident, before[2] + peak)
         return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()) if rank >= 0)
+
+
+def _traffic() -> tuple[int, int, int, int]:
+    """Return the bytes that this machine has sent, received, read and written; 0 where the system does not count."""
+    network, disk = psutil.net_io_counters(), psutil.disk_io_counters()  # None in some containers
+    sent, received = (network.bytes_sent, network.bytes_recv) if network else (0, 0)
+    return sent, received, *((disk.read_bytes, disk.write_bytes) if disk else (0, 0))
+
+
+def _peak_bytes(process: int) -> int:
+    """Return the most memory that a process has had: workers grow and shrink between two samples. 0 if unknown."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()  # Linux only
+    except OSError:
+        return 0
+    found = _PEAK.search(status)
+    return int(found[1]) << 10 if found else 0
 
 
 class GpuSampler:

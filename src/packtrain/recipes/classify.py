@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels, Tiled
 from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
 from packtrain.recipes.recipe import (
+    MAX_SHOWN,
     SHOWN_SAMPLES,
     Batch,
     Decoding,
@@ -62,6 +64,14 @@ class ClassifierOptions:
 def classifier_options(model: ModelSettings) -> ClassifierOptions:
     sizes = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
     return read_options(model, sizes, choices={"stem": ("large", "small")})
+
+
+class Guess(NamedTuple):
+    """The label of an image, and what the model took it for."""
+
+    label: int
+    guess: int
+    confidence: float
 
 
 class ClassifierNetwork(Network):
@@ -167,25 +177,46 @@ class Classify(ImageRecipe[ImageBatches]):
         shown = request.decode_ids[:SHOWN_SAMPLES]
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
-        guesses: dict[int, int] = {}
+        guesses: dict[int, Guess] = {}
         parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         batches = self.copies.batches(split, settings.size)
         for number, batch in enumerate([*counted, *others]):
             request.on_batch()
             logits = network.logits(batches.centered(batch.ids, batch.height, batch.width))
             best = np.argsort(-logits, axis=1, kind="stable")[:, :_TOP]
-            guesses.update(zip(batch.ids.tolist(), best[:, 0].tolist(), strict=True))
+            likely, labels = log_softmax(logits), self._labels(split, settings.size, batch.ids)
+            chances = np.exp(np.take_along_axis(likely, best[:, :1], 1)[:, 0])
+            made = map(Guess, labels.tolist(), best[:, 0].tolist(), chances.tolist())
+            guesses.update(zip(batch.ids.tolist(), made, strict=True))
             if number < len(counted):
-                labels = self._labels(split, settings.size, batch.ids)
                 right = best == labels[:, None]
-                losses = -np.take_along_axis(log_softmax(logits), labels[:, None], 1)[:, 0]
+                losses = -np.take_along_axis(likely, labels[:, None], 1)[:, 0]
                 values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1)}
                 for name, column in values.items():
                     sums[name] += float(column.sum())
                 parts.append((batch.ids, values))
         rows = rows_in_order(request.ids, parts) if request.by_sample else {}
-        names = [self.labels[guesses[sample]] for sample in shown.tolist()]
-        return Measurement(sums, names + [""] * (len(request.decode_ids) - len(shown)), rows)
+        names = [self.labels[guesses[sample].guess] for sample in shown.tolist()]
+        outputs = names + [""] * (len(request.decode_ids) - len(shown))
+        if request.show_ids is None:
+            return Measurement(sums, outputs, rows)
+        samples, pictures = self.pictured(split, settings.size, self._worth_showing(guesses, request.show_ids))
+        return Measurement(sums, outputs, rows, samples, pictures)
+
+    def _worth_showing(self, guesses: Mapping[int, Guess], wanted: Ids) -> dict[int, Sample]:
+        """Return the samples that are `wanted`, and the wrong guesses that the model is most certain of."""
+        wrong = [sample for sample, one in guesses.items() if one.guess != one.label]
+        wrong.sort(key=lambda sample: (-guesses[sample].confidence, sample))
+        others = [sample for sample in wrong if sample not in wanted]
+        return {
+            sample: Sample(
+                f"image {sample}",
+                self.labels[guesses[sample].label],
+                self.labels[guesses[sample].guess],
+                confidence=_finite(round(guesses[sample].confidence, 4)),
+            )
+            for sample in [*wanted.tolist(), *others[: MAX_SHOWN - SHOWN_SAMPLES]]
+        }
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
@@ -193,6 +224,9 @@ class Classify(ImageRecipe[ImageBatches]):
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
         if len(self.labels) > _TOP:  # with fewer classes top-5 would always be 100
             values["top5"] = 100 * total["top5"] / samples
+        found = {sample: one for part in parts for sample, one in part.samples.items()}
+        if found:
+            return Scores(values, samples=_wrong_first(found, decode_ids[:SHOWN_SAMPLES].tolist()))
         predictions = [output for part in parts for output in part.outputs]
         shown = decode_ids[:SHOWN_SAMPLES]
         labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
@@ -257,6 +291,26 @@ class Classify(ImageRecipe[ImageBatches]):
     def _top(self, likely: NDArray[np.float64]) -> Prediction:
         best = np.argsort(-likely, kind="stable")[:_TOP].tolist()
         return top_prediction([self.labels[label] for label in best], likely[best].tolist())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # a model that diverged is certain of nothing
+
+
+def _wrong_first(samples: Mapping[int, Sample], always: Sequence[int]) -> tuple[Sample, ...]:
+    """Return the samples that are `always` shown and the most certain mistakes, these first.
+
+    The same for any number of workers: each of them gave its own most certain mistakes.
+    """
+
+    def certain_first(number: int) -> tuple[float, int]:
+        return -(samples[number].confidence or 0.0), number
+
+    others = sorted(samples.keys() - set(always), key=certain_first)
+    chosen = [*(number for number in always if number in samples), *others[: MAX_SHOWN - SHOWN_SAMPLES]]
+    right = [number for number in chosen if samples[number].prediction == samples[number].reference]
+    wrong = sorted(set(chosen) - set(right), key=certain_first)
+    return tuple(samples[number] for number in [*wrong, *right])
 
 
 def _center(image: Tiled, size: tuple[int, int]) -> Pixels:

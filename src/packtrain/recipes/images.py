@@ -5,15 +5,18 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from packtrain.data.images import ImageBatches
 from packtrain.data.order import Ids
@@ -25,8 +28,11 @@ from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import LAST_EPOCH, Recipe
+from packtrain.run.records import MAX_PICTURE_BYTES, Sample
 from packtrain.units import show_bytes
 
+_PICTURE_SIDE = 256  # pixels of the longer side of a picture in a run's folder
+_PICTURE_QUALITIES = (85, 70, 50, 30)  # the first one that makes a small enough file
 _ZOOM = 1.14  # as in data.images: evaluation reads a copy of this many times the size without enlarging it
 
 
@@ -140,9 +146,33 @@ class ImageRecipe(Recipe, Generic[Batches]):
         splits = self.pack.manifest.splits
         return splits[split].samples if split in splits else 0
 
+    def pictured(
+        self, split: str, size: int, samples: Mapping[int, Sample]
+    ) -> tuple[dict[int, Sample], dict[str, bytes]]:
+        """Return the samples of a split with their pictures, and these by their digests."""
+        batches = self.copies.batches(split, size)
+        jpegs = in_threads(lambda sample: picture_of(batches.full(sample)), list(samples), num_threads())
+        by_sample = dict(zip(samples, jpegs, strict=True))
+        digests = {sample: hashlib.sha256(jpeg).hexdigest() for sample, jpeg in by_sample.items()}
+        pictures = {digests[sample]: jpeg for sample, jpeg in by_sample.items()}
+        return {sample: replace(one, picture=digests[sample]) for sample, one in samples.items()}, pictures
+
     def prefetch(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
         reader = self.copies.reader("train", self.job.train.in_epoch(epoch).size)
         return reader.prefetched(reader.order_of_use(ids))
+
+
+def picture_of(pixels: Pixels) -> bytes:
+    """Return a small JPEG of an image, to be shown beside a prediction."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE), Image.Resampling.LANCZOS)
+    while True:
+        for quality in _PICTURE_QUALITIES:
+            file = io.BytesIO()
+            image.save(file, "JPEG", quality=quality)
+            if file.tell() <= MAX_PICTURE_BYTES:
+                return file.getvalue()
+        image.thumbnail((image.width // 2, image.height // 2))
 
 
 # Images that a user gives to `packtrain predict`.

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 
 SHOWN_SAMPLES = 5
-"""Samples of an evaluation that reports show."""
+"""Samples of an evaluation that are shown at every evaluation: always the same ones."""
+MAX_SHOWN = 16
+"""Samples of an evaluation that are recorded, with those that a recipe adds."""
 LAST_EPOCH = 1 << 40
 """Beyond all phases of a schedule: an epoch whose settings are those of a trained model."""
 
@@ -42,7 +44,8 @@ class EvaluationRequest:
 
     `ids` are the samples whose loss counts, `decode_ids` those that need a free output. `epoch` is the epoch training
     is in, for settings that change with it. Call `on_batch` before every batch: it may raise to end the evaluation.
-    `by_sample` asks for the rows of a measurement.
+    `by_sample` asks for the rows of a measurement. `show_ids` asks for its samples: these of `decode_ids`, and others
+    that the recipe wants to show; None asks for no samples.
     """
 
     split: str
@@ -52,6 +55,7 @@ class EvaluationRequest:
     epoch: int = 0
     on_batch: Callable[[], None] = lambda: None
     by_sample: bool = False
+    show_ids: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,15 @@ class Measurement:
     """One worker's result of an evaluation: sums that add up over workers, and the outputs it decoded.
 
     `rows` has what was summed, by sample, if the request asked for it: a number for each of its `ids`, in their order.
+    `samples` has what only this worker knows of samples that may be shown, by their number, and `pictures` the JPEGs
+    that they name, which are not sent to other workers.
     """
 
     sums: dict[str, float]
     outputs: list[str]
     rows: dict[str, list[float]] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ MAX_SECONDS = 1e15
 _MAX_TIME = 253402300799.0  # the last second of the year 9999, the last that calendars of Python know
 _NAME_LENGTH = 200
 _MAX_ERRORS = 1000
+MAX_PICTURE_BYTES = 32 << 10
+"""Of the JPEG of a sample."""
+MAX_GRID_SIDE = 32
+"""Of a grid of attention."""
 
 
 def _file_name(text: str) -> str:
@@ -63,6 +67,7 @@ Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Many = Annotated[tuple[Item, ...], FailFast()]
 """Refused at the first one that is wrong: a list of millions would make millions of errors."""
 Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
+GridSide = Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]
 Measurements = Annotated[dict[Label, float], AfterValidator(_measurements)]
 
 
@@ -179,6 +184,7 @@ class WorkerUse:
     rank: Count
     cpu_fraction: Number
     memory_bytes: Count
+    peak_memory_bytes: Count = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,8 @@ class Telemetry:
     received_bytes_per_second: Number = 0.0
     gpus: Many[Gpu] = ()
     workers: Many[WorkerUse] = ()
+    disk_read_bytes_per_second: Number = 0.0
+    disk_written_bytes_per_second: Number = 0.0
 
 
 @dataclass(frozen=True)
@@ -297,13 +305,36 @@ class Event:
 # Metrics, times and logs.
 
 
+Grid = Annotated[str, Field(pattern="^[A-Za-z0-9+/]*={0,2}$")]
+"""Base64 of one byte per cell, row by row: 255 is the most attention of this grid, 0 is none."""
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A prediction of the model beside the reference."""
+    """A prediction of the model beside the reference.
+
+    `picture` shows an input that is an image: the digest of a JPEG (`Run.picture`). `attention` has a grid of
+    `attention_shape` (rows, columns) for each of the `words` of the prediction: where the model looked when it wrote
+    the word. `confidence` is the probability that the model gave to its prediction.
+    """
 
     input: str
     reference: str
     prediction: str
+    picture: Digest | None = None
+    words: Many[str] = ()
+    attention: Many[Grid] = ()
+    attention_shape: tuple[GridSide, GridSide] | None = None
+    confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_whole_grids(self) -> Sample:
+        rows, columns = self.attention_shape or (0, 0)
+        if self.attention and len(self.attention) != len(self.words):
+            raise ValueError("words and their attention differ in number")
+        if any(len(grid) != (rows * columns + 2) // 3 * 4 for grid in self.attention):
+            raise ValueError("attention is not a grid of its shape")
+        return self
 
 
 _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
@@ -392,6 +423,14 @@ class Prediction:
     parameters: Count
     gradient_bytes: Count
     checkpoint_bytes: Count
+
+
+@dataclass(frozen=True)
+class MirroredRun:
+    """The run of MLflow that mirrors this one, on the server with that digest of its URI."""
+
+    server: Digest
+    run: Label
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from packtrain.job.part import is_name
 from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
+    MAX_PICTURE_BYTES,
     MAX_RECORD_BYTES,
     DamagedRecord,
     Event,
@@ -34,6 +35,7 @@ from packtrain.run.records import (
     Generation,
     Lease,
     LogLine,
+    MirroredRun,
     Notes,
     Point,
     Prediction,
@@ -54,6 +56,7 @@ _MAX_RECORDS = 100_000  # in one folder, such as the leases of a run
 _MAX_RUNS = 999_999  # of a job: its runs are numbered
 _RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _RECORD = re.compile(r"([^/]+)\.json")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _NUMBERED = re.compile(r"([0-9]{6,9})\.json")
 
 Stored = TypeVar("Stored")
@@ -262,11 +265,30 @@ class Run:
     def put_prediction(self, prediction: Prediction) -> None:
         self.store.put(self.key("plan.json"), encode(prediction))
 
+    def mirrored(self) -> MirroredRun | None:
+        """Return the run of MLflow that mirrors this one, if there is one."""
+        return self._find("mlflow.json", MirroredRun)
+
+    def put_mirrored(self, mirrored: MirroredRun) -> None:
+        self.store.put(self.key("mlflow.json"), encode(mirrored))
+
     def notes(self) -> Notes:
         return self._find("notes.json", Notes) or Notes()
 
     def put_notes(self, notes: Notes) -> None:
         self.store.put(self.key("notes.json"), encode(notes))
+
+    def picture(self, digest: str) -> bytes | None:
+        """Return the JPEG of a sample; None if there is none, or another one under its name."""
+        data = self.store.find(self._picture_key(digest), MAX_PICTURE_BYTES) if _DIGEST.fullmatch(digest) else None
+        return data if data is not None and hashlib.sha256(data).hexdigest() == digest else None
+
+    def put_picture(self, data: bytes) -> None:
+        """Put the JPEG of a sample under its digest."""
+        self.store.put(self._picture_key(hashlib.sha256(data).hexdigest()), data)
+
+    def _picture_key(self, digest: str) -> str:
+        return self.key(f"pictures/{digest}.jpg")
 
     def stop_request(self) -> StopRequest | None:
         return self._find("stop.json", StopRequest)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from packtrain.data.order import Ids, block, spread
 from packtrain.recipes import EvaluationRequest, Measurement, Recipe, Scores
+from packtrain.recipes.recipe import SHOWN_SAMPLES
 from packtrain.train.engine import Engine
 from packtrain.train.world import StopRequested, World
 
@@ -21,12 +22,16 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The outcome on a split, equal on all ranks: the measurements of every rank, and the scores of all of them."""
+    """The outcome on a split, equal on all ranks: the measurements of every rank, and the scores of all of them.
+
+    Only `pictures` are this rank's own: those of the samples in the scores that it measured, by their digests.
+    """
 
     parts: Sequence[Measurement]
     decoded: Ids
     scores: Scores
     seconds: float
+    pictures: Mapping[str, bytes]
 
     @property
     def outputs(self) -> list[str]:
@@ -68,27 +73,35 @@ class Evaluator:
         count = self._recipe.count(split)
         decoded = spread(count, count if decode is None else decode)
         missing = decoded if known is None else np.setdiff1d(decoded, known.decoded)
-        parts = self._measured(split, missing, epoch, outputs_alone=known is not None)
+        pictures: dict[str, bytes] = {}
+        parts = self._measured(split, missing, epoch, pictures, outputs_alone=known is not None)
         if parts is None:
             return None
         if known is not None:
             parts = _together(known, missing, parts)
         scores = self._scores(split, decoded, parts)
         seconds = time.perf_counter() - started + (known.seconds if known else 0.0)
-        return Evaluation(parts, decoded, scores, seconds)
+        shown = {sample.picture for sample in scores.samples}
+        own = {digest: jpeg for digest, jpeg in pictures.items() if digest in shown}
+        return Evaluation(parts, decoded, scores, seconds, own)
 
-    def _measured(self, split: str, decoded: Ids, epoch: int, outputs_alone: bool) -> list[Measurement] | None:
-        """Return the measurements of every rank, on all ranks."""
+    def _measured(
+        self, split: str, decoded: Ids, epoch: int, pictures: dict[str, bytes], outputs_alone: bool
+    ) -> list[Measurement] | None:
+        """Return the measurements of every rank, on all ranks; `pictures` gets those of this rank."""
         rank, num_ranks = self._world.rank, self._world.num_ranks
         model = self._engine.evaluation_model()
         mine = _NONE if outputs_alone else self._recipe.divide(split, num_ranks)[rank]
         # Divided separately: decoding takes far longer than a loss, so each rank gets its share of both.
         mine_decoded = decoded[list(block(len(decoded), rank, num_ranks))]
+        # Of the same weights the same samples are shown: a second part adds only outputs.
+        shown = None if outputs_alone else np.intersect1d(mine_decoded, decoded[:SHOWN_SAMPLES])
         try:
             with self._engine.precision.compute():
-                request = EvaluationRequest(split, mine, mine_decoded, self._beam, epoch, self._pulse)
+                request = EvaluationRequest(split, mine, mine_decoded, self._beam, epoch, self._pulse, show_ids=shown)
                 measured = self._recipe.measure(model, request)
-            part = json.dumps(asdict(measured)).encode()
+            pictures.update(measured.pictures)
+            part = json.dumps(asdict(replace(measured, pictures={}))).encode()
         except StopRequested:
             part = _ABANDONED
         # The other ranks may need much longer: what follows is not this rank's hang.
@@ -110,7 +123,7 @@ def _together(known: Evaluation, missing: Ids, parts: Sequence[Measurement]) -> 
     ids = np.concatenate([known.decoded, missing])
     outputs = [*known.outputs, *(output for part in parts for output in part.outputs)]
     ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
-    return [Measurement(part.sums, [] if number else ordered) for number, part in enumerate(known.parts)]
+    return [replace(part, outputs=[] if number else ordered) for number, part in enumerate(known.parts)]
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:

@@ -101,6 +101,15 @@ class GradientSync(ABC):
     def after_update(self, steps: int, last: bool) -> None:  # noqa: B027
         """Called when a rank has updated its weights; `last` when no other step follows."""
 
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of what the ranks average in one sync, as it is sent."""
+        return sum(one.numel() * one.element_size() for one in self._model.parameters() if one.requires_grad)
+
+    def sent_bytes(self) -> float:
+        """Return how many bytes each rank sends for gradients, or for weights, in one step on average."""
+        return self._world.ring_bytes(self.message_bytes)
+
     def share_buffers(self, *models: nn.Module) -> None:
         """Give all ranks the statistics of norms of the first one, which no gradient carries."""
         self._world.broadcast_all(_buffers(models))
@@ -166,8 +175,13 @@ class DdpSync(GradientSync):
             clock.mark("backward")  # gradients were computed until here; after the last one there is only communication
             return send(state, bucket)  # type: ignore[arg-type]
 
+        self._compresses = settings.compress != "no"
         hook.__annotations__.clear()  # torch compares them with types that it does not export
         self._parallel.register_comm_hook(None, hook)
+
+    @property
+    def message_bytes(self) -> int:
+        return super().message_bytes // 2 if self._compresses else super().message_bytes  # 16 of 32 bits
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self._parallel.no_sync()
@@ -191,6 +205,9 @@ class LocalSync(GradientSync):
 
     def before_step(self) -> None:
         """Nothing: ranks keep their own statistics until the next sync."""
+
+    def sent_bytes(self) -> float:
+        return super().sent_bytes() / self._settings.every.value
 
     def share(self, cost: int, own_cost: int) -> float:  # noqa: ARG002
         return 1 / max(1, own_cost)
@@ -259,6 +276,9 @@ class FsdpSync(GradientSync):
                 for layer in layers:
                     fully_shard(layer, mesh=mesh)
             fully_shard(one, mesh=mesh)
+
+    def sent_bytes(self) -> float:
+        return 1.5 * super().sent_bytes()  # weights are gathered twice, and gradients reduced to shards once
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Gather tensor by tensor into the first rank's main memory: no GPU has room for all of them."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 import torch
 
-from packtrain.run.chunks import Flusher
+from packtrain.run.chunks import Flushable, Flusher
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
@@ -20,6 +21,7 @@ SPANS = (
 )  # fmt: skip
 
 _SECONDS_BETWEEN_TIMES = 10.0
+_MAX_PICTURES, _MAX_PENDING_PICTURES = 2000, 64  # of one worker in one generation; each has at most 32 kB
 _SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0  # each flush is a file: objects in a bucket cannot be appended to
 
 
@@ -103,8 +105,10 @@ class Recorder:
         self._times = run.time_spent_writer(writer)
         self._spent: Counter[str] = Counter()
         self._spent_at = time.monotonic()
-        self._tensorboard = TensorBoardWriter(run, generation)
-        self._flusher = Flusher([self._events, self._points, self._times, self._tensorboard], self._warn)
+        self._tensorboard, self._pictures = TensorBoardWriter(run, generation), PictureWriter(run)
+        # Pictures last: nobody else waits for them.
+        writers: list[Flushable] = [self._events, self._points, self._times, self._tensorboard, self._pictures]
+        self._flusher = Flusher(writers, self._warn)
 
     def event(self, kind: EventKind, text: str) -> None:
         say(f"{kind}: {text}")
@@ -114,6 +118,10 @@ class Recorder:
         if self._rank == 0:
             self._points.append(point)
             self._tensorboard.append(point)
+
+    def pictures(self, pictures: Mapping[str, bytes]) -> None:
+        """Record JPEGs of samples, by their digests; every rank records those that it has."""
+        self._pictures.add(pictures)
 
     def time_spent(self, step: int, seconds: Mapping[str, float], now: bool = False) -> None:
         """Add to where the time went; a record is written every few seconds, or `now`."""
@@ -136,6 +144,31 @@ class Recorder:
 
     def _warn(self, error: StoreError) -> None:
         say(f"warning: {error}")
+
+
+class PictureWriter:
+    """Puts every picture once. A store that is away costs pictures, never memory."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: set[str] = set()  # put, or about to be
+        self._pending: dict[str, bytes] = {}
+        self._changing = threading.Lock()
+
+    def add(self, pictures: Mapping[str, bytes]) -> None:
+        with self._changing:
+            for digest in pictures.keys() - self._known:
+                if len(self._known) < _MAX_PICTURES and len(self._pending) < _MAX_PENDING_PICTURES:
+                    self._pending[digest] = pictures[digest]
+                    self._known.add(digest)
+
+    def flush(self) -> None:
+        with self._changing:
+            pending = dict(self._pending)
+        for digest, jpeg in pending.items():
+            self._run.put_picture(jpeg)
+            with self._changing:
+                del self._pending[digest]
 
 
 class TensorBoardWriter:

@@ -113,9 +113,20 @@ class Trainer:
         save_every = self._job.checkpoint.every
         self._evaluations = Recurring(self._job.evaluate.every, self._restored_seconds)
         self._saves = Recurring(None if save_every == "auto" else save_every, self._restored_seconds)
-        self._record("start", self._progress.step, {})  # readers discard points of earlier generations after this step
+        # Readers discard points of earlier generations after this step.
+        self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
+
+    def _conditions(self) -> dict[str, float]:
+        """Return what this generation trains with: numbers that explain the time of its steps. Collective."""
+        sync, capacity = self._engine.gradient_sync, self._world.measure_link()
+        values = {
+            "workers": float(self._world.num_ranks),
+            "gradient_bytes": float(sync.message_bytes),
+            "sent_bytes_per_step": sync.sent_bytes(),
+        }
+        return values if capacity is None else {**values, "link_bytes_per_second": capacity}
 
     def _loop(self) -> bool:
         """Train until the goal is reached (True) or a stop is requested (False)."""
@@ -305,6 +316,7 @@ class Trainer:
         self._clock.mark("evaluation")
         if found is not None:
             self._record(split, self._progress.step, found.values, found.scores)
+            self._recorder.pictures(found.pictures)
         return found
 
     def _score(self) -> float | None:

@@ -24,6 +24,10 @@ _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and th
 _MESSAGE_BYTES = 250 * 2**20  # tensors of one dtype are joined into messages of this size
 _WAITING = "waiting for data"
 
+# For the measurement of links: less than half a second, unless they are slower than 10 Mbit/s.
+_LINK_BYTES, _LINK_GROWTH, _LINK_SECONDS = 128 << 10, 8, 0.1
+_MAX_LINK_BYTES, _MAX_LINK_BYTES_GPU = 8 << 20, 64 << 20
+
 
 class StopRequested(Exception):
     """Raised where all ranks abandon an evaluation or a wait for data together, because of a stop."""
@@ -114,6 +118,35 @@ class World:
         dist.all_reduce(votes)
         counted: list[int] = votes.tolist()
         return counted
+
+    def ring_bytes(self, size: int) -> float:
+        """Return how many bytes each rank sends to average a message: in a ring, and no other way needs fewer."""
+        return 2 * (self.num_ranks - 1) / self.num_ranks * size
+
+    def measure_link(self) -> float | None:
+        """Return the bytes per second that each rank can send while all of them do; None for a single one. Collective.
+
+        By all-reduces of growing messages: larger ones measure a fast link better, but would keep a slow one busy.
+        """
+        if self.num_ranks == 1:
+            return None
+        size, largest = _LINK_BYTES, _MAX_LINK_BYTES_GPU if self.device.type == "cuda" else _MAX_LINK_BYTES
+        seconds = min(self._seconds_of_sum(size) for _ in range(2))  # the first one opens connections
+        while size < largest and seconds * _LINK_GROWTH <= _LINK_SECONDS:
+            size *= _LINK_GROWTH
+            seconds = min(self._seconds_of_sum(size) for _ in range(2))
+        return self.ring_bytes(size) / seconds
+
+    def _seconds_of_sum(self, size: int) -> float:
+        """Return how long the slowest rank needs to sum that many bytes: the same number on all ranks."""
+        message = torch.zeros(size // 4, device=self.device)
+        self.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(message)
+        message[:1].tolist()  # a GPU is done when it answers
+        seconds = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return max(1e-9, float(seconds))
 
     # Through the process group's key-value store, which answers while collectives are blocked.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,9 +264,10 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network = _network(model)
-        loss, tokens = 0.0, 0
+        loss, tokens, none = 0.0, 0, np.zeros(0, np.int64)
         parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         outputs: list[str] = []
+        shown: dict[int, Sample] = {}
         for part, encoded in self._encode(network, request, request.ids):
             rows = [self._captions(request.split, sample) for sample in part.tolist()]
             captions = _padded([row for own in rows for row in own])
@@ -276,11 +278,34 @@ class Caption(ImageRecipe[CaptionBatches]):
             tokens += int(lengths.sum())
             own = {name: np.bincount(images, values) for name, values in (("loss", losses), ("tokens", lengths))}
             parts.append((part, own))
-        for _, encoded in self._encode(network, request, request.decode_ids):
+        for part, encoded in self._encode(network, request, request.decode_ids):
             found = network.search(encoded, request.beam)
             outputs += self.pack.vocabulary.decode([best.tokens for best, *_ in found])
-        samples = rows_in_order(request.ids, parts) if request.by_sample else {}
-        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs, samples)
+            for number in np.flatnonzero(
+                np.isin(part, none if request.show_ids is None else request.show_ids)
+            ).tolist():
+                attention = network.attention(encoded, number, found[number][0].tokens)
+                shown[int(part[number])] = self._sample(request.split, int(part[number]), found[number][0], attention)
+        by_sample = rows_in_order(request.ids, parts) if request.by_sample else {}
+        samples, pictures = self.pictured(request.split, self.job.train.in_epoch(request.epoch).size, shown)
+        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs, by_sample, samples, pictures)
+
+    def _sample(self, split: str, number: int, found: Hypothesis, attention: NDArray[np.float32]) -> Sample:
+        """Return an image's captions and, for each word of the model's, where the model looked."""
+        from packtrain.recipes.caption.attention import attention_by_word, grid_of
+
+        decode = self.pack.vocabulary.decode
+        references = decode([row.tolist() for row in self._captions(split, number)])
+        by_word = attention_by_word(self.pack.vocabulary, found.tokens, attention)
+        grids = [grid_of(one.map) for one in by_word]
+        return Sample(
+            f"{split} image {number}",
+            " / ".join(references),
+            decode([found.tokens])[0],
+            words=tuple(one.word for one in by_word),
+            attention=tuple(base64.b64encode(grid.tobytes()).decode() for grid in grids),
+            attention_shape=next(((grid.shape[0], grid.shape[1]) for grid in grids), None),
+        )
 
     def _encode(
         self, network: CaptionNetwork[Encoded], request: EvaluationRequest, ids: Ids
@@ -308,7 +333,8 @@ class Caption(ImageRecipe[CaptionBatches]):
                 own = [outputs[at] for at in chosen], [references[at] for at in chosen]
                 values[f"bleu4_{name}"] = bleu(*own)[-1]
                 values[f"cider_{name}"] = cider.score(*own)
-        samples = tuple(
+        shown = {number: one for part in parts for number, one in part.samples.items()}
+        samples = tuple(shown[number] for number in sorted(shown)) or tuple(
             Sample(f"{split} image {sample}", " / ".join(texts), output)
             for sample, texts, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), references, outputs, strict=False)
         )

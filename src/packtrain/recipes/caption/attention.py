@@ -16,6 +16,7 @@ from packtrain.pack.words import split_words
 Map = NDArray[np.float32]
 Pixels = NDArray[np.uint8]
 
+_MAX_GRID_SIDE = 16  # of a recorded map: the larger ones of large images would be most of a run's metrics
 _PANEL = 192
 _MIN_PANEL = 120  # so that a word fits above it
 _CORNER = 6
@@ -53,6 +54,16 @@ def attention_by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) 
         for number, word in enumerate(said, 1)
         if (found == number).any()
     ]
+
+
+def grid_of(attention: Map) -> Pixels:
+    """Return a map as bytes: 255 is its most attention, 0 is none. A large map is averaged to one of few cells."""
+    attention = np.nan_to_num(attention)  # of a model that diverged
+    height, width = (min(side, _MAX_GRID_SIDE) for side in attention.shape)
+    if attention.shape != (height, width):
+        attention = np.asarray(Image.fromarray(attention).resize((width, height), Image.Resampling.BOX))
+    scaled: Pixels = (attention * (255 / max(float(attention.max()), 1e-9))).round().astype(np.uint8)
+    return scaled
 
 
 def draw_attention(pixels: Pixels, caption: str, attention: Sequence[WordAttention]) -> bytes:
