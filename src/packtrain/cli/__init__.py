@@ -27,7 +27,6 @@ from packtrain.cli import (
     tensorboard,
     ui,
 )
-from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, plan, runs, serve, ui
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -68,7 +67,6 @@ def options(
 for group in (
     jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
 ):  # fmt: skip
-for group in (jobs, plan, runs, models, evaluate, export, serve, copies, machines, packages, ui):
     group.register(app)
 
 
