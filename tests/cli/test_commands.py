@@ -81,7 +81,7 @@ def test_a_wrong_job_is_refused_in_one_line_and_nothing_is_started(
 
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\nprogram: [trian.py]\n")
-    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program.0", "there is no file")
+    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program: ", "there is no file")
     assert not (tmp_path / "store" / "runs").exists()
 
 

@@ -132,7 +132,7 @@ class ModelServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
         service = self.service
-        if service.state == "ready" and not self._was_ready:
+        if service.is_loaded and not self._was_ready:
             self._was_ready = True
             self._log(f"ready: {service.model.name}")
         if service.draining_since is not None:

@@ -129,7 +129,11 @@ class Service:
             return "failed"
         if self.draining_since is not None:
             return "draining"
-        return "loading" if self._network is None else "ready"
+        return "ready" if self.is_loaded else "loading"
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._network is not None
 
     @property
     def is_stuck(self) -> bool:

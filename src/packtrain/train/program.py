@@ -1,4 +1,4 @@
-"""What a program may say to its node and ask of it; without Packtrain, or under another launcher, nothing happens."""
+"""A program's words to its node, and its questions; without Packtrain, or under another launcher, nothing happens."""
 
 from __future__ import annotations
 

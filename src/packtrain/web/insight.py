@@ -1,4 +1,4 @@
-"""What others know of a run, as the dashboard shows it: findings, how far the forecast was off, sweeps."""
+"""The dashboard's view of what the report knows: findings, how far the forecast was off, sweeps."""
 
 from __future__ import annotations
 
