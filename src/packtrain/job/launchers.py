@@ -95,7 +95,7 @@ _MODULES = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TOR
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """The program in a launcher's command line; `workers` per machine, `total` over all machines, None if it does not say.
+    """The program in a launcher's command line; `workers` per machine, `total` over all, None if it does not say.
 
     `launcher` is the name of what was left out, and empty if the program had none.
     """
