@@ -24,9 +24,9 @@ import bench
 import packtrain as pt
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
-from packtrain.plan.estimate import compared
 from packtrain.plan.plan import PlanRequest, make_plan
-from packtrain.report.summary import summarize
+from packtrain.report.account import compared
+from packtrain.report.evidence import gather
 from packtrain.run.run import open_run
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
@@ -79,10 +79,10 @@ def measured(path: Path, probe: bool, seconds: float, environment: Mapping[str, 
     if result is None or result.status != "finished":
         raise RuntimeError(f"the run did not finish: {result}")
     run = open_run(open_store(loaded.job.store), None)
-    prediction = run.prediction()
-    assert prediction is not None and prediction.source in made.source, "the run remembers another plan"
-    found = {one.what: one for one in compared(prediction, summarize(run, "finished"))}
-    step, whole = found["seconds per step"], found["seconds in all"]
+    forecast = run.forecast()
+    assert forecast is not None and forecast.source in made.source, "the run remembers another plan"
+    found = {one.what: one for one in compared(gather(run))}
+    step, whole = found["time of a step"], found["whole run"]
     return {
         "step, predicted (ms)": 1000 * step.expected,
         "step, seen (ms)": 1000 * step.seen,

@@ -9,13 +9,15 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake
+from packtrain.pack.build import PlainProgress
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
+from packtrain.run.inputs import staged
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import reopen
-from packtrain.store import Store
+from packtrain.start import dry_run, load, prepare, reopen
+from packtrain.store import Store, open_store
 from parts.runs import new_run, recipe_job, write_files
 
 
@@ -85,3 +87,57 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, Mistake)
     assert str(done.exception) == "job-1 is running; stop it first (`packtrain stop job-1`), then resume it"
+
+
+@pytest.mark.parametrize(
+    ("program", "runs", "workers"),
+    [
+        ("[torchrun, --nproc_per_node=2, train.py, a]", ("train.py", "a"), 2),
+        ("[accelerate, launch, --num_processes, '2', -m, lib.train]", ("python", "-m", "lib.train"), 2),
+        ("[python, -u, train.py]", ("python", "-u", "train.py"), None),
+        ("[run.sh]", ("./run.sh",), None),
+        ("[python, -m, json.tool]", ("python", "-m", "json.tool"), None),
+        ("[sh, -c, 'true']", ("sh", "-c", "true"), None),
+    ],
+)
+def test_a_program_may_be_written_as_it_is_started_by_hand(
+    tmp_path: Path, program: str, runs: tuple[str, ...], workers: int | None
+) -> None:
+    write_files(tmp_path, {"job.yaml": f"name: mine\nprogram: {program}\n".encode(), "train.py": b"", "run.sh": b""})
+    write_files(tmp_path, {"lib/train.py": b""})
+    (tmp_path / "run.sh").chmod(0o755)
+    loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
+    assert (loaded.job.program, loaded.job.fleet.workers) == (runs, workers)
+    assert "train.py" in dry_run(loaded).code.sizes
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        ("[no.py]", "there is no file {}/no.py"),
+        ("[python, no.py]", "there is no file {}/no.py"),
+        ("[python, -u]", "Python has no script to run; write [train.py], or [python, -m, module]"),
+        ("[python, -m, no_such_module]", "there is no module no_such_module in {}, and none is installed"),
+        ("[run.sh]", "{}/run.sh is not executable; run `chmod +x ./run.sh`"),
+        ("[no-such-command]", "there is no file {0}/no-such-command, and no command no-such-command on this machine"),
+        ("[torchrun, --fast, a.py]", "torchrun: unknown option '--fast'; write the program alone, such as"),
+    ],
+)
+def test_a_program_that_cannot_start_is_refused_before_anything_is_created(
+    tmp_path: Path, program: str, fault: str
+) -> None:
+    write_files(tmp_path, {"job.yaml": f"name: mine\nprogram: {program}\n".encode(), "run.sh": b""})
+    with pytest.raises(Mistake) as refused:
+        dry_run(load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"]))
+    assert str(refused.value).startswith(f"{tmp_path}/job.yaml:2: program: {fault.format(tmp_path)}")
+
+
+def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_path: Path) -> None:
+    job = "name: mine\nprogram: [train.py]\ndata: {corpus: data/corpus, images: 's3://bucket/images'}\n"
+    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b"", "data/corpus/a.txt": b"a"})
+    store = open_store(str(tmp_path / "elsewhere"), create=True)
+    prepared = prepare(load(tmp_path / "job.yaml"), store, PlainProgress(lambda _: None))
+    data = prepared.document["data"]
+    assert data["images"] == "s3://bucket/images"
+    assert sorted(prepared.files) == [entry.key for entry in store.list("files/")]
+    assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"

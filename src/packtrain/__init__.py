@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from packtrain.api import RunHandle, Runs
 
 __version__ = "0.1.0"
-__all__ = ["RunHandle", "open", "run", "runs"]
+__all__ = ["RunHandle", "checkpoint", "open", "run", "runs", "stop_requested"]
 
 # Importing a subpackage binds its name here. Import it before the function of that name is defined, so that `pt.run`
 # stays the function.
@@ -48,6 +48,20 @@ def runs(store: str = "./store") -> Runs:
     from packtrain import api
 
     return api.runs(store)
+
+
+def checkpoint() -> None:
+    """In a program: say that its checkpoint directory is complete, so that it is committed now."""
+    from packtrain.train.program import request_commit
+
+    request_commit()
+
+
+def stop_requested() -> bool:
+    """In a program: true once the run is to stop; the program then saves its checkpoint and exits."""
+    from packtrain.train.program import is_stopping
+
+    return is_stopping()
 
 
 def __getattr__(name: str) -> object:

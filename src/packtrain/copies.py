@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Protocol
 
-from packtrain.data.pack import GIVEN
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.pack.manifest import find_manifest, pack_key
 from packtrain.run.checkpoint import committed, file_key, manifest_key
+from packtrain.run.inputs import GIVEN, is_remote, keys_of
 from packtrain.run.liveness import state_of
 from packtrain.run.records import Lease, decode, encode
 from packtrain.run.run import Run
@@ -147,14 +147,17 @@ class _Copier:
             self._put_manifest(pack_key(name, "manifest.json"))
 
     def given(self, run: Run) -> None:
-        """Copy the files that model options name, whose keys are their digests."""
+        """Copy the files that model options name, and the data of a program; their keys are their digests."""
         options = run.job.model.options.values() if run.job.recipe is not None else ()
         keys = {one.removeprefix("store:") for one in options if isinstance(one, str) and one.startswith("store:")}
+        for address in run.job.inputs.values():
+            if is_remote(address) and address.startswith("store:"):
+                keys.update(keys_of(self._source, address))
         # The job is in the store, where others may write: it may name anything.
         entries = [(key, self._source.entry(key)) for key in sorted(keys) if key.startswith(GIVEN) and is_key(key)]
         files = [_Item(key, entry.size, key.removeprefix(GIVEN)) for key, entry in entries if entry is not None]
         self._look(GIVEN)
-        self._copy("files of the model", [item for item in files if self._sizes.get(item.key) != item.size])
+        self._copy("files that the job names", [item for item in files if self._sizes.get(item.key) != item.size])
 
     def run(self, run: Run, there: Run) -> None:
         checkpoints = {

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
-from packtrain.data.pack import GIVEN
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
-from packtrain.job.job import Job, Option
+from packtrain.job.job import CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
+from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
 from packtrain.pack.build import PackProgress
@@ -30,6 +32,7 @@ from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
 from packtrain.run.records import Event, FleetLaunch
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
@@ -45,10 +48,33 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
         check_recipe(loaded.job, loaded.code)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
+    if loaded.job.program is not None:
+        loaded = _without_launcher(loaded)
     for number, variable in enumerate(loaded.job.environment):
         if (fault := loaded.job.fleet.kind.variable_fault(variable)) is not None:
             raise loaded.mistake(f"environment.{number}", fault)
     return loaded
+
+
+def _without_launcher(loaded: LoadedJob) -> LoadedJob:
+    """Return the job with its program as Packtrain starts it, and the workers that its launcher was told to start."""
+    job = loaded.job
+    assert job.program is not None
+    try:
+        found = without_launcher(job.program)
+    except Mistake as mistake:
+        raise loaded.mistake("program", str(mistake)) from None
+    workers, machines = found.workers, job.fleet.kind.machines
+    if found.total is not None:
+        if found.total % machines.most or not machines.is_fixed:
+            fault = f"{found.launcher} has {found.total} workers in all, for {machines} machines"
+            raise loaded.mistake("program", f"{fault}; set fleet.workers, the number on each machine")
+        workers = found.total // machines.most
+    first, *rest = found.program
+    if "/" not in first and not first.endswith(".py") and (loaded.code / first).is_file():
+        first = f"./{first}"  # otherwise it would be looked for on the path
+    fleet = job.fleet.model_copy(update={"workers": job.fleet.workers or workers})
+    return replace(loaded, job=job.model_copy(update={"program": (first, *rest), "fleet": fleet}))
 
 
 def pack_data(
@@ -117,6 +143,10 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
     if job.recipe is not None:
         updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
+    if job.program is not None:
+        directory = loaded.code.resolve()
+        updates["inputs"] = _stored_inputs(loaded, store, progress.say)
+        updates["origin"] = CodeOrigin(directory=str(directory), inode=directory.stat().st_ino)
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None and job.recipe is not None:
         recipe = recipe_class(job.recipe, loaded.code)
@@ -137,7 +167,7 @@ def _put_forecast(run: Run, packed: Manifest) -> None:
 
     with suppress(PacktrainError):  # a run does not need it: whatever is wrong shows when it starts
         if (found := expected(run, packed)) is not None:
-            run.put_prediction(found)
+            run.put_forecast(found)
 
 
 @dataclass(frozen=True)
@@ -160,6 +190,10 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
         options = _stored_options(loaded, store, progress.say)
         document["model"] = {**document["model"], **{name: options[name] for name in named}}
     files = [str(document["model"][name]).removeprefix("store:") for name in named]
+    if loaded.job.inputs:
+        document["data"] = _put_inputs(loaded, store, progress.say)
+        stored = [one for one in document["data"].values() if one.startswith("store:")]
+        files += [key for address in stored for key in keys_of(store, address)]
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None:
         document["data"] = {**document["data"], "pack": packed.name}
@@ -345,9 +379,39 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
     if not loaded.job.has_own_code:
         data = loaded.text.encode()
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
-    if program is not None and program[0].endswith(".py") and not (loaded.code / program[0]).is_file():
-        raise loaded.mistake("program.0", f"there is no file {loaded.code / program[0]}")
+    if program is not None and (fault := _program_fault(loaded, program[command_of(program) :])) is not None:
+        raise loaded.mistake("program", fault)
     return snapshot(loaded.code)
+
+
+def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
+    """Return why a program cannot start, as far as that can be seen here: it would cost every machine a start."""
+    command, arguments = words[0], list(words[1:])
+    is_here = fleet_of(loaded.job.fleet.kind).trains_here
+    if is_python(command):
+        while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+            del arguments[: 2 if arguments[0] in ("-W", "-X") else 1]
+        if not arguments:
+            return "Python has no script to run; write [train.py], or [python, -m, module]"
+        if arguments[0] == "-m" and len(arguments) > 1:
+            place = loaded.code.joinpath(*arguments[1].split("."))
+            known = place.is_dir() or place.with_suffix(".py").is_file()
+            if is_here and not known and find_spec(arguments[1].split(".")[0]) is None:
+                return f"there is no module {arguments[1]} in {loaded.code}, and none is installed"
+            return None
+        command = arguments[0]
+        if command in ("-c", "-m"):
+            return None
+    path = loaded.code / command
+    if command.endswith(".py") or "/" in command:
+        if not path.is_file():
+            return f"there is no file {path}"
+        if not command.endswith(".py") and not os.access(path, os.X_OK):
+            return f"{path} is not executable; run `chmod +x {command}`"
+        return None
+    if is_here and shutil.which(command) is None:
+        return f"there is no file {path}, and no command {command} on this machine"
+    return None
 
 
 def _model_files(loaded: LoadedJob) -> dict[str, str]:
@@ -360,6 +424,21 @@ def _model_files(loaded: LoadedJob) -> dict[str, str]:
         for name, path in named.items()
         if isinstance(path, str)
     }
+
+
+def _stored_inputs(loaded: LoadedJob, store: Store, say: Say) -> dict[str, str]:
+    """Return the program's data as its machines find it: in the store, unless they are this one."""
+    for name, path in loaded.job.inputs.items():
+        if not is_remote(path) and not Path(path).exists():
+            raise loaded.mistake(f"data.{name}", f"there is no file or folder {path}")
+    if fleet_of(loaded.job.fleet.kind).trains_here:
+        return dict(loaded.job.inputs)
+    return _put_inputs(loaded, store, say)
+
+
+def _put_inputs(loaded: LoadedJob, store: Store, say: Say) -> dict[str, str]:
+    paths = loaded.job.inputs.items()
+    return {name: path if is_remote(path) else put_input(store, Path(path), say) for name, path in paths}
 
 
 def _stored_options(loaded: LoadedJob, store: Store, say: Say) -> dict[str, Option]:

@@ -14,11 +14,11 @@ from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, foll
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
-from packtrain.run.records import Event, Point, Result
+from packtrain.run.records import Event, LogLine, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.units import Machines
-from parts.runs import a_lease, new_run, program_job, recipe_job
+from parts.runs import a_generation, a_lease, new_run, program_job, recipe_job
 
 TWO = Machines(2, 2)
 ENDED = Machine("b", "ended", is_over=True)
@@ -167,6 +167,23 @@ def test_a_program_is_shown_as_running_once_its_workers_have_started(directory_s
     events.flush()
     follower.read()
     assert "running for" in follower.line()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_rank_0_of_a_program_prints_is_shown_unless_quiet(
+    directory_store: Store, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    run = new_run(directory_store)
+    run.propose(a_generation(1, "a", "b"))
+    logs = {node: run.log_writer(node) for node in ("a", "b")}
+    logs["a"].append(LogLine(1.0, 1, "a", 0, "out", "before"))
+    logs["a"].flush()
+    follower = Follower(run, [], console(), streams=new_streams(run), quiet=quiet)
+    for node, rank, text in (("a", 0, "loss [0.5]"), ("a", 1, "rank 1"), ("a", None, "launcher"), ("b", 2, "other")):
+        logs[node].append(LogLine(2.0, 1, node, rank, "out", text))
+        logs[node].flush()
+    follower.read()
+    assert capsys.readouterr().out == ("" if quiet else "loss [0.5]\n")
 
 
 def test_hangs_and_excluded_machines_are_shown_and_commits_are_not(

@@ -33,6 +33,10 @@ RECIPE: Mapping[str, Any] = {
         "schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0}},
     },
 }
+NOT_PATHS = (
+    "data: must be a path, a list of paths, or a mapping of names to paths for a program; sources such as bitext belong"
+    " to recipes"
+)
 PROGRAM: Mapping[str, Any] = {"name": "mine", "program": ["train.py", "--lr", "0.1"]}
 
 
@@ -234,7 +238,14 @@ def test_wrong_fields_of_a_recipe_are_refused_with_their_place(field: str, value
 @pytest.mark.parametrize(
     ("field", "value", "refusal"),
     [
-        ("data", {}, "data: applies to recipes only, not to programs"),
+        ("data", 3, NOT_PATHS),
+        ("data", {"train": {"bitext": ["a", "b"]}}, NOT_PATHS),
+        ("data", ["a/x", "b/x"], "data.1: 'x' is there twice; write a mapping, such as {corpus: PATH}"),
+        ("data", {"a/b": "x"}, "data.a/b: 'a/b' is no name for a folder; write a mapping, such as {corpus: PATH}"),
+        ("data", ["../x"], "data.0: '../x' is outside the job file's directory; use an absolute path"),
+        ("data", "https://a/b", "data.0: 'https://a/b' must be a path or start with one of s3://, gs://, az://, store:files/"),
+        ("outputs", ["/tmp/x"], f"outputs.0: '/tmp/x' {OUTSIDE}"),
+        ("outputs", ["./"], "outputs.0: must name a file or folder that the program writes, such as out/"),
         ("train", {"seed": 1}, "train: applies to recipes only, not to programs"),
         ("model", "tiny", "model: applies to recipes only, not to programs"),
         ("evaluate", {}, "evaluate: applies to recipes only, not to programs"),

@@ -189,8 +189,8 @@ def test_a_file_that_is_no_job_is_refused_with_its_line(directory: Path, text: s
         ("  batch: 25000 tokens\n", "", "a.yaml:9: train.batch is required"),
         ("name: en-de\n", "", "a.yaml:1: name is required"),
         ("recipe: translate\n", "", "a.yaml:1: recipe is required, unless the job has a program"),
-        ("recipe: translate", "program: [a.py]", "a.yaml:3: data: applies to recipes only, not to programs"
-         " (and 2 more)"),
+        ("recipe: translate", "program: [a.py]", "a.yaml:3: data: must be a path, a list of paths, or a mapping of"
+         " names to paths for a program; sources such as bitext belong to recipes (and 2 more)"),
         ("name: en-de", "name: En", "a.yaml:1: name: 'En' must be 1 to 63 characters from a-z, 0-9 and -"),
         ("base", "[]", "a.yaml:8: model: must be a mapping, not a list"),
     ],

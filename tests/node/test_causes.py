@@ -62,7 +62,10 @@ def error(text: str, **fields: object) -> WorkerError:
         # What workers wrote before, or about others, is not why they ended.
         (1, [], LastOutput(SUMMARY.format(**KILLED_ALONE), WARNED), 0, "program"),
         (1, [error("Connection reset by peer")], LastOutput(SUMMARY.format(**KILLED_ALONE), WARNED), 0, "program"),
-        (1, [], LastOutput("", f"{WARNED}\nValueError: it broke"), 0, "program"),
+        (1, [], LastOutput("", f"{WARNED}\nRuntimeError: it broke"), 0, "program"),
+        (1, [], LastOutput("", f"{WARNED}\nModuleNotFoundError: No module named 'x'"), 0, "mistake"),
+        (1, [], LastOutput("exitcode  : 2 (pid: 7)", "train.py: error: unrecognized arguments: -x"), 0, "mistake"),
+        (1, [], LastOutput("exitcode  : 3 (pid: 7)", "it broke"), 0, "program"),
         (1, [], LastOutput("", f"OSError: {IN_USE}"), 0, "program"),
         (1, [], LastOutput("", KILLED), 1, "program"),
     ],
@@ -100,14 +103,31 @@ def test_only_a_programs_own_error_is_reported() -> None:
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED
 Traceback (most recent call last):
-  File "train.py", line 7, in <module>
+  File "/cache/nodes/a/code/train.py", line 7, in <module>
+    load(name)
+  File "/usr/lib/python3/site-packages/pandas/code/frame.py", line 99, in load
     raise ValueError(name)
 ValueError: no such column: 'price'
 Traceback (most recent call last):
 torch.distributed.DistNetworkError: Connection was likely closed
 """
     text = why_they_ended(3, 1, [], LastOutput("", said), 0).text
-    assert text == "a worker exited with code 1 (ValueError: no such column: 'price'); see `packtrain logs`"
+    assert text == "train.py:7: ValueError: no such column: 'price'; see `packtrain logs`"
+
+
+def test_a_mistake_at_the_first_try_of_a_program_is_not_tried_again() -> None:
+    failed = NodeReport(1, "mistake", "NameError: x")
+    assert verdict(tried("start"), failed, 0, 3) == "NameError: x"
+    assert verdict(tried("start", "program", "resumed"), failed, 0, 3) == "NameError: x"
+    assert verdict(tried("start"), failed, 30, 3) is None, "there was a commit since"
+    assert verdict(tried("start", "preempted"), failed, 0, 3) is None, "it worked before"
+
+
+def test_without_an_error_of_python_the_last_lines_are_the_message() -> None:
+    said = LastOutput("exitcode  : 3 (pid: 7)", "one\ntwo\n\nthree\nfour\n")
+    assert why_they_ended(3, 1, [], said, 0).text == (
+        "the program exited with code 3: two / three / four; see `packtrain logs`"
+    )
 
 
 def test_the_error_that_explains_the_others_comes_first() -> None:

@@ -67,7 +67,8 @@ def options(arguments: list[str]) -> Iterator[tuple[str, str]]:
     [
         (("train.py", "--lr", "0.1"), ["train.py", "--lr", "0.1"]),
         (("./train.sh", "-x"), ["--no-python", "./train.sh", "-x"]),
-        (("python", "-m", "train"), ["--no-python", "python", "-m", "train"]),
+        (("python", "-m", "train"), ["--no-python", sys.executable, "-m", "train"]),
+        (("env", "A=b", "python3.11", "a.py"), ["--no-python", "env", "A=b", sys.executable, "a.py"]),
     ],
 )
 def test_a_program_is_started_with_its_arguments_unchanged(program: tuple[str, ...], started: list[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_program_that_fails_is_restarted_and_then_the_run_fails(machine: Machi
     result = run.result()
     assert result is not None
     assert result.status == "failed"
-    assert result.reason.startswith("a worker exited with code")
+    assert result.reason.startswith("the program exited with code 3: it broke; see `packtrain logs`")
     assert result.reason.endswith("(after 1 restart)")
     reasons = [generation.reason for generation in run.generations()]
     assert reasons[0] == "start"

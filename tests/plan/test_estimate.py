@@ -1,8 +1,8 @@
-"""The estimator, where the truth is known: what bounds a step, what a run takes, what fits, how far it was off."""
+"""The estimator, where the truth is known: what bounds a step, what a run takes, what fits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,19 +16,15 @@ from packtrain.plan.estimate import (
     Speed,
     Workload,
     choose,
-    compared,
     estimate,
+    forecast_of,
     goal_of,
     lines_of,
     memory_of,
-    prediction_of,
     speed_from_table,
     with_efficiency,
 )
-from packtrain.report.summary import summarize
-from packtrain.run.records import Point, Result, TimeSpent
-from packtrain.store import Store
-from parts.runs import MEASURED, new_run, recipe_job
+from parts.runs import recipe_job
 
 # Ten million weights in 32 bits; a batch of 1,000 tokens, of which each takes a millisecond.
 WORK = Workload(
@@ -220,54 +216,10 @@ def test_a_device_of_the_table_reaches_a_part_of_its_peak() -> None:
 # Afterwards.
 
 
-def test_a_prediction_says_three_lines() -> None:
-    lines = lines_of(prediction_of(WORK, priced()[1]), recipe_job(checkpoint={"every": "5 min"}))
+def test_a_forecast_says_three_lines() -> None:
+    lines = lines_of(forecast_of(WORK, priced()[1]), recipe_job(checkpoint={"every": "5 min"}))
     assert lines == [
         "about 9 min 00 s for 1,000 steps, $1.08 (made up)",
         "540 ms per step, 1,852 samples/s, limited by compute; 40.0 MB of gradients sent per step",
         "10.0 million parameters, 510 MB of memory per worker, checkpoints of 120 MB every 5 min",
     ]
-
-
-@dataclass(frozen=True)
-class Spent:
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Seen:
-    state: str = "finished"
-    step: int = 1000
-    seconds: float = 1500.0
-    unit: str = "tokens"
-    units_per_second: float | None = 800.0
-    cost: None = None
-    goodput: Spent = field(default_factory=lambda: Spent({"forward": 900.0, "wait": 350.0, "evaluation": 250.0}))
-
-
-def test_a_prediction_is_compared_with_what_was_seen() -> None:
-    found = {one.what: one for one in compared(prediction_of(WORK, on(1)), Seen())}
-    assert found["seconds per step"][1:] == pytest.approx((1.0, 1.25, 0.25))
-    assert found["tokens per second"].off == pytest.approx(-0.2)
-    assert found["seconds in all"].off == pytest.approx(0.5)
-    assert found["steps"].off == 0.0
-    assert "dollars" not in found, "no price was known"
-
-
-def test_a_run_in_progress_is_compared_by_its_steps_alone() -> None:
-    found = compared(prediction_of(WORK, on(1)), replace(Seen(), state="running", step=10))
-    assert [one.what for one in found] == ["seconds per step", "tokens per second"]
-    assert compared(prediction_of(WORK, on(1)), Seen("running", 0, 0.0, "tokens", None, None, Spent())) == []
-
-
-def test_the_summary_of_a_run_is_what_a_prediction_is_compared_with(directory_store: Store) -> None:
-    run = new_run(directory_store, recipe_job())
-    points = run.point_writer("000001-rank-0")
-    points.append(Point("train", 1, 1, 1.0, {**MEASURED, "samples": 4.0, "forward_seconds": 1.0}))
-    points.flush()
-    times = run.time_spent_writer("000001-rank-0")
-    times.append(TimeSpent(2.0, 1, 0, 1, {"forward": 1.0}))
-    times.flush()
-    run.finish(Result("finished", "", 1, 2.0))
-    found = {one.what: one.seen for one in compared(prediction_of(WORK, on(1)), summarize(run, "finished"))}
-    assert found == {"seconds per step": 1.0, "samples per second": 4.0, "steps": 1.0, "seconds in all": 2.0}

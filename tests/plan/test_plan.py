@@ -178,7 +178,7 @@ def test_a_plan_is_measured_here_and_a_run_expects_the_same(tmp_path: Path) -> N
     assert one.memory_bytes > 100e6, "a process with torch has more"
     assert one.evaluation_seconds > 0
     run = create(load(path, ["train.duration=20 steps"]), PlainProgress(quiet))
-    found = run.prediction()
+    found = run.forecast()
     assert found is not None
     assert (found.source, found.steps) == (made.source, 20)
     assert found.step_seconds == pytest.approx(one.step_seconds)
@@ -238,7 +238,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 
 def test_a_run_expects_something_before_anyone_has_planned(tmp_path: Path) -> None:
     run = create(load(write_job(tmp_path)), PlainProgress(quiet))
-    found = run.prediction()
+    found = run.forecast()
     assert found is not None
     assert found.source.startswith("rough: peak of")
     assert (found.workers, found.steps, found.limit) == (1, 10, "compute")
@@ -253,7 +253,7 @@ def test_expecting_needs_no_torch(tmp_path: Path) -> None:
         "start.find_spec = lambda name: True\n"  # it only asks whether torch is installed
         "from packtrain.pack.build import PlainProgress\n"
         f"run = start.create(start.load({str(path)!r}), PlainProgress(lambda text: None))\n"
-        "print(run.prediction().parameters)\n"
+        "print(run.forecast().parameters)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -268,12 +268,12 @@ def test_an_earlier_run_of_the_same_job_tells_the_pace(tmp_path: Path) -> None:
         points.append(Point("train", 1, step, float(step), {**MEASURED, "tokens": 50.0, "step_seconds": 0.5}))
     points.flush()
     second = create(load(path, ["train.duration=100 steps"]), PlainProgress(quiet))
-    found = second.prediction()
+    found = second.forecast()
     assert found is not None
     assert found.source == "as in greetings-1"
     assert (found.step_seconds, found.units_per_second) == (0.5, 100.0)
     assert found.seconds >= 50.0
-    other = create(load(path, ["train.batch=32 tokens"]), PlainProgress(quiet)).prediction()
+    other = create(load(path, ["train.batch=32 tokens"]), PlainProgress(quiet)).forecast()
     assert other is not None
     assert other.source.startswith("rough"), "another batch is other work"
 
@@ -296,6 +296,6 @@ def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> Non
         "from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n"
     )
     run: Run = create(load(write_job(tmp_path, recipe="mine:Mine")), PlainProgress(quiet))
-    assert run.prediction() is None
+    assert run.forecast() is None
     again = open_run(run.store, run.name)
     assert expected(again, read_manifest(run.store, run.pack_name())) is None

@@ -16,19 +16,19 @@ from packtrain.report.account import (
     compared,
     data_set,
     faults,
+    forecast,
     job_text,
     money,
-    prediction,
     reproduce,
 )
 from packtrain.report.cost import Cost
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.run.checkpoint import Checkpoint, StoredFile
-from packtrain.run.records import Event, Point, Prediction, TimeSpent
+from packtrain.run.records import Event, Forecast, Point, TimeSpent
 from parts.runs import a_lease, program_job, recipe_job
 from report.made import evidence_of, generation_of, steps_of, telemetry_of, trained
 
-PLAN = Prediction(
+PLAN = Forecast(
     source="a table of devices", limit="compute", workers=1, steps=400, step_seconds=0.1, units_per_second=640.0,
     seconds=40.0, dollars=None, memory_bytes=1 << 30, parameters=1000, gradient_bytes=4000, checkpoint_bytes=3000,
 )  # fmt: skip
@@ -118,12 +118,12 @@ def test_without_a_price_there_are_machine_hours() -> None:
 def test_a_plan_that_was_right_is_confirmed() -> None:
     evidence = evidence_of(
         steps_of(),
-        prediction=PLAN,
+        forecast=PLAN,
         telemetry=telemetry_of(),
         checkpoints=[a_checkpoint(400)],
         summary={"seconds": 42.0},
     )
-    found = prediction(evidence)
+    found = forecast(evidence)
     assert found is not None
     assert (found.verdict, found.answer) == ("good", "Yes: everything within 5% of the plan.")
     assert [row.what for row in compared(evidence)] == [
@@ -132,17 +132,17 @@ def test_a_plan_that_was_right_is_confirmed() -> None:
 
 
 def test_a_plan_that_was_wrong_names_its_worst_number() -> None:
-    found = prediction(evidence_of(steps_of(), prediction=replace(PLAN, step_seconds=0.3)))
+    found = forecast(evidence_of(steps_of(), forecast=replace(PLAN, step_seconds=0.3)))
     assert found is not None
     assert found.verdict == "note"
     assert found.answer.startswith("Not quite: time of a step was planned as 300 ms and was 100 ms (-67%)")
 
 
 def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
-    evidence = evidence_of(steps_of(), prediction=PLAN, summary={"state": "running"})
+    evidence = evidence_of(steps_of(), forecast=PLAN, summary={"state": "running"})
     assert [row.what for row in compared(evidence)] == ["time of a step", "tokens/s"]
-    assert prediction(evidence_of(steps_of())) is None
-    nothing = prediction(evidence_of(prediction=PLAN, summary={"state": "running"}))
+    assert forecast(evidence_of(steps_of())) is None
+    nothing = forecast(evidence_of(forecast=PLAN, summary={"state": "running"}))
     assert nothing is not None
     assert nothing.verdict == "unknown"
 

@@ -9,10 +9,12 @@ import pytest
 from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.report.summary import Overview, overview, summarize, summary_of, units_per_second
+from packtrain.run.checkpoint import commit
 from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry
 from packtrain.run.run import Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
+from parts.runs import a_lease, write_files
 
 
 def trained(step: int, **values: float) -> Point:
@@ -98,6 +100,18 @@ def test_the_run_of_a_program_has_neither_goal_nor_speed(program: Run) -> None:
     assert (summary.reason, summary.seconds, summary.step) == ("exit code 1", 12.0, 0)
     assert (summary.goal, summary.unit, summary.units_per_second) == (None, "", None)
     assert summary.headline == ""
+
+
+def test_a_program_has_commits_and_the_time_of_its_machines_while_it_runs(program: Run, tmp_path: Path) -> None:
+    for number in (1, 2):
+        commit(program, number, 1, None, write_files(tmp_path, {"a": b"x"}))
+    program.renew(a_lease("gone", used_seconds=5.0))
+    program.renew(a_lease("here", used_seconds=30.0))
+    for found in (overview(program, "interrupted"), summary_of(program, "interrupted", [], None)):
+        assert (found.step, found.seconds, found.progress) == (2, 30.0, "2 commits")
+    program.finish(Result("stopped", "by user", 1, 40.0))
+    ended = overview(program, "stopped")
+    assert (ended.progress, ended.seconds) == ("1 commit", 40.0)
 
 
 def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, tmp_path: Path) -> None:

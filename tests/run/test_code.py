@@ -77,6 +77,20 @@ def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -
     assert kept(repository, tmp_path / "back").keys() == {"train.py", "new.py", ".gitignore"}
 
 
+def test_a_gitignore_counts_without_a_repository_as_git_reads_it(tmp_path: Path) -> None:
+    files = {
+        ".gitignore": b"# large\n/data/\n*.log\n!keep.log\nbuild/\n",
+        "train.py": b"", "keep.log": b"", "lib/.gitignore": b"*.tmp\n!own.log\n", "lib/own.log": b"", "lib/data/a": b"",
+    }  # fmt: skip
+    ignored = {"data/big.bin": b"x", "data/keep.log": b"x", "lib/a.log": b"x", "lib/b.tmp": b"x", "lib/build/c": b"x"}
+    for directory in (tmp_path / "plain", tmp_path / "repository"):
+        write_files(directory, {**files, **ignored})
+    subprocess.run(["git", "init", "-q", tmp_path / "repository"], check=True)
+    assert snapshot(tmp_path / "plain").sizes == snapshot(tmp_path / "repository").sizes
+    assert kept(tmp_path / "plain", tmp_path / "back").keys() == files.keys()
+    assert snapshot(tmp_path / "plain").left_out["data/"] == "named in .gitignore"
+
+
 def test_without_git_the_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path / "code", {"train.py": b"1", "lib/more.py": b"2"})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -211,6 +225,17 @@ def test_files_that_the_list_of_the_directory_names_are_left_out(
 def test_a_store_is_not_code_also_if_git_does_not_ignore_it(tmp_path: Path, repository: Path) -> None:
     write_files(repository, {"train.py": b"", "old/.packtrain-store": b"", "old/runs/x": b""})
     assert kept(repository, tmp_path / "back").keys() == {"train.py"}
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
+def test_a_store_is_not_code_whichever_directory_it_is_in(tmp_path: Path, repository: Path, tracked: bool) -> None:
+    directory = repository if tracked else tmp_path / "plain"
+    here = {".packtrain-store": b"", "runs/a-1/job.json": b"", "packs/a/manifest.json": b"", "files/0a": b""}
+    copied = {"exp/copy/runs/a-1/code.tar.zst": b"", "exp/copy/runs/a-1/job.json": b""}
+    write_files(directory, {"train.py": b"", "lib/runs/notes.txt": b"", **here, **copied})
+    if tracked:
+        subprocess.run(["git", "-C", directory, "add", "-f", "."], check=True)
+    assert kept(directory, tmp_path / "back").keys() == {"train.py", "lib/runs/notes.txt"}
 
 
 def test_what_was_taken_and_what_was_left_out_is_said(tmp_path: Path) -> None:

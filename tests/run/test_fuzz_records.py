@@ -29,6 +29,7 @@ from packtrain.run import records
 from packtrain.run.records import (
     Event,
     FleetLaunch,
+    Forecast,
     Generation,
     Gpu,
     Lease,
@@ -38,7 +39,6 @@ from packtrain.run.records import (
     NodeReport,
     Notes,
     Point,
-    Prediction,
     Result,
     Sample,
     Telemetry,
@@ -142,7 +142,7 @@ def write_records(run: Run) -> None:
     machines.append(TelemetrySample(now, "a", telemetry))
     for writer in (events, points, spent, logs, machines):
         writer.flush()
-    run.put_prediction(Prediction("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
+    run.put_forecast(Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
     run.put_notes(Notes(("tag",), "a sentence"))
     run.put_mirrored(MirroredRun("0" * 64, "of mlflow"))
     run.store.put(run.key("proposers/000001-000.txt"), b"a")

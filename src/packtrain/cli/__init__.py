@@ -11,10 +11,22 @@ from typing import Annotated
 import typer
 
 from packtrain.backoff import SLOW_ANSWERS
-from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve, ui
-from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, plan, runs, serve
-from packtrain.cli import compare, copies, evaluate, export, jobs, machines, models, packages, runs, serve, sweep
-from packtrain.cli import copies, evaluate, export, jobs, machines, models, packages, runs, serve, tensorboard
+from packtrain.cli import (
+    compare,
+    copies,
+    evaluate,
+    export,
+    jobs,
+    machines,
+    models,
+    packages,
+    plan,
+    runs,
+    serve,
+    sweep,
+    tensorboard,
+    ui,
+)
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
@@ -52,10 +64,9 @@ def options(
         SLOW_ANSWERS.tell = _complain
 
 
-for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages, ui):
-for group in (jobs, plan, runs, models, evaluate, export, serve, copies, machines, packages):
-for group in (jobs, sweep, runs, compare, models, evaluate, export, serve, copies, machines, packages):
-for group in (jobs, runs, models, evaluate, export, serve, copies, machines, packages, tensorboard):
+for group in (
+    jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
+):  # fmt: skip
     group.register(app)
 
 

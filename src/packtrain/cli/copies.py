@@ -1,15 +1,16 @@
-"""The command cp: a run or a pack in another store."""
+"""Commands that bring things elsewhere: cp a run or a pack to another store, get files of a run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, console, find_store, hints
+from packtrain.cli.common import StoreOption, console, find_run, find_store, hints
 
 if TYPE_CHECKING:
     from packtrain.cli.screen import Screen
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command()(cp)
+    app.command()(get)
 
 
 def cp(
@@ -54,6 +56,41 @@ def cp(
         screen.say("Copied ", (name, "bold"), f" to {there.url}: {copied}")
     if not isinstance(found, str):
         screen.say_lines(hints(Run(there, name), "status", "resume"))
+
+
+def get(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH]...", help="Files or folders, such as out/. Default: list what there is."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder to write to. Default: one named after the run."),
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Bring home the outputs or the checkpoint of a run."""
+    from packtrain.errors import Mistake
+    from packtrain.run.outputs import chosen, fetch_file, kept_files
+    from packtrain.units import counted, show_bytes
+
+    run, screen = find_run(store, name), console()
+    files = kept_files(run)
+    if not paths:
+        width = max(map(len, files), default=0)
+        screen.say_lines(f"{one:<{width}}  {show_bytes(file.size)}" for one, file in files.items())
+        if not files:
+            screen.say(f"{run.name} has neither outputs nor checkpoints yet")
+        return
+    wanted, target = chosen(run, files, paths), directory or Path(run.name)
+    try:
+        for one, file in wanted.items():
+            fetch_file(run, one, file, target)
+    except OSError as error:
+        raise Mistake(f"{target}: cannot write there: {error.strerror}; choose another directory with -o") from error
+    size = show_bytes(sum(file.size for file in wanted.values()))
+    screen.say("Wrote ", (f"{target}/", "bold"), f" ({counted(len(wanted), 'file')}, {size})")
 
 
 def _find(store: Store, name: str) -> Run | str:

@@ -23,7 +23,7 @@ from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
-from packtrain.run.records import Event, Point
+from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
@@ -38,21 +38,39 @@ _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeu
 _BAR_WIDTH = 16
 
 
-Streams = tuple[ChunkReader[Event], ChunkReader[Point]]
+class ProgramOutput:
+    """Reads what rank 0 of a program prints, from now on; the other ranks usually print the same, or nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._reader = run, run.log_lines().skip()
+        self._latest: Generation | None = None
+        self._nodes: list[str] = []  # that have or had rank 0: each writes the lines of all its workers
+
+    def read(self) -> list[LogLine]:
+        self._latest = self._run.latest_generation(self._latest)
+        if self._latest is not None and self._latest.members[0].node not in self._nodes:
+            self._nodes.append(self._latest.members[0].node)
+        return [line for line in self._reader.read(self._nodes) if line.rank == 0]
+
+
+Streams = tuple[ChunkReader[Event], ChunkReader[Point], ProgramOutput]
 
 
 def new_streams(run: Run) -> Streams:
     """Return readers of what the run records from now on; a resumed run has a history that was shown before."""
-    return run.events().skip(), run.points().skip()
+    return run.events().skip(), run.points().skip(), ProgramOutput(run)
 
 
-def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None = None) -> int:
+def follow(
+    run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None = None, quiet: bool = False
+) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground.
 
-    Without `streams` everything that the run has recorded is shown.
+    Without `streams` everything that the run has recorded is shown, and unless `quiet`, what rank 0 of a program
+    prints.
     """
     try:
-        return _follow(run, nodes, foreground, streams)
+        return _follow(run, nodes, foreground, streams, quiet)
     except StoreError as error:
         if not error.temporary:
             raise
@@ -61,10 +79,10 @@ def follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: St
         ) from None
 
 
-def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None) -> int:
+def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None, quiet: bool) -> int:
     screen = console()
     screen.say((run.name, "bold"), f" in {run.store.url}")
-    follower = Follower(run, nodes, screen, streams=streams)
+    follower = Follower(run, nodes, screen, streams=streams, quiet=quiet)
     try:
         try:
             follower.until_ended()
@@ -170,10 +188,12 @@ class Follower:
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
         streams: Streams | None = None,
+        quiet: bool = False,
     ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._poll_seconds = poll_seconds
-        self._events, self._points = streams or (run.events(), run.points())
+        self._events, self._points, output = streams or (run.events(), run.points(), ProgramOutput(run))
+        self._output = output if self._job.program is not None and not quiet else None
         self._steps: list[Point] = []
         self._evaluation: tuple[str, tuple[Part, ...]] = ("", ())
         self._deadline: float | None = None
@@ -190,6 +210,7 @@ class Follower:
             while True:
                 try:
                     if self._has_ended(live):
+                        self.read()  # machines upload their last lines after the result
                         return
                     backoff = None
                     time.sleep(self._poll_seconds)
@@ -252,10 +273,13 @@ class Follower:
         # Points keep the order of training, whatever the clocks of two machines say.
         events = sorted(self._events.read(), key=lambda event: event.time)
         points = sorted(self._points.read(), key=lambda point: (point.generation, point.step))
-        news: Iterator[Event | Point] = merge(events, points, key=lambda one: one.time)
+        lines = self._output.read() if self._output is not None else []
+        news: Iterator[Event | Point | LogLine] = merge(events, points, lines, key=lambda one: one.time)
         for one in news:
             if isinstance(one, Event):
                 self._note_event(one)
+            elif isinstance(one, LogLine):
+                self._screen.say(one.text)
             else:
                 self._note_point(one)
 

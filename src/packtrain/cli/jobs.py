@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
 
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
 ChangeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -117,6 +118,7 @@ def run(
     overrides: SetOption = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
+    quiet: QuietOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")
     ] = False,
@@ -146,14 +148,14 @@ def run(
         return
     created = create(loaded, ProgressBars(console()))
     _print_expected(created)
-    _start_and_follow(created, foreground, detach)
+    _start_and_follow(created, foreground, detach, quiet)
 
 
 def _print_expected(created: Run) -> None:
     """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
     from packtrain.plan.estimate import lines_of
 
-    found = created.prediction()
+    found = created.forecast()
     for line in lines_of(found, created.job) if found is not None else ():
         console().say(("plan", "dim"), f"  {line}")
 
@@ -164,6 +166,7 @@ def resume(
     overrides: ChangeOption = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
+    quiet: QuietOption = False,
     trust_code: TrustOption = False,
 ) -> None:
     """Resume a run from its last checkpoint. With --set: on another fleet, or for longer."""
@@ -188,7 +191,7 @@ def resume(
             console().say_lines([f"{found.name} is already running", *hints(found, "follow", "status", "stop")])
             return
         console().say(f"{found.name} is already running; following it")
-        sys.exit(follow(found, [], foreground=False))
+        sys.exit(follow(found, [], foreground=False, quiet=quiet))
     job = changed_job(found.job_data, overrides)[0] if overrides else found.job
     _check_modes(foreground, detach, job.fleet.kind)
     try:
@@ -196,7 +199,7 @@ def resume(
     except AlreadyComplete:  # its machines had left, and its result came a moment later
         _say_complete(found)
         return
-    _start_and_follow(reopened, foreground, detach)
+    _start_and_follow(reopened, foreground, detach, quiet)
 
 
 def _say_complete(found: Run) -> None:
@@ -236,7 +239,7 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
         raise Mistake(fault)
 
 
-def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
+def _start_and_follow(found: Run, foreground: bool, detach: bool, quiet: bool) -> None:
     from packtrain.cli.follow import follow, new_streams
     from packtrain.start import start, wait_until_joined
 
@@ -247,7 +250,7 @@ def _start_and_follow(found: Run, foreground: bool, detach: bool) -> None:
         console().say("Started ", (found.name, "bold"))
         console().say_lines(hints(found, "follow", "status", "stop"))
         return
-    sys.exit(follow(found, nodes, foreground, streams))
+    sys.exit(follow(found, nodes, foreground, streams, quiet))
 
 
 def _print_line(text: str) -> None:

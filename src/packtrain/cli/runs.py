@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import (
+    STATE_STYLES,
     JsonOption,
     RunArgument,
     StoreOption,
     TrustOption,
-    STATE_STYLES,
     console,
     find_run,
     find_store,
@@ -103,7 +103,7 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
             Text(one.run, "bold"),
             Text(one.state, STATE_STYLES[one.state]),
             *([harmless(queue or "")] if queued else []),
-            f"{one.step:,}",
+            one.progress,
             "" if one.loss is None else f"{one.loss:.3f}",
             harmless(one.headline),
             show_seconds(one.seconds) if one.seconds else "",
@@ -214,6 +214,7 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
 
     from packtrain.fleet import release, request_stop
     from packtrain.run.liveness import finish_unattended
+    from packtrain.units import counted
 
     run = find_run(store, name)
     result, screen = run.result(), console()
@@ -226,7 +227,8 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         while (result := run.result()) is None:
             if not finish_unattended(run):
                 time.sleep(_STOP_POLL_SECONDS)
-    screen.say(f"{run.name} {result.status} at step {result.step:,}")
+    reached = f"at step {result.step:,}" if run.job.program is None else f"with {counted(result.step, 'commit')}"
+    screen.say(f"{run.name} {result.status} {reached}")
     release(run, screen.say)
     if result.status != "finished":
         screen.say_lines(hints(run, "resume"))

@@ -22,12 +22,12 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.pack.manifest import Manifest, PackFile, ShardFile, check_copies, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
+from packtrain.run.inputs import GIVEN
 from packtrain.store import Store
 from packtrain.system import FileLock
 
 _MIN_OPEN = 16
 _STAGING = 8  # downloads at the same time
-GIVEN = "files/"  # the folder of files that model options name, such as pretrained weights, by hash
 
 
 class Pack:

@@ -28,6 +28,8 @@ _FIXED = {
     "code": "its code is stored",
     "store": "the run is there; `packtrain cp` copies it to another one",
     "environment": "its code reads these variables",
+    "inputs": "its machines have it",
+    "origin": "its code came from there",
     "data": "its pack is made",
     "model": "its checkpoints have the weights of this model",
     "train": "the losses depend on it, and would be those of two runs",

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, PlainValidator, SerializationInfo, ValidationError, model_serializer
@@ -55,6 +56,7 @@ from packtrain.job.part import (
     Variable,
     WorkerCount,
     code_path_fault,
+    input_path_fault,
     matching,
     must_be,
     problem,
@@ -68,6 +70,7 @@ MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
 
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _RECIPES_ONLY = "applies to recipes only, not to programs"
 
@@ -277,6 +280,39 @@ class BudgetSettings(Part):
     hours: Positive | None = None
 
 
+def _read_inputs(value: object) -> dict[str, str]:
+    """Return the data of a program by name; a path or a list of paths is named after the last part of each."""
+    listed = [value] if isinstance(value, str) else value
+    if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
+        named = [(PurePosixPath(one).name, one) for one in listed]
+    elif isinstance(listed, Mapping) and all(isinstance(one, str) for one in listed.values()):
+        named = list(listed.items())
+    else:
+        kinds = "a path, a list of paths, or a mapping of names to paths"
+        raise ValueError(f"must be {kinds} for a program; sources such as bitext belong to recipes")
+    problems, seen = [], set()
+    for place, (name, path) in zip(listed if isinstance(listed, Mapping) else range(len(named)), named, strict=True):
+        if fault := input_path_fault(path):
+            problems.append(problem(fault, place))
+        elif not _FOLDER_NAME.fullmatch(name) or name in seen:
+            fault = "there twice" if name in seen else "no name for a folder"
+            problems.append(problem(f"{quoted(name, 60)} is {fault}; write a mapping, such as {{corpus: PATH}}", place))
+        seen.add(name)
+    if problems:
+        raise refusal(problems)
+    return dict(named)
+
+
+class CodeOrigin(Part):
+    """The directory that the code of a run came from; `packtrain run` writes it, a job file does not.
+
+    Another machine sees the same directory if the path has the same inode there, as on a network file system.
+    """
+
+    directory: DirectoryPath
+    inode: Count
+
+
 class _NullForPrograms:
     """Lets a section be None in the job of a program, although its type says that every job has it.
 
@@ -308,6 +344,9 @@ class Job(Part):
     store: StorePath = "./store"
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
+    outputs: tuple[CodePath, ...] = ()
+    origin: CodeOrigin | None = None
+    inputs: Annotated[dict[str, str], PlainValidator(_read_inputs)] = Field(default_factory=dict)
     data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     train: Annotated[TrainSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
@@ -333,6 +372,13 @@ class Job(Part):
             for section in _RECIPE_SECTIONS:
                 given.setdefault(section, {})
         elif program:
+            if "data" in given:  # folders for its machines; `inputs` in the job of a run
+                try:
+                    given["inputs"] = _read_inputs(given.pop("data"))
+                except ValidationError as error:
+                    problems += problems_of(error, "data")
+                except ValueError as error:
+                    problems.append(problem(str(error), "data"))
             for section in [section for section in _RECIPE_SECTIONS if section in given]:
                 del given[section]
                 problems.append(problem(_RECIPES_ONLY, section))
@@ -348,6 +394,11 @@ class Job(Part):
             unpriced = ", ".join(self.fleet.unpriced)
             why = f"; no price is known for {unpriced}" if unpriced else ""
             yield ("budget", "dollars"), f"requires fleet.price, the price of a machine in dollars per hour{why}"
+        for number, output in enumerate(self.outputs):
+            if self.program is None:
+                yield ("outputs", number), "applies to programs only, not to recipes"
+            elif output.strip("./") == "":
+                yield ("outputs", number), "must name a file or folder that the program writes, such as out/"
         if self.program is None or self.recipe is not None:
             return
         if not self.program:

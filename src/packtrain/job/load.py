@@ -190,9 +190,18 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
         job = Job.model_validate(document.data)
     except ValidationError as error:
         raise document.first_mistake(error) from None
+    if "origin" in document.data:  # a run links to what is there, so only the client that starts it may say where
+        raise document.mistake(("origin",), "is written by `packtrain run`; remove it")
+    if "inputs" in document.data:
+        raise document.mistake(("inputs",), "is how a run stores the data of a program; write it as `data`")
     if job.program is None:
         data = job.data.map_paths(lambda path: path if is_address(path) else os.path.normpath(directory / path))
         job = job.model_copy(update={"data": data})
+    elif job.inputs:
+        inputs = {
+            name: path if is_address(path) else os.path.normpath(directory / path) for name, path in job.inputs.items()
+        }
+        job = job.model_copy(update={"inputs": inputs})
     where = job.report.mlflow
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})

@@ -40,6 +40,7 @@ _OWN_RECIPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_INPUT_SCHEMES = ("s3://", "gs://", "az://", "store:files/")
 _DATA_SCHEMES = ("s3://", "http://", "https://", "store:")
 
 
@@ -288,6 +289,19 @@ def _data_path_fault(text: str) -> str | None:
         if text.lower().startswith(_DATA_SCHEMES):
             return None
         return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(_DATA_SCHEMES)}"
+    if not PurePosixPath(text).is_absolute() and _is_outside(text):
+        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
+    return None
+
+
+def input_path_fault(text: str) -> str | None:
+    """Return what is wrong with the path of a program's data."""
+    if fault := _path_fault(text):
+        return fault
+    if is_address(text):
+        if text.startswith(_INPUT_SCHEMES):
+            return None
+        return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(_INPUT_SCHEMES)}"
     if not PurePosixPath(text).is_absolute() and _is_outside(text):
         return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
     return None

@@ -43,6 +43,16 @@ _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
 # How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
 _ERROR = re.compile(r"^(?!.*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+_EXIT_CODE = re.compile(r"exitcode\s*:\s*(\d+)")
+_FRAME = re.compile(r'^\s+File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# Errors of a program that another try only repeats; others, such as a lost connection, may pass.
+_MISTAKES = re.compile(
+    r"(\w+\.)*(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError"
+    r"|AttributeError|TypeError|KeyError|IndexError|ValueError|AssertionError|NotImplementedError|ZeroDivisionError"
+    r"|FileNotFoundError|NotADirectoryError|IsADirectoryError)\b"
+)
+_USAGE_CODES = (2, 126, 127)  # wrong arguments; a command that cannot be run, or that is not there
+_LAST_LINES = 3
 # What gloo, NCCL and torch's store say if another worker is gone.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
@@ -94,11 +104,34 @@ def why_they_ended(
         return NodeReport(generation, "program", killed)  # a full disk that was complained about earlier did not do it
     if first is not None:
         return NodeReport(generation, "program", first.text)
+    return _by_output(generation, code, output)
+
+
+def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
+    """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
     said = f"{output.launcher}\n{output.workers}"
-    own = [line for line in _ERROR.findall(said) if not is_consequence(line)]
-    last = f" ({own[-1]})" if own else ""
-    text = f"a worker exited with code {code}{last}; see `packtrain logs`"
-    return NodeReport(generation, _cause_in(own[-1] if own else said), text)
+    own = [found for found in _ERROR.finditer(said) if not is_consequence(found[0])]
+    codes = [int(number) for number in _EXIT_CODE.findall(output.launcher)]
+    code = codes[-1] if codes else code  # the launcher itself always exits with 1; the root cause comes last
+    if own:
+        error = own[-1][0]
+        cause = _cause_in(error)
+        if cause == "program" and _MISTAKES.match(error):
+            cause = "mistake"
+        return NodeReport(generation, cause, f"{_place_of(said[: own[-1].start()])}{error}; see `packtrain logs`")
+    lines = [line.strip() for line in output.workers.splitlines()]
+    last = [line for line in lines if line and not line.startswith("usage:") and not is_consequence(line)]
+    text = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
+    cause = "mistake" if code in _USAGE_CODES else _cause_in(said)
+    return NodeReport(generation, cause, f"the program exited with code {code}{text}; see `packtrain logs`")
+
+
+def _place_of(before: str) -> str:
+    """Return `train.py:7: `, the innermost line of the program's own code in the traceback that ends here."""
+    trace = before[max(0, before.rfind("Traceback (most recent call last)")) :]
+    frames = [(name, number) for name, number in _FRAME.findall(trace) if "/site-packages/" not in name]
+    own = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
+    return "{}:{}: ".format(*own[-1]) if own else ""
 
 
 def _cause_in(text: str) -> Cause:
@@ -146,6 +179,8 @@ def verdict(tried: Sequence[Generation], failed: NodeReport, step: int, failures
     if failed.cause not in COUNTED:
         return None
     last = tried[-1] if tried else None
+    if failed.cause == "mistake" and last is not None and last.cause in ("start", "resumed") and last.step == step:
+        return failed.text  # at its first try, with nothing committed: it would fail again
     if last is not None and failed.cause in _SAME_AGAIN and last.cause == failed.cause and last.step == step:
         at = f"step {failed.step} failed" if failed.step is not None else f"after step {step} it failed"
         same_step = failed.step is not None and failed.step == last.failed_step

@@ -20,19 +20,23 @@ from pathlib import Path
 import psutil
 
 from packtrain.errors import PacktrainError
+from packtrain.job.launchers import command_of, is_python
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
+from packtrain.node.workspace import INPUTS, visible
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent, usable_cores
 from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,
+    DATA_VARIABLE,
     GENERATION_VARIABLE,
     JOB_VARIABLE,
     RUN_VARIABLE,
     STORE_ID_VARIABLE,
     STORE_VARIABLE,
+    SUBMIT_VARIABLE,
 )
 
 _KILL_WAIT_SECONDS = 5.0
@@ -79,7 +83,10 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         return [*arguments, "-m", "packtrain.train"]
     if program[0].endswith(".py"):
         return [*arguments, *program]
-    return [*arguments, "--no-python", *program]
+    words, command = list(program), command_of(program)
+    if is_python(words[command]):  # this one, which has torch; another may come first on the path
+        words[command] = sys.executable
+    return [*arguments, "--no-python", *words]
 
 
 def worker_environment(
@@ -87,6 +94,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the workers' environment, without what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
+    submitted = visible(run.job.origin)  # only where it is there: a program can ask for it
     kept = _without_other_launchers(inherited)
     # torch would otherwise use all cores in every worker.
     threads = max(1, usable_cores() // member.workers)
@@ -109,6 +117,8 @@ def worker_environment(
         GENERATION_VARIABLE: str(generation.number),
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
+        **({DATA_VARIABLE: str(directories.checkpoints.with_name(INPUTS))} if run.job.inputs else {}),
+        **({SUBMIT_VARIABLE: str(submitted)} if submitted is not None else {}),
     }
 
 

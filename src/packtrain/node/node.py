@@ -35,9 +35,9 @@ from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, co
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler
 from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
+from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
-from packtrain.run.code import unpack
 from packtrain.run.records import (
     MAX_RECORD_BYTES,
     Cause,
@@ -108,8 +108,9 @@ class Node:
         self.preemption = PreemptionWatch(notices, clock)
         self.deadline = Deadline(self._near_deadline, self._past_deadline, clock)
         checkpoints = self.directory.path / "checkpoints"
+        self.workspace = Workspace(run, self.directory.path / "code", self._tell)
+        self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock, self.workspace)
         self.mirror = MirrorProcess(run, self.name)
-        self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock)
         self.group: WorkerGroup | None = None  # the workers that run now, or are about to
         self._ended_group: WorkerGroup | None = None  # those that ran last
         self.is_over = False
@@ -147,7 +148,7 @@ class Node:
             (self.directory.path / "code").mkdir()
             # Otherwise it stays empty: Python finds modules there first, and a job of Packtrain's own recipes has none.
             if self._job.has_own_code:
-                unpack(self.run.code, self.directory.path / "code")
+                self.workspace.prepare()
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
             while not self.is_over:
@@ -348,6 +349,8 @@ class Node:
             self.program.hurry()
             group.control.request_commit()
         if self._job.program is not None and group.is_first:
+            if group.control.take_commit_request():  # the program says that its files are complete
+                self.program.hurry()
             group.commit_if_due(self.program, self._tell)
         # Only the first node asks the store for a stop request; the others see its lease.
         leaving = self._leaving(check_stop=group.is_first and group.stop is None)

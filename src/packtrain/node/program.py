@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from packtrain.job.job import CheckpointSettings
+from packtrain.node.workspace import Fingerprint, Workspace, fingerprint
 from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
-from packtrain.store import is_key
 from packtrain.units import counted
 
-Fingerprint = dict[str, tuple[int, int]]
 _TRIES = 5  # to copy the directory between two writes of the program
 
 
@@ -33,8 +32,10 @@ class ProgramCheckpoints:
         settings: CheckpointSettings,
         tell: TellEvent,
         clock: Callable[[], float] = time.monotonic,
+        workspace: Workspace | None = None,
     ) -> None:
         self._run, self._directory, self._settings, self._tell, self._clock = run, directory, settings, tell, clock
+        self._workspace = workspace
         self._committed: Fingerprint = {}
         self._last = clock()
         self._restoring = threading.Lock()
@@ -43,6 +44,9 @@ class ProgramCheckpoints:
         """Restore the directory as it was last committed; empty for a new run."""
         with self._restoring:  # an earlier restore that is no longer needed may still be running
             self._restore()
+            if self._workspace is not None:
+                self._workspace.restore_outputs()
+                self._workspace.stage_inputs()
 
     def _restore(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -62,8 +66,10 @@ class ProgramCheckpoints:
         return self._clock() - self._last >= every.value
 
     def commit(self, generation: int) -> None:
-        """Commit the directory if it has changed."""
+        """Commit the directory if it has changed, and keep the outputs that have."""
         self._last = self._clock()
+        if self._workspace is not None:
+            self._workspace.keep_outputs()
         for _ in range(_TRIES):
             before = fingerprint(self._directory)
             if before == self._committed:  # nothing new; another checkpoint would only push out an older one
@@ -74,6 +80,12 @@ class ProgramCheckpoints:
                     return
             time.sleep(0.2)
         self._tell("warning", "the checkpoint directory keeps changing; skipped this commit")
+
+    def finish(self, generation: int) -> None:
+        """Commit what the program left, and name what nothing keeps."""
+        self.commit(generation)
+        if self._workspace is not None:
+            self._workspace.warn_of_the_rest()
 
     def _copied(self, copy: Path, expected: Fingerprint) -> bool:
         """Copy the files; True if nothing changed meanwhile."""
@@ -92,17 +104,3 @@ class ProgramCheckpoints:
         self._committed = state
         self._tell("checkpoint", f"committed checkpoint {checkpoint.step} ({counted(len(state), 'file')})")
         prune(self._run, self._settings.keep_last, 0)
-
-
-def fingerprint(directory: Path) -> Fingerprint:
-    """Return size and time of every regular file whose name a store can hold."""
-    found: Fingerprint = {}
-    for path in sorted(directory.rglob("*")):
-        name = str(path.relative_to(directory))
-        try:
-            if path.is_file() and not path.is_symlink() and is_key(name):
-                status = path.stat()
-                found[name] = (status.st_size, status.st_mtime_ns)
-        except FileNotFoundError:
-            continue
-    return found

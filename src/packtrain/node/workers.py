@@ -277,7 +277,7 @@ class WorkerGroup:
             with suppress(Exception):  # what it failed to commit is committed below
                 self.committing.result()
         if program is not None:
-            program.commit(self.generation.number)
+            program.finish(self.generation.number)
 
     def not_committed(self, error: OSError) -> NodeReport:
         return NodeReport(self.generation.number, "disk", f"{_NOT_COMMITTED}: {error}")

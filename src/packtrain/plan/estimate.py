@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 from packtrain.job.job import Job
 from packtrain.plan.devices import DeviceKind, Hardware, Link
-from packtrain.run.records import Prediction
+from packtrain.run.records import Forecast
 from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
 
 Limit = Literal["compute", "network", "data", "memory"]
@@ -335,15 +335,15 @@ def choose(estimates: Sequence[Estimate]) -> Advice:
 # What a run stores and says.
 
 
-def prediction_of(work: Workload, one: Estimate) -> Prediction:
+def forecast_of(work: Workload, one: Estimate) -> Forecast:
     """Return what a run of this estimate remembers of it."""
-    return Prediction(
+    return Forecast(
         one.source[:200], one.limit, one.workers, one.steps, one.step_seconds, one.units_per_second, one.seconds,
         one.dollars, one.memory_bytes, work.parameters, int(one.sent_bytes), work.checkpoint_bytes,
     )  # fmt: skip
 
 
-def lines_of(found: Prediction, job: Job) -> list[str]:
+def lines_of(found: Forecast, job: Job) -> list[str]:
     """Return the three lines that a person reads before a run starts."""
     cost = "" if found.dollars is None else f", {show_dollars(found.dollars)}"
     sent = f"; {show_bytes(found.gradient_bytes)} of gradients sent per step" if found.gradient_bytes else ""
@@ -380,62 +380,3 @@ def show_parameters(count: int) -> str:
 
 
 # Afterwards.
-
-
-class _Paid(Protocol):
-    @property
-    def so_far(self) -> float: ...
-
-
-class _Spent(Protocol):
-    @property
-    def parts(self) -> dict[str, float]: ...
-
-
-class Outcome(Protocol):
-    """The part of a run's summary (report/summary.py) that a prediction is compared with."""
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def units_per_second(self) -> float | None: ...
-    @property
-    def cost(self) -> _Paid | None: ...
-    @property
-    def goodput(self) -> _Spent: ...
-
-
-class Compared(NamedTuple):
-    """A figure that was expected and seen; `off` is the difference relative to what was expected, +0.1 is 10 % more."""
-
-    what: str
-    expected: float
-    seen: float
-    off: float
-
-
-_NOT_STEPS = ("start", "evaluation", "save", "recovery", "lost steps")
-
-
-def compared(prediction: Prediction, summary: Outcome) -> list[Compared]:
-    """Return how far a prediction was off: steps so far, and the whole run once it is finished."""
-    seen: list[tuple[str, float | None, float | None]] = []
-    parts = summary.goodput.parts
-    stepping = sum(seconds for name, seconds in parts.items() if name not in _NOT_STEPS)
-    seen.append(("seconds per step", prediction.step_seconds, stepping / summary.step if summary.step else None))
-    seen.append((f"{summary.unit} per second", prediction.units_per_second, summary.units_per_second))
-    if summary.state == "finished":
-        seen.append(("steps", float(prediction.steps), float(summary.step)))
-        seen.append(("seconds in all", prediction.seconds, summary.seconds))
-        seen.append(("dollars", prediction.dollars, summary.cost.so_far if summary.cost else None))
-    return [
-        Compared(what, expected, found, found / expected - 1)
-        for what, expected, found in seen
-        if expected and found  # nothing is compared with what is unknown, or with zero
-    ]

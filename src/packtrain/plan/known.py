@@ -24,13 +24,13 @@ from packtrain.plan.estimate import (
     Speed,
     Workload,
     estimate,
+    forecast_of,
     goal_of,
-    prediction_of,
     speed_from_table,
 )
 from packtrain.plan.sizes import known_data, known_model
 from packtrain.plan.workload import workload_of
-from packtrain.run.records import MAX_RECORD_BYTES, Many, Prediction, decode, encode
+from packtrain.run.records import MAX_RECORD_BYTES, Forecast, Many, decode, encode
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
 
@@ -94,7 +94,7 @@ def _work_of(job: Job) -> list[object]:
 # What a run expects.
 
 
-def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Prediction | None:
+def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Forecast | None:
     """Return what to expect of a run before it starts; None for a recipe that nothing is known of."""
     job = run.job
     if job.recipe is None:
@@ -106,7 +106,7 @@ def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Prediction |
     layout, speed = min(known.speeds, key=lambda one: abs(one[0].machines - machines))
     if layout.machines != machines:
         layout, speed = replace(layout, machines=machines), replace(speed, exchange_seconds=None, memory_bytes=None)
-    found = prediction_of(known.workload, estimate(known.workload, goal, speed, layout, known.link))
+    found = forecast_of(known.workload, estimate(known.workload, goal, speed, layout, known.link))
     before = _earlier(run) if earlier else None
     return found if before is None else _like(found, before)
 
@@ -172,8 +172,8 @@ def _is_same_work(run: Run, other: Run) -> bool:
     )
 
 
-def _like(found: Prediction, before: _EarlierRun) -> Prediction:
-    """Return the prediction with the pace of an earlier run; evaluations take as long as they were expected to."""
+def _like(found: Forecast, before: _EarlierRun) -> Forecast:
+    """Return the forecast with the pace of an earlier run; evaluations take as long as they were expected to."""
     between = found.seconds - found.steps * found.step_seconds
     seconds = max(0.0, between) + found.steps * before.step_seconds
     dollars = None if found.dollars is None else found.dollars * seconds / found.seconds

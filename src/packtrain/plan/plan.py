@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -251,7 +252,8 @@ class _Speeds:
     def _here(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on this machine, which is the fleet's, or stands for one of its machines."""
         workers, cores = self._workers(self._hardware.gpus), self._hardware.cores
-        own = self._fleet.trains_here
+        own, busy = self._fleet.trains_here, os.getloadavg()[0]
+        notes = [f"this machine is busy (load {busy:.1f}): it may be faster than measured"] if busy > cores / 2 else []
         measured: dict[int, Measured] = {}
         facts = gather("", "")
         for count in counts if own else [1]:
@@ -265,7 +267,7 @@ class _Speeds:
                 if not measured:
                     return self._from_table(counts, [f"could not be measured here: {error}"])
                 break
-        return FoundSpeeds([self._nearest(measured, count, own) for count in counts], self._hardware.link)
+        return FoundSpeeds([self._nearest(measured, count, own) for count in counts], self._hardware.link, notes)
 
     def _on_fleet(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on as many machines of the fleet as there are, and the links between them."""

@@ -32,7 +32,7 @@ _FILES = {
     "gradient_sync.safetensors": "the state of the exchange, to resume",
     "state.json": "progress, versions and what the weights belong to",
 }
-_WITHIN = 0.2  # a prediction that is closer is called right
+_WITHIN = 0.2  # a forecast that is closer is called right
 
 
 # Faults.
@@ -141,13 +141,13 @@ class ExpectedAndSeen:
 
     @property
     def off(self) -> float:
-        """The distance of what happened from the prediction, as a share of it: 0.1 is 10 % more than expected."""
+        """The distance of what happened from the forecast, as a share of it: 0.1 is 10 % more than expected."""
         return self.seen / self.expected - 1
 
 
 def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     """Compare what `packtrain plan` expected with what the records say."""
-    expected, summary = evidence.prediction, evidence.summary
+    expected, summary = evidence.forecast, evidence.summary
     if expected is None:
         return []
     steps = [step_seconds(point) for point in evidence.steps]
@@ -177,10 +177,10 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     ]
 
 
-def prediction(evidence: Evidence) -> Finding | None:
+def forecast(evidence: Evidence) -> Finding | None:
     """Compare the plan with what happened."""
-    key, question = "prediction", "Did it go as planned?"
-    if evidence.prediction is None:
+    key, question = "forecast", "Did it go as planned?"
+    if evidence.forecast is None:
         return None
     rows = compared(evidence)
     if not rows:
@@ -199,7 +199,7 @@ def prediction(evidence: Evidence) -> Finding | None:
         ("", "expected", "seen", "off"),
         tuple((row.what, row.expected_text, row.seen_text, f"{row.off:+.0%}") for row in rows),
     )
-    source = f"Predicted from {evidence.prediction.source}, with {evidence.prediction.limit} as the limit of a step."
+    source = f"Predicted from {evidence.forecast.source}, with {evidence.forecast.limit} as the limit of a step."
     return Finding(
         key, "run", question, answer, "good" if verdict == "good" else "note", (source,), (table,),
         {f"{row.what} off": row.off for row in rows},

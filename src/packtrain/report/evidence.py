@@ -16,10 +16,10 @@ from packtrain.run.checkpoint import Checkpoint, committed, file_key
 from packtrain.run.liveness import state_of
 from packtrain.run.records import (
     Event,
+    Forecast,
     Generation,
     Lease,
     Point,
-    Prediction,
     Result,
     TelemetrySample,
     TimeSpent,
@@ -60,7 +60,7 @@ class Evidence:
     leases: Sequence[Lease] = ()
     checkpoints: Sequence[Checkpoint] = ()
     manifest: Manifest | None = None
-    prediction: Prediction | None = None
+    forecast: Forecast | None = None
     result: Result | None = None
     pack: str = ""
     job_digest: str = ""
@@ -177,7 +177,7 @@ def gather(run: Run) -> Evidence:
         leases=run.leases(),
         checkpoints=checkpoints,
         manifest=_manifest(run, pack),
-        prediction=run.prediction(),
+        forecast=run.forecast(),
         result=result,
         pack=pack,
         job_digest=run.job_digest,

@@ -24,7 +24,7 @@ QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
     speed.step_times,
     account.faults,
     account.money,
-    account.prediction,
+    account.forecast,
     account.data_set,
     account.checkpoints,
     account.reproduce,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _SECONDS = 5.0  # between two looks at the store
-_LAST_SECONDS = 60.0  # to reach MLflow once the run is over
+_LAST_SECONDS = 30.0  # to reach MLflow once the run is over: its machine waits, and may cost money
 _SHOWN_CHARACTERS = 160  # of an error of MLflow's, whose beginning says the most
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _LEFT_OUT = {"name", "store", "code", "environment", "report"}  # sections of the job that are no parameters
@@ -217,10 +217,8 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
     """
     mirror: Mirror | None = None
     backoff = Backoff(1.0, 30.0)
-    told, ended = (
-        "",
-        math.inf,
-    )  # the last failure, and when the run was first seen to be over while MLflow was not there
+    told = ""  # the kind of the last failure: its text may differ each time, such as by an address in memory
+    ended = math.inf  # when the run was first seen to be over while MLflow was not there
     while True:
         try:
             if not is_wanted():
@@ -239,7 +237,7 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
                 tell(f"cannot mirror to MLflow: {_in_one_line(error)}; trying again")
                 told = kind
             if _is_over(run):
-                ended = min(ended, time.monotonic())
+                ended, pause = min(ended, time.monotonic()), min(pause, _SECONDS)
             if time.monotonic() - ended > _LAST_SECONDS:
                 tell(f"gave up on mirroring to MLflow; `packtrain mirror {run.name}` mirrors the rest")
                 return False

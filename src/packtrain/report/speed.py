@@ -245,7 +245,7 @@ def traffic_of(evidence: Evidence) -> Traffic:
     step, known = fmean(map(step_seconds, evidence.steps)), evidence.conditions
     sent = sorted(one.telemetry.sent_bytes_per_second for one in evidence.training_telemetry)
     few = len(sent) < 5
-    gradients = evidence.prediction.gradient_bytes if evidence.prediction else _model_bytes(evidence)
+    gradients = evidence.forecast.gradient_bytes if evidence.forecast else _model_bytes(evidence)
     estimate = 2 * (evidence.workers - 1) / evidence.workers * gradients or None  # averaged in a ring, in 32 bits
     return Traffic(
         step,

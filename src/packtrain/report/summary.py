@@ -10,9 +10,11 @@ from packtrain.job import Job
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.cost import Cost, cost_of
 from packtrain.report.goodput import Goodput, goodput
+from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
 from packtrain.run.records import Lease, Point, Result
 from packtrain.run.run import Run, surviving
+from packtrain.units import counted
 
 _RECENT_STEPS = 50
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
@@ -43,6 +45,11 @@ class Overview:
         if not self.reason or self.reason.startswith(self.state):
             return self.reason or self.state
         return f"{self.state}: {self.reason}"
+
+    @property
+    def progress(self) -> str:
+        """How far it is: the step, or `9 commits` of a program."""
+        return f"{self.step:,}" if self.unit else counted(self.step, "commit")
 
     @property
     def headline(self) -> str:
@@ -77,8 +84,9 @@ def overview(run: Run, state: State) -> Overview:
     result, job = run.result(), run.job
     # A result with scores replaces the search for the last evaluation, which may be thousands of steps back.
     points = run.recent_points(_RECENT_STEPS, is_evaluated(job) and not (result and result.scores))
-    # The leases of a large run are many objects to read: without a price they would tell nothing about its cost.
-    leases = run.leases() if job.fleet.dollars_per_hour is not None else ()
+    # The leases of a large run are many objects to read: they tell what it costs, and how long a program has run.
+    is_needed = job.fleet.dollars_per_hour is not None or (job.program is not None and result is None)
+    leases = run.leases() if is_needed else ()
     return overview_of(run, state, points, result, leases)
 
 
@@ -139,7 +147,7 @@ def _overview_fields(
         "description": " ".join(job.program)
         if job.program is not None
         else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
-        "step": result.step if result and not steps else steps[-1].step if steps else 0,
+        "step": _step(run, steps, result),
         "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
         "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
         "rate": recent[-1].values["rate"] if recent else None,
@@ -148,11 +156,26 @@ def _overview_fields(
         if job.recipe is not None and job.recipe in RECIPES
         else job.checkpoint.best_by or "",
         "unit": job.train.batch.unit if job.recipe else "",
-        "seconds": result.seconds if result else steps[-1].values["elapsed_seconds"] if steps else 0.0,
+        "seconds": _seconds(job, steps, result, leases),
         "scores": scores | (result.scores if result else {}),
         "signatures": result.signatures if result else {},
         "cost": cost_of(job, leases, state == "running", recent),
     }
+
+
+def _step(run: Run, steps: Sequence[Point], result: Result | None) -> int:
+    """Return the last step; of a program, which does not report its steps, the number of its commits."""
+    if run.job.program is not None and result is None:
+        return last_step(run)
+    return steps[-1].step if steps else result.step if result else 0
+
+
+def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Sequence[Lease]) -> float:
+    if result is not None:
+        return result.seconds
+    if job.program is not None:  # also of a run that was interrupted: what its machines said last
+        return max((lease.used_seconds for lease in leases), default=0.0)
+    return steps[-1].values["elapsed_seconds"] if steps else 0.0
 
 
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:

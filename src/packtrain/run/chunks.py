@@ -80,15 +80,16 @@ def _joined(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class ChunkReader(Generic[Record]):
-    """Reads a stream; each call of `read` returns what is new since the last one."""
+    """Reads a stream; each call of `read` returns what is new since the last one, of all writers or of some."""
 
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
         self._record = record
         self._seen: dict[str, str] = {}
 
-    def read(self) -> list[Record]:
-        entries = {writer: self._entries(writer, self._seen.get(writer)) for writer in self._writers()}
+    def read(self, writers: Iterable[str] | None = None) -> list[Record]:
+        chosen = self._writers() if writers is None else writers
+        entries = {writer: self._entries(writer, self._seen.get(writer)) for writer in chosen}
         size = sum(entry.size for chunks in entries.values() for entry in chunks)
         if size > MAX_STREAM_BYTES:
             raise DamagedRecord(

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.secrets import find_secret
@@ -21,11 +22,16 @@ from packtrain.store.base import IDENTITY
 from packtrain.system import cache_directory
 from packtrain.units import counted, show_bytes
 
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+GITIGNORE = ".gitignore"
 IGNORE = ".packtrainignore"  # in the directory of the code
 MAX_BYTES = 20_000_000
 MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
 _NOT_CODE_FOLDERS = {".git", "__pycache__", "node_modules", ".venv", "venv"}
+_STORE_FOLDERS = {"runs", "packs", "files"}
 _KEY_FOLDERS = {
     ".ssh", ".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".terraform",
 }  # fmt: skip
@@ -39,7 +45,7 @@ _SECRETS = (
 )  # fmt: skip
 """Names that may hold keys, in lower case; left out even if git tracks them."""
 # Why a file is left out.
-_KEYS, _NOT_CODE, _GONE = "may hold keys", "not code", "deleted"
+_KEYS, _NOT_CODE, _GONE, _BY_GITIGNORE = "may hold keys", "not code", "deleted", f"named in {GITIGNORE}"
 _NAMED = 3  # files that the summary names for each reason
 
 
@@ -65,18 +71,20 @@ class CodeSnapshot:
 
 
 def snapshot(directory: Path, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
-    """Pack the files that git does not ignore (all, without git), except those that may hold keys.
+    """Pack the files that no .gitignore names, with or without git, except those that may hold keys.
 
     Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file
-    with a secret in its text is refused: a program may need the file. Stores below the directory are not code,
-    whichever of them the job uses. The same files give the same bytes: names are sorted, owners and times omitted.
+    with a secret in its text is refused: a program may need the file. Stores are not code, whichever of them the job
+    uses, and even if the directory is one. The same files give the same bytes: names are sorted, owners and times
+    omitted.
     """
     names, left_out = _candidates(directory)
     sizes = {name: (directory / name).lstat().st_size for name in sorted(names)}
     if sum(sizes.values()) > max_bytes:
         raise Mistake(
             f"the code in {directory} is {show_bytes(sum(sizes.values()))}, more than {show_bytes(max_bytes)} (largest:"
-            f" {max(sizes, key=sizes.__getitem__)}); point `code:` to a smaller directory, or name data in {IGNORE}"
+            f" {max(sizes, key=sizes.__getitem__)}); point `code:` to a smaller directory, or name data in {GITIGNORE}"
+            f" or {IGNORE}"
         )
     files = {name: _read(directory / name) for name in sizes}
     for name, (data, _) in files.items():
@@ -192,8 +200,17 @@ def _candidates(directory: Path) -> tuple[list[str], dict[str, str]]:
     return names, {name: why for name, why in left_out.items() if why != _GONE}
 
 
+def _is_store(path: Path) -> bool:
+    """True for a store in a directory, and for a copy that another tool made of one: that may lack the id."""
+    if (path / IDENTITY).is_file():
+        return True
+    return any(any(path.glob(pattern)) for pattern in ("runs/*/code.tar.zst", "packs/*/train-*.safetensors"))
+
+
 def _why_no_folder(path: Path, is_tracked: bool) -> str:
-    if path.name in _NOT_CODE_FOLDERS or path.name.endswith(".egg-info") or (path / IDENTITY).is_file():
+    if path.name in _NOT_CODE_FOLDERS or path.name.endswith(".egg-info") or _is_store(path):
+        return _NOT_CODE
+    if path.name in _STORE_FOLDERS and _is_store(path.parent):  # the directory of the code is a store, too
         return _NOT_CODE
     if path.name in _KEY_FOLDERS:
         return _KEYS
@@ -201,6 +218,8 @@ def _why_no_folder(path: Path, is_tracked: bool) -> str:
 
 
 def _why_no_file(path: Path) -> str:
+    if path.name == IDENTITY:
+        return _NOT_CODE
     if any(fnmatchcase(path.name.lower(), pattern) for pattern in _SECRETS):
         return _KEYS
     if path.is_symlink():
@@ -222,16 +241,46 @@ def _ignored(directory: Path) -> list[str]:
 
 
 def _walk(directory: Path, left_out: dict[str, str]) -> Iterator[str]:
-    """Yield the names of all files, except those in folders that are left out: they may have many thousands."""
+    """Yield the names of all files, except those that are ignored or in folders that are left out.
+
+    Such a folder is not entered: it may have many thousands of files.
+    """
+    rules: dict[Path, GitIgnoreSpec] = {}
     for folder, folders, files in os.walk(directory):
         place = Path(folder).relative_to(directory)
+        if GITIGNORE in files:
+            rules[place] = _git_rules(directory / place / GITIGNORE)
         for name in list(folders):
             path = Path(folder) / name
             why = "a link" if path.is_symlink() else _why_no_folder(path, is_tracked=False)
+            why = why or (_BY_GITIGNORE if _git_ignores(rules, place / name, is_folder=True) else "")
             if why:
                 left_out[f"{place / name}/"] = why
                 folders.remove(name)
-        yield from (str(place / name) for name in files)
+        for name in files:
+            if _git_ignores(rules, place / name, is_folder=False):
+                left_out[str(place / name)] = _BY_GITIGNORE
+            else:
+                yield str(place / name)
+
+
+def _git_rules(path: Path) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
+    try:
+        return GitIgnoreSpec.from_lines(path.read_text(errors="surrogateescape").splitlines())
+    except (OSError, ValueError) as error:
+        raise Mistake(f"{path}: cannot read it: {error}") from error
+
+
+def _git_ignores(rules: Mapping[Path, GitIgnoreSpec], path: Path, is_folder: bool) -> bool:
+    """True if the rules that apply to a path, which is relative to the code, ignore it; the nearest ones decide."""
+    for folder in path.parents:
+        if folder in rules:
+            ignored = rules[folder].check_file(f"{path.relative_to(folder)}{'/' if is_folder else ''}").include
+            if ignored is not None:
+                return ignored
+    return False
 
 
 def _git_files(directory: Path, *which: str) -> list[str] | None:

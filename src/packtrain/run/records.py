@@ -405,7 +405,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Forecast:
     """The expectation of a run when it was created. `source` says where it is from: measured steps, or a table.
 
     `limit` is the resource that bounds a step. `seconds` is the whole run, `step_seconds` one step without evaluation.
@@ -435,7 +435,7 @@ class MirroredRun:
 
 @dataclass(frozen=True)
 class Notes:
-    """What people say about a run: tags to find it by, and a sentence."""
+    """Words of people about a run: tags to find it by, and a sentence."""
 
     tags: Many[Label] = ()
     text: str = ""

@@ -32,13 +32,13 @@ from packtrain.run.records import (
     Event,
     EventKind,
     FleetLaunch,
+    Forecast,
     Generation,
     Lease,
     LogLine,
     MirroredRun,
     Notes,
     Point,
-    Prediction,
     Result,
     StopRequest,
     TelemetrySample,
@@ -258,12 +258,12 @@ class Run:
         """True if this result is the first, and so counts."""
         return self.store.put_if_absent(self.key("result.json"), encode(result))
 
-    def prediction(self) -> Prediction | None:
+    def forecast(self) -> Forecast | None:
         """Return what was expected of this run before it started; None if nobody asked."""
-        return self._find("plan.json", Prediction)
+        return self._find("plan.json", Forecast)
 
-    def put_prediction(self, prediction: Prediction) -> None:
-        self.store.put(self.key("plan.json"), encode(prediction))
+    def put_forecast(self, forecast: Forecast) -> None:
+        self.store.put(self.key("plan.json"), encode(forecast))
 
     def mirrored(self) -> MirroredRun | None:
         """Return the run of MLflow that mirrors this one, if there is one."""

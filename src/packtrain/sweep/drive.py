@@ -57,6 +57,7 @@ class DriverSeat:
         self._sweep = sweep
         self._seen: dict[int, tuple[int, float]] = {}  # the beat of a driver, and when it was first seen
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
         self._lock: FileLock | None = None
         self._path: Path | None = None
         self.number: int | None = None
@@ -81,13 +82,15 @@ class DriverSeat:
             self._let_go()
             return False
         self.number, self.other, self._over = driver.number, None, threading.Event()
-        threading.Thread(target=self._beat, args=(driver.number, self._over), name="beat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, args=(driver.number, self._over), name="beat", daemon=True)
+        self._thread.start()
         return True
 
     def close(self) -> None:
         """Leave the seat, so that the next process need not wait."""
         self._over.set()
-        if self.number is not None:
+        if self.number is not None and self._thread is not None:
+            self._thread.join(LEASE_LOST_SECONDS)  # its last beat must not replace the one that says goodbye
             with suppress(StoreError):
                 self._sweep.put_beat(self.number, DriverBeat(0, left=True))
         self.number = None

@@ -29,8 +29,8 @@ from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
 from packtrain.run.liveness import State, StateWatch
 from packtrain.run.records import Notes, Point, Result, decode, decode_many
 from packtrain.run.run import Run, surviving
+from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
-from packtrain.web import insight
 from packtrain.web.reader import is_away
 
 Row = dict[str, Any]
@@ -256,7 +256,7 @@ def _row(listed: ListedRun) -> Row:
         "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
         "loss": _finite(seen.loss), "rate": _finite(seen.rate), "unit": seen.unit, "seconds": _finite(seen.seconds),
         **_scores(listed, seen), "machines": alive if state == "running" else 0, "created": listed.created,
-        **_notes(run), "sweep": insight.sweep_of(run), "sparkline": listed.sparks.losses, "problem": problem,
+        **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses, "problem": problem,
     }  # fmt: skip
 
 

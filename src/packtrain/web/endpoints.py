@@ -66,6 +66,7 @@ class DashboardEndpoints:
     def __init__(self, store: Store, news: News) -> None:
         self._store, self._news, self._board = store, news, news.board
         found = (path for path in _PAGE.rglob("*") if path.is_file() and path.suffix in _FILE_KINDS)
+        self._answering = insight.Answering()
         self._files = {path.relative_to(_PAGE).as_posix(): path for path in found}
 
     def application(self) -> Starlette:
@@ -74,6 +75,7 @@ class DashboardEndpoints:
             Route("/assets/{name:path}", self.asset),
             Route("/api/runs", self.runs),
             Route("/api/runs/{run}", self.run),
+            Route("/api/answers", self.answers),
             Route("/api/series", self.series),
             Route("/api/bands", self.bands),
             Route("/api/machines", self.machines),
@@ -134,8 +136,6 @@ class DashboardEndpoints:
                 "labels": {span: LABELS.get(span, span) for span in spent.parts},
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
-            "prediction": _part(lambda: insight.prediction(run), list, problems),
-            "findings": _part(lambda: insight.findings(run), list, problems),
             "result": None if result is None else {**vars(result), "samples": []},
             "job_file": _part(lambda: _job_file(run), str, problems),
             "names": reader.names(),
@@ -143,6 +143,12 @@ class DashboardEndpoints:
         if problems:
             found["problem"] = problems[0]
         return json_answer(_clean(found))
+
+    def answers(self, request: Request) -> Response:
+        """Answer with what the report says; apart from `run`, because that takes the whole run."""
+        run, reader = self._reader(Query(request).text("run"))
+        found = self._answering.of(run, (reader.versions, run.result()))
+        return json_answer(_clean({"findings": found.findings, "forecast": found.forecast}))
 
     def series(self, request: Request) -> Response:
         query = Query(request)

@@ -1,33 +1,74 @@
-"""The one place where the dashboard asks others for what they know of a run: findings, predictions, sweeps."""
+"""What others know of a run, as the dashboard shows it: findings, how far the forecast was off, sweeps."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from packtrain.report import finding_json
+from packtrain.report.account import compared
+from packtrain.report.evidence import gather
+from packtrain.report.findings import findings_of
+from packtrain.report.sweep import sweep_table
 from packtrain.run.run import Run
+from packtrain.run.sweeps import sweep_names
 from packtrain.store import Store
 
-
-def findings(run: Run) -> list[dict[str, Any]]:  # noqa: ARG001 - report/findings.py will say
-    """Return the answers of the report: key, question, answer, verdict, evidence."""
-    return []
+_MAX_KEPT = 64
+_SHARE = 0.05  # of the time may go into answers about a run that is watched: they read all of it
 
 
-def prediction(run: Run) -> list[dict[str, Any]]:  # noqa: ARG001 - plan/estimate.py will say
-    """Return what was expected of the run against what happened: what, expected, seen, off."""
-    return []
+@dataclass(frozen=True)
+class Answers:
+    findings: list[dict[str, Any]]
+    forecast: list[dict[str, Any]]
 
 
-def sweeps(store: Store) -> list[dict[str, Any]]:  # noqa: ARG001 - sweep.py will say
+class Answering:
+    """Answers about runs, found anew when the run has changed, and less often the longer that takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[object, float, Answers]] = OrderedDict()
+
+    def of(self, run: Run, version: object) -> Answers:
+        """Return the answers; `version` is another one when the run has something new."""
+        with self._lock:
+            kept = self._kept.get(run.name)
+            if kept is not None and (kept[0] == version or time.monotonic() < kept[1]):
+                return kept[2]
+            started = time.monotonic()
+            evidence = gather(run)
+            answers = Answers(
+                [finding_json(one) for one in findings_of(evidence)],
+                [{**asdict(one), "off": one.off} for one in compared(evidence)],
+            )
+            ended = time.monotonic()
+            self._kept[run.name] = (version, ended + (ended - started) / _SHARE, answers)
+            self._kept.move_to_end(run.name)
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+            return answers
+
+
+def sweeps(store: Store) -> list[dict[str, Any]]:
     """Return all sweeps: name, job, runs, finished, best."""
-    return []
+    found = [sweep_table(store, name) for name in sweep_names(store)]
+    return [
+        {
+            "name": table.name,
+            "job": table.job,
+            "runs": len(table.rows),
+            "finished": table.finished,
+            "best": None if table.best is None else table.best.score,
+        }
+        for table in found
+    ]
 
 
-def sweep(store: Store, name: str) -> dict[str, Any] | None:  # noqa: ARG001 - sweep.py will say
+def sweep(store: Store, name: str) -> dict[str, Any] | None:
     """Return the table of a sweep: name, parameters, measure, rows; None if there is none of that name."""
-    return None
-
-
-def sweep_of(run: Run) -> str | None:  # noqa: ARG001 - sweep.py will say
-    """Return the name of the sweep that the run is part of; None if it is on its own."""
-    return None
+    return asdict(sweep_table(store, name)) if name in sweep_names(store) else None

@@ -2,11 +2,12 @@
 
 import { color } from "./chart.js";
 import { SPANS, spanColor } from "./curves.js";
+import { ask } from "./api.js";
 import { card, make, quiet, table } from "./dom.js";
 import { clean, duration, number, percent, short } from "./format.js";
 
 const VERDICTS = { good: ["✓", "good"], note: ["!", "worth a look"], bad: ["✕", "a problem"], unknown: ["?", "not known"] };
-const CLOSE = 0.2; // a prediction that is off by less is called close
+const CLOSE = 0.2; // a forecast that is off by less is called close
 
 export class Answers {
   constructor(place) {
@@ -14,28 +15,47 @@ export class Answers {
     place.append(make("div", "skeleton tall"));
   }
 
-  detailed(detail) {
-    const key = JSON.stringify([detail.findings, detail.prediction, detail.goodput, detail.result]);
-    if (key === this.known) return;
-    this.known = key;
+  async detailed(detail) {
     this.detail = detail;
+    if (this.asking) return;
+    this.asking = true;
+    try {
+      // Asked for apart from the rest: answers take the whole run, and so may take seconds.
+      this.answers = await ask(`/api/answers?run=${encodeURIComponent(detail.name)}`);
+      this.failure = null;
+    } catch (error) {
+      if (error.name === "AbortError" || this.closed) return;
+      this.failure = error.message;
+    } finally {
+      this.asking = false;
+    }
+    const key = JSON.stringify([this.answers, this.failure, this.detail.goodput, this.detail.result]);
+    if (this.closed || key === this.known) return;
+    this.known = key;
     this.#show();
   }
 
   #show() {
-    const { findings, goodput, prediction, result } = this.detail;
+    const { goodput, result } = this.detail;
+    const { findings, forecast } = this.answers ?? {};
+    if (this.failure) {
+      this.place.replaceChildren(quiet("The answers could not be read.", clean(this.failure, 300)));
+      return;
+    }
     const parts = [findings?.length ? list(findings) : quiet("No answers yet.", "They need some steps first.")];
     if (goodput?.seconds) parts.push(spent(goodput));
-    if (prediction?.length) parts.push(compared(prediction));
+    if (forecast?.length) parts.push(compared(forecast));
     if (result?.scores && Object.keys(result.scores).length) parts.push(scores(result));
     this.place.replaceChildren(...parts);
   }
 
   themed() {
-    if (this.detail) this.#show();
+    if (this.answers) this.#show();
   }
 
-  close() {}
+  close() {
+    this.closed = true;
+  }
 }
 
 function list(findings) {
@@ -70,9 +90,9 @@ function spent({ parts, seconds, fraction, useful }) {
   return made;
 }
 
-function compared(prediction) {
+function compared(forecast) {
   const value = (one) => (typeof one === "number" ? number(one) : one === null ? "–" : short(one, 60));
-  const rows = prediction.map(({ what, expected, seen, off }) => {
+  const rows = forecast.map(({ what, expected, seen, off }) => {
     const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
     return [short(what, 60), value(expected), value(seen), sign];
   });
