@@ -33,6 +33,12 @@ def test_every_part_of_a_curve_keeps_its_extremes() -> None:
         assert {part[losses[part].argmin()], part[losses[part].argmax()]} <= set(kept.tolist())
 
 
+def test_as_many_points_are_drawn_as_were_asked_for() -> None:
+    losses = np.random.default_rng(3).normal(size=BLOCK * 12)
+    kept = filled(losses).thinned("loss", 0, len(losses), 1000)
+    assert len(kept) > 900 and np.diff(kept).max() < 20
+
+
 def test_a_part_of_a_curve_can_be_asked_for() -> None:
     losses = np.random.default_rng(2).normal(size=BLOCK * 50)
     kept = filled(losses).thinned("loss", 300, 9000, 100)

@@ -46,7 +46,7 @@ _KEY_BYTES = 200
 _LAST_TIME = 253402300799.0
 _EDITIONS = itertools.count(int(time.time() * 1000))
 _GIVEN = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
-TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_free")
+TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_read", "disk_written", "disk_free")
 
 Batch = dict[str, Floats]
 
@@ -382,6 +382,8 @@ def use_of(telemetry: Telemetry) -> dict[str, float | None]:
         "gpu_memory": sum(gpu.memory_used_bytes for gpu in gpus) / memory if memory else None,
         "sent": telemetry.sent_bytes_per_second,
         "received": telemetry.received_bytes_per_second,
+        "disk_read": telemetry.disk_read_bytes_per_second,
+        "disk_written": telemetry.disk_written_bytes_per_second,
         "disk_free": float(telemetry.disk_free_bytes),
     }
 

@@ -119,14 +119,14 @@ class Table:
         column = self.columns[name]
         if end - begin <= points and not column.gaps:
             return np.arange(begin, end)
-        rows = self._candidates(column, begin, end)
+        rows = self._candidates(column, begin, end, points)
         if column.gaps:
             rows = rows[~np.isnan(column.values[rows])]
         return rows if len(rows) <= points else extremes(rows, column.values[rows], begin, end, points)
 
-    def _candidates(self, column: GrowingColumn, begin: int, end: int) -> Rows:
+    def _candidates(self, column: GrowingColumn, begin: int, end: int, points: int) -> Rows:
         first, last = -(-begin // BLOCK), end // BLOCK
-        if last - first < 8:
+        if 2 * (last - first) < points:  # the extremes of blocks would be fewer points than were asked for
             return np.arange(begin, end)
         column.settle(self.rows)
         inner = np.concatenate([column.low_rows[first:last], column.high_rows[first:last]])
