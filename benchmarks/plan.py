@@ -75,9 +75,13 @@ def measured(path: Path, probe: bool, seconds: float, environment: Mapping[str, 
     loaded = load(path)
     pack_data(loaded, open_store(loaded.job.store, create=True), PlainProgress(lambda _: None), InProcess())
     made = make_plan(loaded, PlanRequest(probe=probe, seconds=seconds), lambda _: None)
-    result = pt.run(path).wait(PATIENCE_SECONDS)
-    if result is None or result.status != "finished":
-        raise RuntimeError(f"the run did not finish: {result}")
+    started = pt.run(path)
+    try:
+        result = started.wait(PATIENCE_SECONDS)
+        if result is None or result.status != "finished":
+            raise RuntimeError(f"the run did not finish: {result}")
+    finally:
+        started.down()  # or its machines would wait for a store that is deleted
     run = open_run(open_store(loaded.job.store), None)
     forecast = run.forecast()
     assert forecast is not None and forecast.source in made.source, "the run remembers another plan"

@@ -20,8 +20,8 @@ _GB, _GIB, _T, _G = 10**9, 2**30, 1e12, 1e9
 
 DeviceKind = Literal["gpu", "cpu"]
 REACHED: Mapping[DeviceKind, float] = {"gpu": 0.35, "cpu": 0.3}
-"""The part of the peak that training reaches. GPUs: 0.3 to 0.5 is published for well-fed models (PaLM, MegatronLM);
-CPUs: measured with the recipes here on two cores."""
+"""The part of the peak that training is taken to reach. 0.3 to 0.5 is published for large models on GPUs (PaLM,
+Megatron-LM); that of CPUs is an assumption, and `packtrain plan` measures it where it can."""
 
 
 @dataclass(frozen=True)
