@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.web.server import DashboardServer
 from parts.presence import need
+from parts.quiet_network import QuietNetwork, quiet_network
 from parts.runs import a_generation, new_run, recipe_job
 from parts.sandbox import make_sandbox, wait_until
 
@@ -136,8 +136,8 @@ class Dashboard:
 
 
 @contextmanager
-def served(store: Store, port: int = 0) -> Iterator[Dashboard]:
-    listener = socket.create_server(("127.0.0.1", port), backlog=512)
+def served(store: Store, network: QuietNetwork, port: int = 0) -> Iterator[Dashboard]:
+    listener = network.listener(port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     log: list[str] = []
     server = DashboardServer(store, listener, TOKEN, log.append)
@@ -153,8 +153,14 @@ def served(store: Store, port: int = 0) -> Iterator[Dashboard]:
 
 
 @pytest.fixture(scope="module")
-def dashboard(store: Store) -> Iterator[Dashboard]:
-    with served(store) as made:
+def network() -> Iterator[QuietNetwork]:
+    with quiet_network() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def dashboard(store: Store, network: QuietNetwork) -> Iterator[Dashboard]:
+    with served(store, network) as made:
         yield made
 
 
@@ -162,10 +168,11 @@ def dashboard(store: Store) -> Iterator[Dashboard]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser(network: QuietNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     need(CHROMIUM.exists(), "Chromium is not installed")
+    program = network.program(CHROMIUM, tmp_path_factory.mktemp("browser"))
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS)
+        made = playwright.chromium.launch(executable_path=str(program), args=OPTIONS)
         yield made
         made.close()
 
@@ -292,11 +299,13 @@ def test_new_steps_are_asked_for_alone_and_appended(open_page: OpenPage, store: 
     expect(drawn(page, "Loss").locator(".readout b").first).to_have_text(re.compile(r"^0\.5"))
 
 
-def test_a_run_is_watched_while_it_trains(open_page: OpenPage, tmp_path: Path, pictures: Path) -> None:
+def test_a_run_is_watched_while_it_trains(
+    open_page: OpenPage, network: QuietNetwork, tmp_path: Path, pictures: Path
+) -> None:
     sandbox = make_sandbox(tmp_path)
     sandbox.pace(0.1)
     try:
-        with served(open_store(sandbox.store, create=True)) as own:
+        with served(open_store(sandbox.store, create=True), network) as own:
             page = open_page(url=own.url)
             expect(page.locator(".quiet")).to_contain_text("There are no runs in this store yet")
             options = ("fleet.local.machines=1", "train.duration=40 steps")
@@ -467,10 +476,12 @@ def test_a_run_that_is_not_there_and_a_page_without_its_token_say_so(open_page: 
     expect(page.locator(".quiet").first).to_contain_text("This dashboard needs its token")
 
 
-def test_the_page_waits_for_a_server_or_a_store_that_went_away(open_page: OpenPage, tmp_path: Path) -> None:
+def test_the_page_waits_for_a_server_or_a_store_that_went_away(
+    open_page: OpenPage, network: QuietNetwork, tmp_path: Path
+) -> None:
     store = open_store(str(tmp_path / "store"), create=True)
     a_run(store, "alpha", 20)
-    with served(store) as first:
+    with served(store, network) as first:
         port = int(first.url.rpartition(":")[2])
         page = open_page("#/", url=first.url, bears="Failed to load resource|ERR_|503|EventSource")
         expect(page.locator(".rows .row")).to_have_count(1)
@@ -482,19 +493,19 @@ def test_the_page_waits_for_a_server_or_a_store_that_went_away(open_page: OpenPa
     expect(page.locator("#link")).to_have_text("reconnecting")
     expect(page.get_by_role("alert")).to_contain_text("does not answer")
     a_run(store, "beta", 20)
-    with served(store, port):
+    with served(store, network, port):
         expect(page.locator("#link")).to_have_text("live")
         expect(page.get_by_role("alert")).to_be_hidden()
         expect(page.locator(".rows .row")).to_have_count(2)
         page.close()
 
 
-def test_many_runs_need_few_elements(open_page: OpenPage, tmp_path: Path) -> None:
+def test_many_runs_need_few_elements(open_page: OpenPage, network: QuietNetwork, tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"), create=True)
     first = new_run(store, recipe_job("many"))
     for number in range(2, 201):
         store.put(f"runs/many-{number}/job.json", first.job_data)
-    with served(store) as own:
+    with served(store, network) as own:
         page = open_page(url=own.url)
         expect(page.locator("#main")).to_contain_text("200 runs")
         assert page.locator(".rows .row").count() < 60

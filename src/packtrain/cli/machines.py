@@ -355,11 +355,13 @@ def node(
             record_crash(run, error)
         raise
     finally:
-        if joined is not None:
-            joined.mirror.end()
-        if slot is not None:
-            slot.close()
-        switch_off(power_off and over)
+        try:
+            if joined is not None:
+                joined.mirror.end()
+            if slot is not None:
+                slot.close()
+        finally:  # whatever they raise: the machine must not stay on
+            switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
 
 
