@@ -10,14 +10,15 @@ an environment that is only half installed, and must be fast, because ssh asks s
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution, distributions, version
-from pathlib import Path
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
+from pathlib import Path, PurePosixPath
 
 
 @cache
@@ -69,28 +70,30 @@ def wheel_of(package: Distribution) -> str | None:
 
 def recorded_digest(package: Distribution) -> str:
     """Return a digest of the files of a package, as its installer has recorded them."""
-    return _digest(package, lambda file: file.hash.value if file.hash else "")
+    return _digest(package, lambda _, recorded: recorded.partition("=")[2])
 
 
 def installed_digest(package: Distribution) -> str:
     """Return a digest of the files of a package, as they are."""
-    return _digest(package, _hash)
+    return _digest(package, lambda file, _: _hash(Path(str(package.locate_file(file)))))
 
 
-def _digest(package: Distribution, hash_of: Callable[[PackagePath], str]) -> str:
+def _digest(package: Distribution, hash_of: Callable[[str, str], str]) -> str:
     lines = []
-    for file in package.files or ():
-        name = re.sub(r"^(\.\./)+", "", file.as_posix())
+    # Not by `files`: some versions of that leave out what is missing, and some packages replace it by theirs.
+    for path, recorded, *_ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+        file = PurePosixPath(path)
+        name = re.sub(r"^(\.\./)+", "", path)
         is_added = file.name in _ADDED and file.parent.name.endswith(".dist-info")
         if is_added or "__pycache__" in file.parts:
             continue
         # Scripts begin with the path of their Python, which differs: their names count.
-        lines.append(name if name.startswith("bin/") else f"{name}\0{hash_of(file)}")
+        lines.append(name if name.startswith("bin/") else f"{name}\0{hash_of(path, recorded)}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _hash(file: PackagePath) -> str:
-    with Path(str(file.locate())).open("rb") as opened:
+def _hash(file: Path) -> str:
+    with file.open("rb") as opened:
         return base64.urlsafe_b64encode(hashlib.file_digest(opened, "sha256").digest()).rstrip(b"=").decode()
 
 
