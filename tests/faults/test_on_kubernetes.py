@@ -101,7 +101,12 @@ def test_pods_that_are_cut_off_drained_and_evicted_are_replaced_and_nothing_is_l
 
     first, second = cluster.nodes
     first.cut()
-    wait_until(lambda: list(cluster.pods().values()) == ["host2", "host2"], "the lost pod's replacement", 240)
+    try:
+        wait_until(lambda: list(cluster.pods().values()) == ["host2", "host2"], "the lost pod's replacement", 240)
+    except AssertionError:
+        print(cluster.kubectl("get", "nodes,pods,events", "-o", "wide"))  # why not
+        first.restore()  # for the tests after this one
+        raise
     wait_for_generation(sandbox, 2)
     first.restore()
     wait_until(lambda: cluster.is_ready(first), "the node to be back", 120)
