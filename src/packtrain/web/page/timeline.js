@@ -99,7 +99,7 @@ export class Timeline {
     Object.assign(this, { known: key, generations, events, ended: Boolean(result) });
     this.faults = events.filter(({ kind, display }) => FAULTS.includes(kind) || display === "warning").length;
     const plural = (amount, word) => `${amount} ${word}${amount === 1 ? "" : "s"}`;
-    setText(this.tally, `${plural(generations.length, "generation")}, ${this.faults ? plural(this.faults, "warning or fault").replace("faults", "faults") : "no faults"}`);
+    setText(this.tally, `${plural(generations.length, "generation")}, ${this.faults ? plural(this.faults, "warning") : "no warnings"}`);
     this.element.hidden = !generations.length && !events.length;
     this.refresh();
     this.#showList();
