@@ -127,7 +127,7 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
         port = free.getsockname()[1]
     command, environment = contender.serve(contender.python, folder, port)
     with (
-        open(folder / "server.log", "w+") as log,  # noqa: PTH123
+        (folder / "server.log").open("w+") as log,
         subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
         ) as process,

@@ -166,7 +166,7 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
         ("time of a step", expected.step_seconds, fmean(steps) if steps else None, short),
         (f"{summary.unit}/s", expected.units_per_second, summary.units_per_second, show_count),
         ("whole run", expected.seconds, summary.seconds if ended else None, show_seconds),
-        ("dollars", expected.dollars, summary.cost.so_far if ended and summary.cost else None, show_dollars),
+        ("cost", expected.dollars, summary.cost.so_far if ended and summary.cost else None, show_dollars),
         ("memory per worker", expected.memory_bytes, max(memory, default=None), show_bytes),
         ("checkpoint", expected.checkpoint_bytes, size or None, show_bytes),
     ]
