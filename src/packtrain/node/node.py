@@ -149,6 +149,7 @@ class Node:
             # Otherwise it stays empty: Python finds modules there first, and a job of Packtrain's own recipes has none.
             if self._job.has_own_code:
                 self.workspace.prepare()
+            self.launchers.prepare()  # it imports torch while this node meets the others
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
             while not self.is_over:
