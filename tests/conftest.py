@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 
 from packtrain.store import Store, open_store
 from packtrain.system import FileLock
@@ -37,6 +39,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # A shell ignores SIGINT in what it runs in the background, and processes inherit that: Ctrl-C could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Reading the options of thirty commands takes longer than most tests that run one: once is enough.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 # The files that take longest, in that order: so the processes that share the tests end together.
 LONGEST = (

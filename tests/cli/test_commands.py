@@ -11,10 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import app
+from packtrain.cli import app, asked_for
 from packtrain.cli.common import hints
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
@@ -319,6 +320,13 @@ def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert "..." not in packtrain("--help", cwd=tmp_path).stdout.partition("Commands:")[2]
+
+
+def test_only_the_command_that_is_asked_for_is_built() -> None:
+    for verb in ("ls", "run"):
+        built = get_command(asked_for([verb, "--help"]))
+        assert list(built.commands) == [verb]  # type: ignore[attr-defined]
+    assert all(asked_for(words) is app for words in ([], ["--help"], ["lss"], ["volume", "ls"]))
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:
