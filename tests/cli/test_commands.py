@@ -11,7 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from typer.main import get_command
+from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
@@ -327,6 +329,13 @@ def test_only_the_command_that_is_asked_for_is_built() -> None:
         built = get_command(asked_for([verb, "--help"]))
         assert list(built.commands) == [verb]  # type: ignore[attr-defined]
     assert all(asked_for(words) is app for words in ([], ["--help"], ["lss"], ["volume", "ls"]))
+
+
+def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(context: typer.Context) -> None: ...
+
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands, CommandInfo(callback=complete)])
+    assert asked_for(["complete"]) is app
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:

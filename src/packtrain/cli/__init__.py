@@ -76,11 +76,13 @@ for group in (
 def asked_for(words: Sequence[str]) -> typer.Typer:
     """Return the command line with the asked command alone, if the first word is one.
 
-    Typer reads the options of all commands before it runs one, which takes longer than most commands do.
+    Typer reads the options of all commands before it runs one, which takes longer than most commands do. A command
+    that takes the context may look at the others there.
     """
     for one in app.registered_commands:
-        name = one.name or (get_command_name(one.callback.__name__) if one.callback else None)
-        if [name] == list(words[:1]):
+        assert one.callback is not None
+        name = one.name or get_command_name(one.callback.__name__)
+        if [name] == list(words[:1]) and "typer.Context" not in one.callback.__annotations__.values():
             alone = copy(app)
             alone.registered_commands, alone.registered_groups = [one], []
             return alone
