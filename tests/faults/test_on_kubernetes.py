@@ -23,9 +23,6 @@ GREETING = """
 print("rank", os.environ.get("RANK"), "has a key of", len(os.environ.get("TRACKER_KEY", "")), "characters", flush=True)
 """
 
-# A busy machine needs more than the five minutes that any other test has: four generations start one after the other.
-pytestmark = pytest.mark.timeout(900)
-
 
 @dataclass(frozen=True)
 class Site:
