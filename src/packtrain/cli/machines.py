@@ -140,11 +140,36 @@ def attach(
     store: StoreOption = None,
 ) -> None:
     """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
+    from packtrain.errors import Mistake
     from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
-    command = fleet_of(run.job.fleet.kind).shell(run, node)
+    if (result := run.result()) is not None:
+        raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
+    fleet = fleet_of(run.job.fleet.kind)
+    command = fleet.shell(run, node)
+    screen = console(sys.stderr)
+    screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
+    screen.say("  exit leaves the shell; the run keeps running.")
     os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
+
+
+def _place(run: Run, name: str | None, is_here: bool) -> str:
+    """Return the machine that a shell opens on and, if it is this one, go to the directory of the run's node."""
+    import socket
+
+    from packtrain.run.liveness import node_directory
+
+    latest = run.latest_generation()
+    leases = {lease.node: lease for lease in run.leases()}
+    first = latest.members[0].node if latest is not None else next(iter(leases), None)
+    lease = leases.get(name or first or "")
+    if not is_here:
+        return (lease.hostname if lease is not None else name) or "its first machine"
+    directory = None if lease is None else node_directory(run, lease.node)
+    if directory is not None and directory.is_dir():
+        os.chdir(directory)
+    return f"{socket.gethostname()}, this machine, in {Path.cwd()}"
 
 
 def snapshot(
