@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from packtrain.fleet.cloud import Resource
     from packtrain.fleet.fleet import Check
+    from packtrain.fleet.here import Here
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
@@ -74,15 +75,26 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     fleet: Annotated[
-        str, typer.Option("--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to check.")
-    ] = "local",
+        str | None,
+        typer.Option(
+            "--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to check. Default: describe this machine."
+        ),
+    ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the machines of a fleet and say how to fix what fails."""
+    """Check this machine, or the machines of a fleet, and say how to fix what fails."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
+    from packtrain.fleet.here import describe
 
+    if fleet is None:
+        here = describe(store or default_store(), create_store=store is not None)
+        if as_json:
+            print_json(asdict(here))
+        else:
+            _print_here(here)
+        sys.exit(EXIT_DONE if here.can_train else EXIT_MISTAKE)
     kind, place, names, public = _target(fleet, store)
     checks = list(examine(kind, place, names, public))
     if as_json:
@@ -91,6 +103,20 @@ def doctor(
         _print(checks)
     failed = any(not check.ok and not check.skipped for check in checks)
     sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
+
+
+def _print_here(here: Here) -> None:
+    screen = console()
+    for one in here.found:
+        parts = [f"  fix: {one.fix}"] if one.fix else [f"  note: {one.note}"] if one.note else []
+        screen.say_row(f"{one.name:<10}", "dim", (one.detail, "red" if one.fix else ""), *parts)
+    screen.say()
+    for word, missing in here.missing.items():
+        state = ("needs ", "yellow") if missing else ("ok", "green")
+        needs = "  ".join(f"{name}: {advice}" for name, advice in missing.items())
+        screen.say_row(f"{word:<10}", "bold", state, needs)
+    screen.say()
+    screen.say("Check the machines of a fleet: ", ("packtrain doctor --fleet JOB", "bold"))
 
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
@@ -122,16 +148,15 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
 
 
 def _print(checks: Sequence[Check]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("machine", "check", "", "detail", "fix"):
-        table.add_column(column)
+    """Print a line for each check, and below one that fails what to do about it."""
+    screen = console()
+    machines, steps = (max(len(getattr(one, name)) for one in checks) for name in ("machine", "step"))
     for check in checks:
         mark, style = ("ok", "green") if check.ok else ("skipped", "yellow") if check.skipped else ("failed", "red")
-        table.add_row(check.machine, check.step, Text(mark, style), check.detail, check.advice)
-    console().print(table)
+        label = f"{check.machine:<{machines}}  {check.step:<{steps}}  {mark:<7}"
+        screen.say_row(label, style if not check.ok else "", "" if check.detail == "ok" else check.detail)
+        if check.advice:
+            screen.say_row(" " * machines, "", f"fix: {check.advice}")
 
 
 def attach(
