@@ -22,7 +22,7 @@ from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
-from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
+from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_now, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
@@ -90,7 +90,11 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     follower = Follower(run, nodes, screen, streams=streams, quiet=quiet)
     try:
         try:
-            follower.until_ended()
+            # Nobody waits a minute for machines that left long ago.
+            if not nodes and streams is None and state_now(run) == "interrupted":
+                follower.read()
+            else:
+                follower.until_ended()
         except KeyboardInterrupt:
             if not foreground:
                 screen.say()
@@ -240,7 +244,7 @@ class Follower:
         live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
-            self._screen.say(line)
+            self._print("train" if self._steps else "", "dim", line.strip())
         if result is not None:
             # The last machine writes the report after the result; give it time.
             self._ended_at = self._ended_at or time.monotonic()
@@ -362,8 +366,10 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
         "left": f"{'?' if seconds is None else show_seconds(seconds)} left",
         "budget": "" if budget_left is None else f"budget {show_seconds(max(0.0, budget_left))}",
     }
+    is_tight = budget_left is not None and seconds is not None and budget_left < seconds
+    order = ("step", "loss", "left", *(["budget"] if is_tight else []), "speed", "bar", "budget", "rate")
     kept: set[str] = set()
-    for name in ("step", "loss", "left", "speed", "bar", "budget", "rate"):
+    for name in order:
         wanted = [parts[one] for one in parts if parts[one] and one in {*kept, name}]
         if width is None or len("  ".join(wanted)) <= width:
             kept.add(name)
@@ -397,7 +403,8 @@ class StepLines:
                 self._steps.clear()
             elif point.kind == "train":
                 self._steps = [*self._steps[-_SPEED_STEPS:], point]
-                if point.time - self._said_at >= self._every_seconds:
+                # One step alone tells neither speed nor time left.
+                if len(self._steps) > 1 and point.time - self._said_at >= self._every_seconds:
                     self._said_at = point.time
                     yield point.time, f"[train] {progress_line(self._job, self._steps)}"
             else:
