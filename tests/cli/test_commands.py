@@ -19,6 +19,7 @@ from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
+from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, Result
 from packtrain.start import load
 from packtrain.store import Store
@@ -283,6 +284,25 @@ def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_stor
     run = new_run(directory_store)
     done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
     assert_refused(done, 2, "job-1: no machine 'gpu-a'", "omit the name")
+
+
+def test_attaching_to_a_run_that_has_ended_is_refused(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.finish(Result("finished", "done", 1, 1.0))
+    done = CliRunner().invoke(app, ["attach", run.name, "--store", directory_store.url])
+    assert str(done.exception) == "job-1 has already finished; it has no machines to attach to"
+
+
+def test_attaching_says_where_one_is(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHELL", "/bin/pwd")
+    run = new_run(directory_store)
+    run.renew(a_lease("a"))
+    node_directory(run, "a").mkdir(parents=True)
+    done = packtrain("attach", run.name, "--store", directory_store.url, cwd=tmp_path)
+    assert done.stdout == f"{node_directory(run, 'a')}\n"
+    assert "Attaching to job-1 on " in done.stderr
+    assert f"in {node_directory(run, 'a')}." in done.stderr
 
 
 def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:

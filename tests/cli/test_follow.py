@@ -20,7 +20,7 @@ from packtrain.cli.follow import (
     progress_line,
     shortage,
 )
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
 from packtrain.run.records import Event, LogLine, Point, Result
@@ -280,6 +280,8 @@ def test_progress_leaves_out_what_matters_least_in_a_narrow_terminal() -> None:
     )
     assert narrow == "━━╌╌╌╌╌╌╌╌  step 10 of 40  loss 2.000  4 samples/s  30 s left  budget 1 min 30 s"
     assert progress_line(job, steps, 90.0, 40) == "step 10 of 40  loss 2.000  30 s left"
+    # A budget that ends first matters more than speed.
+    assert progress_line(job, steps, 20.0, 60) == "step 10 of 40  loss 2.000  30 s left  budget 20 s"
 
 
 def test_a_log_has_scores_as_they_come_and_steps_every_few_seconds() -> None:
@@ -302,3 +304,34 @@ def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
     threading.Timer(0.5, lambda: run.finish(Result("finished", "it is done", 1, 1.0))).start()
     assert follow(run, [node], foreground=False) == EXIT_DONE
     assert capsys.readouterr().out.count("job-1 already has its node here") == 1
+
+
+def test_a_run_that_has_ended_shows_its_end(directory_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(directory_store)
+    events = run.event_writer("a")
+    for number in range(30):
+        events.append(Event(float(number), "warning", f"number {number}", 1))
+    events.append(Event(30.0, "restored", "restored checkpoint 7", 1))
+    events.append(Event(31.0, "restored", "restored checkpoint 7", 1))
+    events.flush()
+    run.finish(Result("stopped", "stopped by user", 10, 1.0))
+    run.store.put(run.key("report.html"), b"")
+    assert follow(run, [], foreground=False) == EXIT_STOPPED
+    shown = capsys.readouterr().out
+    assert "earlier  11 lines" in shown
+    assert "number 10" not in shown
+    assert "number 11" in shown
+    assert shown.count("restored  checkpoint 7\n") == 1, "several machines tell of one thing"
+    assert "run      job-1  stopped by user" in shown
+    assert "packtrain resume job-1" in shown
+
+
+def test_a_run_without_machines_shows_its_end_and_how_to_resume_it(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a", left=True))
+    assert follow(run, [], foreground=False) == EXIT_UNFINISHED
+    shown = capsys.readouterr().out
+    assert "job-1  interrupted" in shown
+    assert "packtrain resume job-1" in shown

@@ -25,9 +25,9 @@ class FakeTerminal(io.StringIO):
 def shown_at(width: int, show: Callable[[], object]) -> list[str]:
     """Call in this process what prints, and return the lines as a terminal of that width would get them, unstyled."""
     terminal = FakeTerminal()
-    with patch.dict(os.environ, COLUMNS=str(width), LINES="40", TERM="xterm"), patch.object(sys, "stdout", terminal):
-        with suppress(SystemExit):  # how commands end
-            show()
+    environment = patch.dict(os.environ, COLUMNS=str(width), LINES="40", TERM="xterm")
+    with environment, patch.object(sys, "stdout", terminal), suppress(SystemExit):  # how commands end
+        show()
     return [line.rpartition("\r")[2] for line in _STYLES.sub("", terminal.getvalue()).split("\n")]
 
 

@@ -371,8 +371,9 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     kept: set[str] = set()
     for name in order:
         wanted = [parts[one] for one in parts if parts[one] and one in {*kept, name}]
-        if width is None or len("  ".join(wanted)) <= width:
-            kept.add(name)
+        if width is not None and len("  ".join(wanted)) > width:
+            break
+        kept.add(name)
     return "  ".join(text for name, text in parts.items() if text and name in kept)
 
 

@@ -83,7 +83,7 @@ def doctor(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, or the machines of a fleet, and say how to fix what fails."""
+    """Check this machine, or those of a fleet. Says how to fix what fails."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
     from packtrain.fleet.here import describe
