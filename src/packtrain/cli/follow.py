@@ -36,6 +36,7 @@ _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal 
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 20
+_LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
 _HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
 
@@ -444,7 +445,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
             rows.append(("machine", f"{machine.node}: {counted(machine.workers, 'worker')}, {use}"))
     if run.store.exists(run.key("report.html")):
         rows.append(("report", report_url(run)))
-    width = max(len(label) for label, *_ in rows)
+    width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
     for label, *parts in rows:
         screen.say_row(f"{label:<{width}}", "dim", *parts)
 
