@@ -36,6 +36,7 @@ _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal 
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 20
+_PLAIN_BAR = str.maketrans("━╌", "#-")
 _LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
 _HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
@@ -242,6 +243,8 @@ class Follower:
         if result is None:
             self._check_machines()
         line = self.line()
+        if not self._screen.encoding.lower().startswith("utf"):
+            line = line.translate(_PLAIN_BAR)
         live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
