@@ -34,7 +34,7 @@ from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
-_LEAST_HEED_SECONDS = 5.0
+_LEAST_HEED_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
