@@ -6,8 +6,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
+from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
 from packtrain.job.job import CodeOrigin, Job, Option
@@ -29,7 +30,7 @@ from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
-from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
+from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
 from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
@@ -99,31 +100,67 @@ def pack_data(
 
 @dataclass(frozen=True)
 class NewRun:
-    """Everything that the folder of a run starts with, before there is one."""
+    """Everything that the folder of a run starts with, before there is one.
+
+    `notes` are for the person who starts it: a word that says what it is about, and a line.
+    """
 
     store: Store
     job: Job
     code: bytes
     pack: Manifest | None
+    inheritance: Inheritance | None = None
+    recipe: type[Recipe] | None = None
+    notes: Sequence[tuple[str, str]] = ()
 
     @property
     def pack_name(self) -> str | None:
         return None if self.pack is None else self.pack.name
 
     def create(self) -> Run:
-        run = create_run(self.store, self.job, self.code, self.pack_name)
-        remember(run)
+        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name))
         if self.pack is not None:
             _put_forecast(run, self.pack)
         return run
 
+    def create_with(self, make: Callable[[], Run]) -> Run:
+        """Make the run, and give it everything else that it starts with."""
+        with ExitStack() as stack:
+            give: Callable[[Run], None] = lambda _: None  # noqa: E731
+            if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
+                give = stack.enter_context(self.inheritance.fetched(self.job, self.pack, self.recipe))
+            run = make()
+            try:
+                give(run)
+            except BaseException:
+                self.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
+                raise
+        remember(run)
+        return run
 
-def create(loaded: LoadedJob, progress: PackProgress) -> Run:
+
+@dataclass(frozen=True)
+class Beginning:
+    """What `--from` asks for; `fresh` if only the weights are wanted, whatever the job."""
+
+    name: CheckpointName
+    fresh: bool = False
+
+
+def create(loaded: LoadedJob, progress: PackProgress, beginning: Beginning | None = None) -> Run:
     """Create the run's folder with everything its nodes need."""
-    return prepare_run(loaded, progress).create()
+    made = prepare_run(loaded, progress, beginning=beginning)
+    for label, line in made.notes:
+        progress.say(f"{label}: {line}")
+    return made.create()
 
 
-def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: bool = False) -> NewRun:
+def prepare_run(
+    loaded: LoadedJob,
+    progress: PackProgress,
+    fleet_is_checked: bool = False,
+    beginning: Beginning | None = None,
+) -> NewRun:
     """Pack the data and do all checks, the cheap ones before packing; no run exists before they have passed."""
     job = loaded.job
     _check_can_run(loaded)
@@ -135,6 +172,10 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
         progress.say(f"took a snapshot of {code.summary}")
     if (fault := _store_fault(job, store)) is not None:
         raise loaded.mistake("store", fault)
+    beginning = _beginning(loaded, beginning)
+    parent = None if beginning is None else find_parent(beginning.name, store)
+    if parent is not None:
+        check_parent(parent, job)
     try:
         if not fleet_is_checked:
             fleet_of(job.fleet.kind).check(job, store, progress.say)
@@ -158,7 +199,27 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    return NewRun(store, job.model_copy(update=updates), code.archive, packed)
+    made = NewRun(store, job.model_copy(update=updates), code.archive, packed)
+    if parent is None or beginning is None:
+        return made
+    inheritance = inherit(parent, beginning.name.choice, made.job, made.code, packed, beginning.fresh)
+    kind = None if job.recipe is None else recipe_class(job.recipe, loaded.code)
+    begun = made.job.model_copy(update={"parent": inheritance.parent})
+    notes = [*made.notes, *(("from", line) for line in inheritance.in_words(made.job))]
+    return replace(made, job=begun, inheritance=inheritance, recipe=kind, notes=notes)
+
+
+def _beginning(loaded: LoadedJob, given: Beginning | None) -> Beginning | None:
+    """Return where the run starts from: what the command says, or `weights` of the job."""
+    named = loaded.job.weights
+    if named is None:
+        return given
+    if given is not None:
+        raise loaded.mistake("weights", "the command says --from; use one of them")
+    try:
+        return Beginning(read_name(named.removeprefix("run:")), fresh=True)
+    except Mistake as mistake:
+        raise loaded.mistake("weights", str(mistake)) from None
 
 
 def _put_forecast(run: Run, packed: Manifest) -> None:
@@ -183,6 +244,8 @@ class PreparedJob:
 def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> PreparedJob:
     """Pack the job's data and store its files, as `create` does, for a run that will start elsewhere."""
     _check_can_run(loaded)
+    if loaded.job.weights is not None:
+        raise loaded.mistake("weights", "names a run that may not be there; remove it, and copy the run there instead")
     code = _code(loaded)
     document = {**loaded.document.data, "store": "./store"}
     named = _model_files(loaded)
@@ -217,7 +280,7 @@ def dry_run(loaded: LoadedJob) -> DryRun:
         raise loaded.mistake(mistake.field, mistake.fault) from None
 
 
-def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None) -> str:
+def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None, beginning: Beginning | None = None) -> str:
     """Create a run for another program to start, and return what that program takes.
 
     Without `progress`, for a dry run, nothing is created: the manifests are those that the run would have.
@@ -228,7 +291,7 @@ def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None) -> st
         raise Mistake(f"--format {form}: this fleet has no such manifests{known}")
     if progress is None:
         return fleet.manifests(_next_run(loaded)[1], form)
-    run = create(loaded, progress)
+    run = create(loaded, progress, beginning)
     _record_launch(run)
     return fleet.manifests(run, form)
 

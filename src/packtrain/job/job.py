@@ -313,6 +313,33 @@ class CodeOrigin(Part):
     inode: Count
 
 
+class Parent(Part):
+    """The checkpoint of another run that a run started from; `packtrain run` writes it, a job file does not.
+
+    `takes` is everything, for a fork, or the weights alone: as they were trained, or their moving average. `sha256` is
+    that of the checkpoint's manifest. The run has its own copy of what it takes.
+    """
+
+    run: Name
+    store: StorePath
+    step: Count
+    checkpoint: Annotated[str, matching(r"[0-9]{9,}-[0-9]{6,}-[0-9a-f]{12}", "the name of a checkpoint")]
+    sha256: Annotated[str, matching("[0-9a-f]{64}", "a SHA-256")]
+    takes: Literal["everything", "weights", "ema"]
+
+    @property
+    def in_words(self) -> str:
+        if self.takes == "everything":
+            return f"a fork of {self.run} at step {self.step:,}"
+        average = ", their moving average" if self.takes == "ema" else ""
+        return f"the weights of {self.run} at step {self.step:,}{average}"
+
+    @property
+    def identified(self) -> str:
+        """The same with the digest, so that anybody can tell which checkpoint it was."""
+        return f"{self.in_words} (SHA-256 {self.sha256[:12]})"
+
+
 class _NullForPrograms:
     """Lets a section be None in the job of a program, although its type says that every job has it.
 
@@ -346,6 +373,8 @@ class Job(Part):
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
+    weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
+    parent: Parent | None = None
     inputs: Annotated[dict[str, str], PlainValidator(_read_inputs)] = Field(default_factory=dict)
     data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
@@ -399,6 +428,8 @@ class Job(Part):
                 yield ("outputs", number), "applies to programs only, not to recipes"
             elif output.strip("./") == "":
                 yield ("outputs", number), "must name a file or folder that the program writes, such as out/"
+        if self.recipe is None and self.weights is not None:
+            yield ("weights",), _RECIPES_ONLY
         if self.program is None or self.recipe is not None:
             return
         if not self.program:

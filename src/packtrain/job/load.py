@@ -192,6 +192,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
         raise document.first_mistake(error) from None
     if "origin" in document.data:  # a run links to what is there, so only the client that starts it may say where
         raise document.mistake(("origin",), "is written by `packtrain run`; remove it")
+    if "parent" in document.data:
+        raise document.mistake(("parent",), "is written by `packtrain run`; pass --from RUN, or set `weights: run:RUN`")
     if "inputs" in document.data:
         raise document.mistake(("inputs",), "is how a run stores the data of a program; write it as `data`")
     if job.program is None:

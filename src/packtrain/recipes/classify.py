@@ -30,6 +30,7 @@ from packtrain.recipes.recipe import (
     Measurement,
     Network,
     Prediction,
+    Rows,
     Scores,
     read_options,
 )
@@ -86,6 +87,7 @@ class Classify(ImageRecipe[ImageBatches]):
     best_metric = "top1"
     tolerances: ClassVar[Mapping[str, float]] = {"top1": 0.5}
     files = ("weights", "words")
+    rows: ClassVar[Rows] = {"fc.weight": "classes", "fc.bias": "classes"}
     decode_options = frozenset()
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},

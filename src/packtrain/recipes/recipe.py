@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = dict[str, "Tensor"]
+Rows = Mapping[str, Literal["pieces", "classes"]]
+"""The names of tensors, and of what each of their rows belongs to."""
 
 SHOWN_SAMPLES = 5
 """Samples of an evaluation that are shown at every evaluation: always the same ones."""
@@ -186,6 +188,9 @@ class Recipe(ABC):
     """Fields of `decoding` that `packtrain predict` may change."""
     supports_chat: ClassVar[bool] = False
     """True if `converse` is implemented."""
+    rows: ClassVar[Rows] = {}
+    """Tensors of the model that have a row for each piece of the vocabulary, or for each class: where two packs differ,
+    a run that starts from the weights of another takes over the rows of the same name."""
     score_packages: ClassVar[Sequence[str]] = ()
     """Packages that its scores need, beyond those of the base install."""
 
