@@ -13,9 +13,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, printable
 from packtrain.export.predict import Choice, candidates
 from packtrain.job.changes import other_training
@@ -23,7 +25,7 @@ from packtrain.job.job import Job, Parent
 from packtrain.pack.manifest import Manifest, find_manifest, pack_key
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import FORMAT, Checkpoint, commit, fetch, manifest_key
-from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, put_weights
+from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, put_weights, record_of
 from packtrain.run.records import DamagedRecord, decode
 from packtrain.run.run import Run, open_run
 from packtrain.store import Store, open_store
@@ -31,8 +33,6 @@ from packtrain.system import cache_directory
 from packtrain.train.progress import Progress, reached
 
 STATE_FILE, MODEL_FILE, EMA_FILE = "state.json", "model.safetensors", "ema.safetensors"  # as train/state.py has them
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CheckpointName:
 def read_name(text: str) -> CheckpointName:
     place, colon, last = text.rpartition(":")
     choice: Choice | None = None
-    if colon and place and not last.startswith("/"):
+    if colon and not last.startswith("/"):
         if last in ("best", "last"):
             choice = "best" if last == "best" else "last"
         elif last.isascii() and last.isdecimal() and len(last) < 19:
@@ -108,8 +108,10 @@ class Inheritance:
         return [f"{self.run.name}, {at}: {which}", f"optimizer, schedule and data order start anew{why}"]
 
     @contextmanager
-    def fetched(self, job: Job, pack: Manifest | None, recipe: type[Recipe] | None) -> Iterator[Callable[[Run], None]]:
-        """Fetch and check everything; what it yields gives it to the new run."""
+    def fetched(
+        self, store: Store, job: Job, pack: Manifest | None, recipe: type[Recipe] | None
+    ) -> Iterator[Callable[[Run], None]]:
+        """Fetch and check everything for a run in that store; what it yields gives it to the new run."""
         with tempfile.TemporaryDirectory(prefix="from-", dir=cache_directory()) as folder:
             directory = Path(folder)
             fetch(self.run, self.checkpoint, directory)
@@ -124,12 +126,18 @@ class Inheritance:
             assert pack is not None and recipe is not None
             theirs = _manifest_of(self.run)
             _check_rows(recipe, theirs, pack)
-            given = {WEIGHTS_FILE: directory / (EMA_FILE if self.takes == "ema" else MODEL_FILE)}
+            (directory / (EMA_FILE if self.takes == "ema" else MODEL_FILE)).rename(directory / WEIGHTS_FILE)
             if theirs.vocabulary is not None:
-                given[VOCABULARY_FILE] = directory / VOCABULARY_FILE
                 key, limit = pack_key(theirs.name, theirs.vocabulary.name), theirs.vocabulary.bytes
-                self.run.store.get_file(key, given[VOCABULARY_FILE], limit=limit)
-            yield lambda run: put_weights(run, given, theirs.classes)
+                self.run.store.get_file(key, directory / VOCABULARY_FILE, limit=limit)
+            record = record_of(directory, theirs.classes)
+            if any(one.startswith(("model.", "code")) for one in self.reasons) and find_spec("torch") is not None:
+                from packtrain.train.weights import check_parent_fit
+
+                # Where the model is the same, it fits; a client without torch leaves the question to the workers.
+                data = Pack(store, pack.name, cache_directory() / "packs", manifest=pack)
+                check_parent_fit(recipe(job, data), directory, record)
+            yield lambda run: put_weights(run, directory, record)
 
 
 def void(_: object) -> None:

@@ -128,7 +128,7 @@ class NewRun:
         with ExitStack() as stack:
             give: Callable[[Run], None] = lambda _: None  # noqa: E731
             if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
-                give = stack.enter_context(self.inheritance.fetched(self.job, self.pack, self.recipe))
+                give = stack.enter_context(self.inheritance.fetched(self.store, self.job, self.pack, self.recipe))
             run = make()
             try:
                 give(run)

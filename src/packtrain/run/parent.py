@@ -6,7 +6,6 @@ parent.json                                  last: digests of the files, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +33,17 @@ class ParentRecord:
     classes: Many[str] = ()
 
 
-def put_weights(run: Run, files: Mapping[str, Path], classes: tuple[str, ...]) -> None:
-    stored = []
-    for name, path in sorted(files.items()):
-        run.store.put_file(run.key(f"parent/{name}"), path)
-        stored.append(ParentFile(name, path.stat().st_size, sha256_of(path)))
-    run.store.put(run.key(_RECORD), encode(ParentRecord(tuple(stored), classes)))
+def record_of(directory: Path, classes: tuple[str, ...]) -> ParentRecord:
+    """Return the record of the files in a directory."""
+    paths = [directory / name for name in (WEIGHTS_FILE, VOCABULARY_FILE)]
+    files = [ParentFile(path.name, path.stat().st_size, sha256_of(path)) for path in paths if path.exists()]
+    return ParentRecord(tuple(files), classes)
+
+
+def put_weights(run: Run, directory: Path, record: ParentRecord) -> None:
+    for file in record.files:
+        run.store.put_file(run.key(f"parent/{file.name}"), directory / file.name)
+    run.store.put(run.key(_RECORD), encode(record))
 
 
 def fetch_weights(run: Run, directory: Path) -> None:

@@ -196,7 +196,7 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     _expected_description(directory, expected)
     weights = [MODEL_FILE] if engine.ema is None else [MODEL_FILE, EMA_FILE]
     there = {path.name for path in directory.glob("*.safetensors")}
-    shapes = {name: _shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
+    shapes = {name: tensor_shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
     own = shapes_of(engine.model.state_dict())
     for name in weights:
         _require_fit(name, own, shapes[name])
@@ -249,7 +249,7 @@ def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
             raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]}, expected {own[name]}")
 
 
-def _shapes(path: Path) -> Shapes:
+def tensor_shapes(path: Path) -> Shapes:
     try:
         check_header(path)
         with safe_open(path, "pt") as file:  # reads the header alone

@@ -12,9 +12,9 @@ from torch import Tensor
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.recipes import Recipe
-from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, read_record
+from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, ParentRecord, read_record
 from packtrain.train.engine import Engine
-from packtrain.train.state import Shapes, load_tensors, shapes_of
+from packtrain.train.state import Shapes, load_tensors, shapes_of, tensor_shapes
 from packtrain.units import counted
 
 RowNames = Mapping[str, Sequence[str]]
@@ -82,24 +82,29 @@ class TakenWeights:
     fit: Fit
 
 
-def row_names(recipe: type[Recipe] | Recipe, vocabulary: Vocabulary | None, classes: Sequence[str]) -> RowNames:
+def parent_fit(recipe: Recipe, own: Shapes, directory: Path, record: ParentRecord) -> Fit:
+    """Return what of a run's files fits a model with these shapes; of the weights only the header is read."""
+    has_vocabulary = VOCABULARY_FILE in {file.name for file in record.files}
+    theirs = Vocabulary.from_file(directory / VOCABULARY_FILE) if has_vocabulary else None
+    found = tensor_shapes(directory / WEIGHTS_FILE)
+    own_rows = _row_names(recipe, recipe.pack.vocabulary if has_vocabulary else None, recipe.pack.manifest.classes)
+    return fit(own, found, own_rows, _row_names(recipe, theirs, record.classes))
+
+
+def _row_names(recipe: Recipe, vocabulary: Vocabulary | None, classes: Sequence[str]) -> RowNames:
     pieces = () if vocabulary is None else vocabulary.pieces
     return {name: pieces if kind == "pieces" else classes for name, kind in recipe.rows.items()}
 
 
+def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> None:
+    """Refuse weights that do not fit the recipe's model, before there is a run."""
+    parent_fit(recipe, shapes_of(recipe.build_model().state_dict()), directory, record)
+
+
 def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeights:
     """Read what `run.parent.fetch_weights` fetched, as it fits the model of the engine."""
-    record, pack = read_record(directory), recipe.pack
-    known = {file.name for file in record.files}
-    theirs = Vocabulary.from_file(directory / VOCABULARY_FILE) if VOCABULARY_FILE in known else None
-    ours = pack.vocabulary if theirs is not None else None
+    fitting = parent_fit(recipe, shapes_of(engine.model.state_dict()), directory, read_record(directory))
     found = load_tensors(directory / WEIGHTS_FILE)
-    fitting = fit(
-        shapes_of(engine.model.state_dict()),
-        shapes_of(found),
-        row_names(recipe, ours, pack.manifest.classes),
-        row_names(recipe, theirs, record.classes),
-    )
     taken = {name: found[name] for name in fitting.whole}
     if fitting.rows:
         # Not the engine's model, whose weights may be divided among the ranks: the seed makes the same ones.
