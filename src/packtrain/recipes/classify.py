@@ -85,6 +85,7 @@ class Classify(ImageRecipe[ImageBatches]):
     contents = frozenset({"labels"})
     kind = "labels"
     best_metric = "top1"
+    limits: ClassVar[Mapping[str, float]] = {"top1": 100, "top5": 100}
     tolerances: ClassVar[Mapping[str, float]] = {"top1": 0.5}
     files = ("weights", "words")
     rows: ClassVar[Rows] = {"fc.weight": "classes", "fc.bias": "classes"}

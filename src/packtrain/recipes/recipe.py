@@ -175,6 +175,8 @@ class Recipe(ABC):
     """The score that decides which checkpoint is the best."""
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
     """Scores that should be low; all others should be high."""
+    limits: ClassVar[Mapping[str, float]] = {}
+    """The most that a score can be, of those that lie between 0 and that."""
 
     inputs: ClassVar[Literal["texts", "images"]] = "texts"
     """The inputs of predictions: texts, or images, which are paths of files or their bytes."""
