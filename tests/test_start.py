@@ -18,14 +18,16 @@ from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
 from packtrain.start import dry_run, load, prepare, reopen
 from packtrain.store import Store, open_store
-from parts.runs import new_run, recipe_job, write_files
+from parts.runs import a_lease, new_run, recipe_job, write_files
 
 
-def ended_run(store: Store, tmp_path: Path, status: str = "finished", **train: object) -> Run:
+def ended_run(
+    store: Store, tmp_path: Path, status: str = "finished", budget: dict[str, float] | None = None, **train: object
+) -> Run:
     """A run of ten steps that ended at the tenth."""
-    run = new_run(store, recipe_job(train=train))
+    run = new_run(store, recipe_job(train=train, budget=budget or {}))
     commit(run, 10, 1, None, write_files(tmp_path / "saved", {"state.json": b"{}"}))
-    run.finish(Result(status, "ended", 10, 1.0))  # type: ignore[arg-type]
+    run.finish(Result(status, "reached 10 steps", 10, 1.0, {"valid.bleu": 20.5}))  # type: ignore[arg-type]
     return run
 
 
@@ -34,11 +36,15 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
 ) -> None:
     run, said = ended_run(directory_store, tmp_path), list[str]()
     changed = reopen(run, refuse, said.append, ["train.duration=20 steps"])
-    assert said == ["train.duration: 10 steps -> 20 steps"]
+    assert said == [
+        "train.duration: 10 steps -> 20 steps",
+        "the learning rate does not depend on train.duration: it continues as it was",
+        "it had reached 10 steps with valid.bleu 20.5",
+    ]
     assert (changed.result(), Run(directory_store, run.name).job) == (None, changed.job)
     assert str(changed.job.train.duration) == "20 steps"
-    [event] = changed.events().read()
-    assert (event.kind, event.text.partition(" (by ")[0]) == ("changed", said[0])
+    events = changed.events().read()
+    assert [(event.kind, event.text.partition(" (by ")[0]) for event in events] == [("changed", line) for line in said]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,10 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
     [
         ("train.duration=9 steps", "the run has already trained for 10 steps; set more"),
         ("train.patience=2 min", "is already complete; it continues with a longer train.duration"),
-        ("train.seed=2", "cannot change in a run that exists"),
+        ("train.seed=2", "train.seed: cannot change in a run that exists: the losses depend on it"),
+        ("train.optimizer={sgd: {}}", "train.optimizer: cannot change in a run that exists: the losses depend on it"),
+        ("model.width=64", "model.width: cannot change in a run that exists: its checkpoints have the weights of"),
+        ("data.train=[{bitext: [c, d]}]", "data.train: cannot change in a run that exists: its pack is made"),
     ],
 )
 def test_a_finished_run_is_not_reopened_without_something_to_do(
@@ -63,7 +72,16 @@ def test_a_finished_run_is_not_reopened_without_something_to_do(
 def test_a_schedule_that_follows_the_duration_is_told(directory_store: Store, tmp_path: Path) -> None:
     run, said = ended_run(directory_store, tmp_path, "stopped", schedule={"cosine": {"peak": 0.1}}), list[str]()
     reopen(run, refuse, said.append, ["train.duration=20 steps"])
-    assert said[-1] == "the learning rate depends on train.duration: from here on it follows the new one"
+    assert said[-1] == "the learning rate follows train.duration: at step 10 it changes from 0 to 0.05"
+
+
+def test_a_run_whose_budget_is_used_up_needs_another_one(directory_store: Store, tmp_path: Path) -> None:
+    run = ended_run(directory_store, tmp_path, budget={"hours": 1.0})
+    run.renew(a_lease("a", used_seconds=3700.0, left=True))
+    longer = "train.duration=20 steps"
+    with pytest.raises(Mistake, match="job-1: the budget of 1 hours is used up; set budget.hours or budget.dollars"):
+        reopen(run, refuse, lambda _: None, [longer])
+    assert reopen(run, refuse, lambda _: None, [longer, "budget.hours=2"]).job.budget.hours == 2
 
 
 def test_a_changed_run_stays_trusted_only_if_it_was(directory_store: Store, tmp_path: Path) -> None:

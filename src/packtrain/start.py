@@ -25,6 +25,7 @@ from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
+from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files
@@ -39,6 +40,7 @@ from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
+from packtrain.train.progress import Progress
 from packtrain.units import Duration
 
 
@@ -372,7 +374,7 @@ def _needs_trust(job: Job) -> bool:
 
 
 def _check_can_continue(run: Run, job: Job) -> None:
-    """Refuse a duration that the run has already passed, and to continue a run that has reached its end."""
+    """Refuse what the run has already passed: its duration, its budget, or the end of its program."""
     result, step = run.result(), last_step(run)
     is_finished = result is not None and result.status == "finished"
     if job.recipe is None:
@@ -380,24 +382,43 @@ def _check_can_continue(run: Run, job: Job) -> None:
             raise Mistake(f"{run.name} is already complete: its program has ended; start a new run")
         return
     duration = job.train.duration
-    made: dict[str, float] = {"steps": step}
-    if duration.unit != "steps":
-        # A checkpoint's manifest has only the step: the metrics say when that was.
-        points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
-        last = points[-1].values if points else {}
-        made |= {"epochs": last.get("epoch", 0.0), "seconds": last.get("elapsed_seconds", 0.0)}
-    at = made[duration.unit]
+    at = _made(run, step).in_unit(duration.unit)
     if duration.value < at * (1 - 1e-9):
         raise Mistake(f"--set train.duration: the run has already trained for {Duration(at, duration.unit)}; set more")
     if is_finished and duration.value <= at * (1 + 1e-9):
         raise Mistake(f"{run.name} is already complete; it continues with a longer train.duration, not otherwise")
+    leases = run.leases()
+    used = max((lease.used_seconds for lease in leases), default=0.0)
+    left = seconds_left(job.budget, job.fleet, leases, used, job.fleet.kind.machines.most)
+    if left == 0:
+        raise Mistake(f"{run.name}: {used_up(job.budget)}; set budget.hours or budget.dollars to more, in all")
+
+
+def _made(run: Run, step: int) -> Progress:
+    """Return the progress at a step. A checkpoint's manifest has only the step: the metrics say when that was."""
+    points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
+    last = points[-1].values if points else {}
+    return Progress(step, last.get("epoch", 0.0), seconds=last.get("elapsed_seconds", 0.0))
+
+
+def _rate_in_words(run: Run, job: Job) -> str:
+    """Return what a new duration does to the learning rate, in a sentence."""
+    if not job.train.schedule.follows_duration:
+        return "the learning rate does not depend on train.duration: it continues as it was"
+    now = _made(run, last_step(run))
+    before, after = (one.train.schedule.build(1, one.train.duration)(now) for one in (run.job, job))
+    told = f"at step {now.step:,} it changes from {before:.3g} to {after:.3g}"
+    return f"the learning rate follows train.duration: {told}"
 
 
 def _change(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> Run:
     """Give the run its new job, say what changed, and end what is left of the fleet that it leaves."""
     lines = [str(change) for change in changes]
-    if any(change.field == "train.duration" for change in changes) and job.train.schedule.follows_duration:
-        lines.append("the learning rate depends on train.duration: from here on it follows the new one")
+    if any(change.field == "train.duration" for change in changes):
+        lines.append(_rate_in_words(run, job))
+    if (result := run.result()) is not None and result.status == "finished":
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in result.scores.items())
+        lines.append(f"it had {result.reason}" + (f" with {scores}" if scores else ""))
     if any(change.field == "fleet" for change in changes):
         # Nodes of the old job would refuse the new one; but a queue or an autoscaler would start them again and again.
         try:

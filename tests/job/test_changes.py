@@ -50,6 +50,7 @@ def test_what_does_not_decide_the_losses_may_change(override: str, said: str) ->
         ("model.width=64", "its checkpoints have the weights of this model"),
         ("train.batch=8 samples", "the losses depend on it"),
         ("train.seed=2", "the losses depend on it"),
+        ("train.optimizer={sgd: {}}", "the losses depend on it"),
         ("train.schedule.constant.rate=0.1", "the losses depend on it"),
         ("checkpoint.best_by=loss", "its checkpoints have scores of the present kind"),
     ],
