@@ -53,9 +53,6 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
         ("train.duration=9 steps", "the run has already trained for 10 steps; set more"),
         ("train.patience=2 min", "is already complete; it continues with a longer train.duration"),
         ("train.seed=2", "train.seed: cannot change in a run that exists: the losses depend on it"),
-        ("train.optimizer={sgd: {}}", "train.optimizer: cannot change in a run that exists: the losses depend on it"),
-        ("model.width=64", "model.width: cannot change in a run that exists: its checkpoints have the weights of"),
-        ("data.train=[{bitext: [c, d]}]", "data.train: cannot change in a run that exists: its pack is made"),
     ],
 )
 def test_a_finished_run_is_not_reopened_without_something_to_do(
@@ -79,7 +76,7 @@ def test_a_run_whose_budget_is_used_up_needs_another_one(directory_store: Store,
     run = ended_run(directory_store, tmp_path, budget={"hours": 1.0})
     run.renew(a_lease("a", used_seconds=3700.0, left=True))
     longer = "train.duration=20 steps"
-    with pytest.raises(Mistake, match="job-1: the budget of 1 hours is used up; set budget.hours or budget.dollars"):
+    with pytest.raises(Mistake, match="job-1: the budget of 1 hours is used up; set budget"):
         reopen(run, refuse, lambda _: None, [longer])
     assert reopen(run, refuse, lambda _: None, [longer, "budget.hours=2"]).job.budget.hours == 2
 

@@ -62,8 +62,8 @@ def test_everything_else_is_refused_with_the_reason_and_what_may_change(override
     said = str(caught.value)
     assert said.startswith(f"--set {field}: cannot change in a run that exists: {reason}")
     assert said.endswith(
-        "; start a new run, or set fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage,"
-        " report"
+        "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.patience,"
+        " checkpoint, evaluate, data.stage, report"
     )
     assert "\n" not in said
 

@@ -66,9 +66,8 @@ def changed_job(job_data: bytes, overrides: Sequence[str]) -> tuple[Job, list[Fi
         reason = next((_FIXED[part] for part in (name, name.split(".")[0]) if part in _FIXED), None)
         if reason is not None and name not in MAY_CHANGE:
             may = ", ".join(MAY_CHANGE)
-            raise Mistake(
-                f"--set {name}: cannot change in a run that exists: {reason}; start a new run (--from takes its weights), or set {may}"
-            )
+            told = f"--set {name}: cannot change in a run that exists: {reason}"
+            raise Mistake(f"{told}; start a new run (--from takes its weights), or set {may}")
     return after, [FieldChange(name, old.get(name), new.get(name)) for name in names]
 
 
