@@ -16,7 +16,7 @@ from packtrain.run.inputs import staged
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import dry_run, load, prepare, reopen
+from packtrain.start import dry_run, load, prepare, prepare_run, reopen
 from packtrain.store import Store, open_store
 from parts.runs import a_lease, new_run, recipe_job, write_files
 
@@ -156,3 +156,23 @@ def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_pa
     assert data["images"] == "s3://bucket/images"
     assert sorted(prepared.files) == [entry.key for entry in store.list("files/")]
     assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"
+
+
+def test_settings_that_are_larger_than_the_data_are_named_with_what_to_set(tmp_path: Path) -> None:
+    lines = "".join(f"a sentence with number {number}\t ein Satz mit Nummer {number}\n" for number in range(30))
+    write_files(tmp_path, {"pairs.tsv": lines.encode()})
+    job = "name: small\nrecipe: translate\nmodel: tiny\ndata: {train: [{bitext: pairs.tsv}], vocabulary: VOCABULARY}\n"
+    train = "train: {duration: 5 steps, batch: BATCH tokens, schedule: {constant: {rate: 0.1}}}\n"
+
+    def notes(vocabulary: int, batch: int) -> list[str]:
+        text = (job + train).replace("VOCABULARY", str(vocabulary)).replace("BATCH", str(batch))
+        (tmp_path / "job.yaml").write_text(text)
+        loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
+        return [f"{label}: {line}" for label, line in prepare_run(loaded, PlainProgress(lambda _: None)).notes]
+
+    assert notes(300, 50) == []
+    batch, vocabulary = sorted(notes(8000, 25000), reverse=True)
+    assert batch.startswith("warning: train.batch: 25000 tokens, but the data has about ")
+    assert vocabulary.startswith("warning: data.vocabulary: 8000, but the text has only 3")
+    assert vocabulary.endswith(" pieces; set 300")
+    assert all(len(line) <= 100 for line in (batch, vocabulary))

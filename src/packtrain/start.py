@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from packtrain.fleet.fleet import JOIN_SECONDS, Say
 from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
-from packtrain.job.job import CodeOrigin, Job, Option
+from packtrain.job.job import MIN_VOCABULARY, CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job
@@ -28,14 +29,14 @@ from packtrain.job.part import is_address
 from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
-from packtrain.pack.manifest import Manifest, find_manifest, missing_files
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
 from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
-from packtrain.run.records import Event, FleetLaunch
+from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.store import Store, open_store
@@ -201,7 +202,10 @@ def prepare_run(
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    made = NewRun(store, job.model_copy(update=updates), code.archive, packed)
+    notes = [("note", line) for line in loaded.notes]
+    if packed is not None and job.recipe is not None:
+        notes += [("warning", line) for line in too_large(job, packed, store)]
+    made = NewRun(store, job.model_copy(update=updates), code.archive, packed, notes=notes)
     if parent is None or beginning is None:
         return made
     inheritance = inherit(parent, beginning.name.choice, made.job, made.code, packed, beginning.fresh)
@@ -209,6 +213,26 @@ def prepare_run(
     begun = made.job.model_copy(update={"parent": inheritance.parent})
     notes = [*made.notes, *(("from", line) for line in inheritance.in_words(made.job))]
     return replace(made, job=begun, inheritance=inheritance, recipe=kind, notes=notes)
+
+
+def too_large(job: Job, packed: Manifest, store: Store) -> list[str]:
+    """Return a line for each setting that is larger than the data supports, with what to set."""
+    from packtrain.plan.sizes import known_data
+
+    found = []
+    size, batch = known_data(job, packed), job.train.batch
+    units = round(size.steps_per_epoch * size.units_per_step)
+    if batch.value > units:
+        has = f"the data has about {units:,}" if batch.unit == "tokens" else f"the data has {units:,}"
+        found.append(f"train.batch: {batch}, but {has}; set about {max(1, units // 20):,}")
+    if packed.vocabulary is not None and packed.vocabulary.bytes <= MAX_RECORD_BYTES:
+        # Merges end where no pair of pieces occurs twice.
+        document = json.loads(store.get(pack_key(packed.name, packed.vocabulary.name), MAX_RECORD_BYTES))
+        pieces = len(document["model"]["vocab"])
+        if pieces < job.data.vocabulary:
+            has = f"the text has only {pieces:,} pieces"
+            found.append(f"data.vocabulary: {job.data.vocabulary}, but {has}; set {max(MIN_VOCABULARY, pieces // 2)}")
+    return found
 
 
 def _beginning(loaded: LoadedJob, given: Beginning | None) -> Beginning | None:
