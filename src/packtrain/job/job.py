@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, PlainValidator, SerializationInfo, ValidationError, model_serializer
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from packtrain.errors import quoted
@@ -71,11 +79,14 @@ MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 Option = bool | int | float | str
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_SHARE = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,3})?) *%", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _RECIPES_ONLY = "applies to recipes only, not to programs"
 
 
 class DataSettings(Part):
+    """The data of each split. `valid: 5 %` in a job file is `held_out`: that share of the training data."""
+
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
     test: tuple[AnySource, ...] = ()
@@ -86,6 +97,40 @@ class DataSettings(Part):
     sizes: tuple[Pixels, ...] = ()
     stage: Boolean = False
     pack: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "the name of a pack")] | None = None
+    held_out: Annotated[float, Field(strict=True, gt=0, le=0.5)] | None = None
+
+    @classmethod
+    def known(cls) -> Iterable[str]:
+        return (field for field in cls.model_fields if field != "held_out")
+
+    @classmethod
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+        if "held_out" in given:  # a field of this class, but not a key of the job file
+            del given["held_out"]
+            problems += unknown_keys(["held_out"], cls.known())
+        if not isinstance(given.get("valid"), str):
+            return given
+        share = _SHARE.fullmatch(given["valid"].strip())
+        if share is None or not 0 < float(share[1]) <= 50:
+            problems.append(problem("must be sources, or a share of the training data of up to 50 %: 5 %", "valid"))
+            return {**given, "valid": ()}
+        return {**given, "valid": (), "held_out": float(share[1]) / 100}
+
+    @model_serializer(mode="wrap")
+    def _with_share(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = handler(self)
+        if document.pop("held_out", None) is not None:
+            document["valid"] = self.share
+        return document
+
+    @property
+    def share(self) -> str:
+        """The share of the training data that is held out, as people write it: `5 %`."""
+        return "" if self.held_out is None else f"{self.held_out * 100:.6g} %"
+
+    @property
+    def has_valid(self) -> bool:
+        return bool(self.valid) or self.held_out is not None
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.train:

@@ -17,6 +17,7 @@ import yaml
 
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
+from packtrain.job.job import DataSettings
 from packtrain.pack.manifest import find_manifest
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import LABELS, Goodput
@@ -593,12 +594,19 @@ def _unlike(base: ComparedRun, other: ComparedRun, split: str, measure: str) -> 
         return "the runs have different recipes"
     if base.job.recipe is None:
         return None
-    if getattr(base.job.data, split, ()) != getattr(other.job.data, split, ()):
+    data = (base.job.data, other.job.data)
+    if getattr(data[0], split, ()) != getattr(data[1], split, ()) or (split == "valid" and _is_held_apart(*data)):
         return f"the {split} data differs"
     words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, other.job)]
     if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != other.pack:
         return "per token, and the vocabularies differ"
     return None
+
+
+def _is_held_apart(one: DataSettings, two: DataSettings) -> bool:
+    """True if the validation data is held out of the training data, and not in the same way."""
+    held = one.held_out is not None or two.held_out is not None
+    return held and (one.held_out != two.held_out or [s.paths for s in one.train] != [s.paths for s in two.train])
 
 
 def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:

@@ -114,7 +114,7 @@ def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
     settings = {(loaded.job.train.duration, loaded.job.evaluate.every) for loaded in jobs}
     if len(settings) > 1:
         raise Mistake("--halving: compares runs at the same points; do not sweep train.duration or evaluate.every")
-    if any(not loaded.job.data.valid for loaded in jobs):
+    if any(not loaded.job.data.has_valid for loaded in jobs):
         raise Mistake("--halving: judges runs by their validation scores; the job needs data.valid")
     [(duration, every)] = settings
     return rungs_for(len(jobs), duration, every)
