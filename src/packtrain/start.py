@@ -144,7 +144,7 @@ class NewRun:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What `--from` asks for; `fresh` if only the weights are wanted, whatever the job."""
+    """The checkpoint that `--from` names; `fresh` if only its weights are wanted, whatever the job."""
 
     name: CheckpointName
     fresh: bool = False
