@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from packtrain.cli import app
 from packtrain.errors import Mistake
 from packtrain.fork import CheckpointName, read_name
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class
+from packtrain.report.findings import gather
+from packtrain.report.markdown import markdown
+from packtrain.report.render import render
 from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.run import Run
 from packtrain.start import Beginning, load, prepare_run
@@ -136,6 +141,12 @@ def test_a_fork_goes_on_as_the_run_would_have(folder: Path) -> None:
         "small-1, step 4, as a fork: weights, optimizer, place in the data",
         "it continues exactly as small-1 would have",
     ]
+    words = f"small-1 at step 4, as a fork (SHA-256 {parent.sha256[:12]})"
+    shown = CliRunner().invoke(app, ["show", fork.name, "--store", fork.store.url])
+    assert f"from        {words}" in shown.output
+    evidence = gather(fork)
+    assert f"\nStarted from {words}.\n" in markdown(evidence, ())
+    assert f"Started from {words}." in render(evidence, ())
     again = trained(made(write_job(folder, "again")), folder)
     assert last_files(fork) == last_files(again)
 

@@ -375,7 +375,7 @@ class Parent(Part):
     @property
     def in_words(self) -> str:
         if self.takes == "everything":
-            return f"a fork of {self.run} at step {self.step:,}"
+            return f"{self.run} at step {self.step:,}, as a fork"
         average = ", their moving average" if self.takes == "ema" else ""
         return f"the weights of {self.run} at step {self.step:,}{average}"
 

@@ -50,7 +50,7 @@ def fetch_weights(run: Run, directory: Path) -> None:
     """Fetch the files and the record into an empty directory; raise CorruptCheckpoint unless every digest matches."""
     data = run.store.find(run.key(_RECORD), MAX_RECORD_BYTES)
     if data is None:
-        raise Mistake(f"{run.name} has no copy of the weights that it should start from; start it again")
+        raise Mistake(f"{run.name} has no copy of the weights that it starts from; create it again")
     for file in decode(ParentRecord, data, f"{_RECORD} of run {run.name}").files:
         try:
             run.store.get_file(run.key(f"parent/{file.name}"), directory / file.name, limit=file.bytes)

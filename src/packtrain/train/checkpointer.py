@@ -86,7 +86,7 @@ class Checkpointer:
             self._engine.load_initial_weights()
             return
         if parent.takes == "everything":
-            raise Mistake(f"{self._run.name} should be {parent.in_words}, but has no copy of it; start it again")
+            raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")
         if self._world.rank_of_node == 0:
             fetch_weights(self._run, directory)
         self._world.barrier()  # now every machine has the files
