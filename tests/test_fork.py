@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, NotFinished
 from packtrain.fork import CheckpointName, read_name
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
@@ -20,7 +20,7 @@ from packtrain.recipes import recipe_class
 from packtrain.report.findings import gather
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
-from packtrain.run.checkpoint import committed, fetch
+from packtrain.run.checkpoint import commit, committed, fetch
 from packtrain.run.run import Run
 from packtrain.start import Beginning, load, prepare_run
 from packtrain.store import Store, open_store
@@ -28,6 +28,7 @@ from packtrain.train.control import Control
 from packtrain.train.trainer import Trainer
 from packtrain.train.worker import _pack_of
 from packtrain.train.world import World
+from parts.runs import write_files
 
 MODEL = {"size": "tiny", "width": 16, "heads": 2, "feedforward": 16, "encoder_layers": 1, "decoder_layers": 1}
 WORDS = ("one", "two", "three", "four", "five", "six")
@@ -247,3 +248,17 @@ def test_a_client_that_fails_half_way_leaves_no_run(
     with pytest.raises(ZeroDivisionError):
         new.create()
     assert not store.exists("runs/small-2/job.json")
+
+
+def test_a_program_finds_the_files_of_the_other_runs_checkpoint(folder: Path, store: Store) -> None:
+    path = folder / "program.yaml"
+    path.write_text(f"name: mine\nprogram: ['true', fast]\nstore: {folder / 'store'}\n")
+    old = made(path)
+    commit(old, 3, 1, None, write_files(folder / "saved", {"deep/state.bin": b"all of it"}))
+    notes.clear()
+    new = made(path, "mine-1", overrides=("program=['true', slow]",))
+    assert notes == ["mine-1, commit 3: the program finds the files of that checkpoint"]
+    [first] = committed(new)
+    assert (first.step, first.generation, [file.name for file in first.files]) == (3, 0, ["deep/state.bin"])
+    with pytest.raises(NotFinished, match="mine-3 has no checkpoint yet"):
+        made(path, made(path).name)
