@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, printable
+from packtrain.errors import Mistake, printable, quoted
 from packtrain.export.predict import Choice, candidates
 from packtrain.job.changes import other_training
 from packtrain.job.job import Job, Parent
@@ -47,7 +47,8 @@ class CheckpointName:
     choice: Choice | None = None
 
 
-def read_name(text: str) -> CheckpointName:
+def read_name(text: str, option: str = "") -> CheckpointName:
+    """Read the name of a checkpoint; an error starts with the option that gave it."""
     place, colon, last = text.rpartition(":")
     choice: Choice | None = None
     if colon and not last.startswith("/"):
@@ -56,10 +57,10 @@ def read_name(text: str) -> CheckpointName:
         elif last.isascii() and last.isdecimal() and len(last) < 19:
             choice = int(last)
         else:
-            raise Mistake(f"{printable(text, 200)}: after the colon comes a step, best or last")
+            raise Mistake(f"{option}{printable(text, 200)}: after the colon comes a step, best or last")
     store, slash, run = (place if choice is not None else text).rpartition("/")
     if not run or (slash and not store):
-        raise Mistake(f"{printable(text, 200)}: must be RUN, RUN:STEP or STORE/RUN")
+        raise Mistake(f"{option}{quoted(text)}: must be RUN, RUN:STEP or STORE/RUN")
     return CheckpointName(store or None, run, choice)
 
 

@@ -151,7 +151,7 @@ def run(
     _check_modes(foreground, detach)
     if fresh and parent is None:
         raise Mistake("--fresh: needs --from RUN")
-    beginning = None if parent is None else Beginning(read_name(parent), fresh)
+    beginning = None if parent is None else Beginning(read_name(parent, "--from "), fresh)
     loaded = load(job, overrides or ())
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
