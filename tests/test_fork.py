@@ -262,3 +262,18 @@ def test_a_program_finds_the_files_of_the_other_runs_checkpoint(folder: Path, st
     assert (first.step, first.generation, [file.name for file in first.files]) == (3, 0, ["deep/state.bin"])
     with pytest.raises(NotFinished, match="mine-3 has no checkpoint yet"):
         made(path, made(path).name)
+
+
+def test_the_other_run_may_be_in_another_store(folder: Path) -> None:
+    old = trained(made(write_job(folder)), folder)
+    elsewhere = f"store={folder / 'elsewhere'}"
+    fork = made(write_job(folder), f"{old.store.url}/small:4", overrides=(elsewhere,))
+    weights = made(write_job(folder), f"{old.store.url}/small-1", fresh=True, overrides=(elsewhere,))
+    assert fork.store.url == weights.store.url == str(folder / "elsewhere")
+    assert fork.job.parent is not None and weights.job.parent is not None
+    assert fork.job.parent.store == old.store.url
+    assert (fork.job.parent.takes, weights.job.parent.takes) == ("everything", "weights")
+    (folder / "store").rename(folder / "gone")
+    trained(fork, folder)
+    result = fork.result()
+    assert result is not None and result.status == "finished"
