@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from packtrain.run.checkpoint import commit, committed, fetch
 from packtrain.run.run import Run
 from packtrain.start import Beginning, load, prepare_run
 from packtrain.store import Store, open_store
+from packtrain.train.checkpointer import BackgroundCommitter
 from packtrain.train.control import Control
+from packtrain.train.state import Snapshot
 from packtrain.train.trainer import Trainer
 from packtrain.train.worker import _pack_of
 from packtrain.train.world import World
@@ -53,6 +56,19 @@ def test_a_checkpoint_is_named_by_its_run_and_step(text: str, name: CheckpointNa
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(Mistake):
         read_name(text)
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a save that waits would be replaced by the next one."""
+    add = BackgroundCommitter.add
+
+    def add_and_wait(committer: BackgroundCommitter, snapshot: Snapshot, score: float | None) -> None:
+        add(committer, snapshot, score)
+        while committer._waiting:
+            time.sleep(0.005)
+
+    monkeypatch.setattr(BackgroundCommitter, "add", add_and_wait)
 
 
 @pytest.fixture
