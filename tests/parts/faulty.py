@@ -61,6 +61,9 @@ class FaultyStore(Store):
     def put_file(self, key: str, path: Path) -> None:
         self._do("put_file", key, lambda: self._inner.put_file(key, path))
 
+    def copy(self, key: str, target: str) -> None:
+        self._do("copy", target, lambda: self._inner.copy(key, target))
+
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         return self._do("find", key, lambda: self._inner.find(key, limit))
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from packtrain.errors import Mistake
@@ -14,6 +16,7 @@ from packtrain.pack.build import PackProgress, PlainProgress
 from packtrain.recipes import recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
 from packtrain.run.trust import remember
+from packtrain.run.uses import refuse_discarded
 from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for
@@ -154,5 +157,7 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         new.append(NewRun(made.store, made.job, code, made.pack))
     sweep.put_plan(plan)
     for trial, made in zip(plan.trials, new, strict=True):
-        remember(create_trial_run(sweep, trial, made.job.model_dump_json(indent=1).encode(), made.code, made.pack_name))
+        data = made.job.model_dump_json(indent=1).encode()
+        remember(create_trial_run(sweep, trial, data, made.code, made.pack_name))
+    refuse_discarded(store, reduce(or_, (made.uses for made in new)))
     return sweep
