@@ -23,6 +23,7 @@ from packtrain.cli import (
     plan,
     runs,
     serve,
+    stored,
     sweep,
     tensorboard,
     ui,
@@ -65,7 +66,8 @@ def options(
 
 
 for group in (
-    jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
+    jobs, plan, sweep, runs, stored, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines,
+    packages,
 ):  # fmt: skip
     group.register(app)
 

@@ -55,6 +55,7 @@ CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
 ]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 STATE_STYLES = {
@@ -74,6 +75,16 @@ def find_store(location: str | None, identity: str | None = None) -> Store:
     from packtrain.store import open_store
 
     return open_store(location or default_store(), identity=identity)
+
+
+def existing_store(location: str | None) -> Store:
+    """Return a store that has something in it: a list of nothing would hide that its name is wrong."""
+    from packtrain.errors import NotFound
+
+    found = find_store(location)
+    if not found.folders("") and not found.is_directory:  # a directory without a store is an error by itself
+        raise NotFound(f"{found.url}: no store here; check the name, or start a run there with `packtrain run`")
+    return found
 
 
 def find_run(location: str | None, name: str | None) -> Run:
@@ -133,6 +144,21 @@ def _asked(review: CodeReview) -> bool:
         print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
     print("Run it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def confirm(lines: Iterable[str], question: str, reason: str, yes: bool, refusal: str) -> None:
+    """Return if the person agrees; the reason explains a refusal where nobody can be asked."""
+    from packtrain.errors import Mistake, printable
+
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Mistake(f"{reason}; run this in a terminal to be asked, or pass --yes")
+    for line in lines:
+        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Mistake(refusal)
 
 
 class SafeStream(io.TextIOBase):

@@ -20,14 +20,14 @@ from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.summary import Summary, summarize, units_per_second
+from packtrain.report.summary import About, Summary, about, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_count, show_seconds
+from packtrain.units import Machines, counted, show_count, show_seconds, show_time
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -351,6 +351,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     rows: list[tuple[str, *tuple[Part, ...]]] = [
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
         ("job", summary.description),
+        *_about_rows(about(run)),
     ]
     goal = f" of {summary.goal:,}" if summary.goal else ""
     # A program does not report its steps; only its commits are known.
@@ -373,6 +374,15 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     width = max(len(label) for label, *_ in rows)
     for label, *parts in rows:
         screen.say((f"{label:<{width}}", "dim"), "  ", *parts)
+
+
+def _about_rows(found: About) -> Iterator[tuple[str, str]]:
+    by = f" by {found.started_by}" if found.started_by else ""
+    yield "started" if by else "created", f"{show_time(found.created)}{by}"
+    if found.tags:
+        yield "tags", " ".join(found.tags)
+    if found.note:
+        yield "note", found.note
 
 
 def _time_line(times: Goodput) -> str:

@@ -50,7 +50,7 @@ def remove_run(run: Run, check: Check) -> None:
 
 
 def remove_sweep(sweep: Sweep, check: Check) -> list[str]:
-    """Remove a sweep with all its runs; return their names. The caller drives the sweep, so that nobody else does."""
+    """Remove a sweep with all its runs; return their names. The caller drives it, so that nobody else does."""
     runs = [run for run in map(sweep.run, sweep.plan.trials) if run.store.exists(run.key("job.json"))]
     for run in runs:
         check(run)
@@ -58,8 +58,12 @@ def remove_sweep(sweep: Sweep, check: Check) -> list[str]:
     sweep.store.delete(sweep.key("plan.json"))
     for run in runs:
         remove_run(run, check)
-    _delete(sweep.store, [entry.key for entry in sweep.store.list(sweep.key(""))])
     return [run.name for run in runs]
+
+
+def clear_sweep(sweep: Sweep) -> None:
+    """Delete what a removed sweep has left."""
+    _delete(sweep.store, [entry.key for entry in sweep.store.list(sweep.key(""))])
 
 
 def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
@@ -131,9 +135,7 @@ def _leave_name(run: Run, record: RemovedRun) -> None:
     if _launches(run) != launches:
         run.store.put(run.key("job.json"), job)
         run.store.delete(removed_key(run.name))
-        raise Mistake(
-            f"{run.name} was resumed at this moment, and is left as it was; `packtrain stop {run.name}` first"
-        )
+        raise Mistake(f"{run.name} was resumed at this moment, and stays; stop it first: `packtrain stop {run.name}`")
 
 
 def _copy(run: Run, there: Run) -> None:

@@ -157,7 +157,7 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         new.append(NewRun(made.store, made.job, code, made.pack))
     sweep.put_plan(plan)
     for trial, made in zip(plan.trials, new, strict=True):
-        data = made.job.model_dump_json(indent=1).encode()
-        remember(create_trial_run(sweep, trial, data, made.code, made.pack_name))
+        job = made.job.model_dump_json(indent=1).encode()
+        remember(create_trial_run(sweep, trial, job, made.code, made.pack_name))
     refuse_discarded(store, reduce(or_, (made.uses for made in new)))
     return sweep
