@@ -78,13 +78,18 @@ def find_store(location: str | None, identity: str | None = None) -> Store:
 
 
 def existing_store(location: str | None) -> Store:
-    """Return a store that has something in it: a list of nothing would hide that its name is wrong."""
+    """Return a store that is there: a list of nothing would hide that its name is wrong."""
+    found = find_store(location)
+    check_exists(found)
+    return found
+
+
+def check_exists(store: Store) -> None:
     from packtrain.errors import NotFound
 
-    found = find_store(location)
-    if not found.folders("") and not found.is_directory:  # a directory without a store is an error by itself
-        raise NotFound(f"{found.url}: no store here; check the name, or start a run there with `packtrain run`")
-    return found
+    # A directory that is no store is an error by itself; a prefix of a bucket is there if it has objects.
+    if not store.folders("") and not store.is_directory:
+        raise NotFound(f"{store.url}: no store here; check the name, or start a run there with `packtrain run`")
 
 
 def find_run(location: str | None, name: str | None) -> Run:

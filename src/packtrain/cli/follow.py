@@ -14,7 +14,7 @@ from rich.text import Text
 from packtrain.backoff import Backoff
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
@@ -91,7 +91,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
                 screen.say()
                 screen.say("Detached from ", (run.name, "bold"), "; it keeps running.")
                 screen.say_lines(hints(run, "follow", "status", "stop"))
-                return EXIT_UNFINISHED
+                return EXIT_INTERRUPTED
             screen.say()
             screen.say("Stopping: waiting for the last checkpoint. Press Ctrl-C again to detach.")
             run.request_stop("stopped by user (Ctrl-C)")
@@ -100,7 +100,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
         screen.say()
         screen.say("Detached from ", (run.name, "bold"), " before it stopped.")
         screen.say_lines(hints(run, "status", "resume"))
-        return EXIT_UNFINISHED
+        return EXIT_INTERRUPTED
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)

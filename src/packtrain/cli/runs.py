@@ -125,27 +125,28 @@ def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
 
 
 def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
-    """Print one line for each run. Columns that a terminal has no room for are left out, the last ones first."""
-    from rich.table import Table
+    """Print one line for each run. A terminal that is too narrow for all columns gets those that matter most."""
+    from rich.cells import cell_len
     from rich.text import Text
 
     from packtrain.errors import PacktrainError
 
     screen = console()
-    cells = {run.name: _cells(run, answer) for run, answer in rows}
-    filled = [name for name in _COLUMNS if any(one.get(name) for one in cells.values())]
-    widths = {name: max(len(name), *(len(one.get(name, "")) for one in cells.values())) for name in filled}
+    cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer) for run, answer in rows]
+    widths = {name: max(cell_len(one[name]) for one in cells) for name in _COLUMNS}
+    widths = {name: max(width, len(name)) for name, width in widths.items() if width}
     shown = fitting(widths, screen.width)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in shown:
-        right = name in ("step", "loss", "time", "cost")
-        # A name is there to be copied: it is never cut, whatever becomes of the line.
-        least = widths[name] if name == "run" else None
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis", min_width=least)
-    for one in cells.values():
+    for one in ({name: name for name in shown}, *cells):
         styles = {"run": "bold", "state": STATE_STYLES.get(one["state"], "red"), "started": "dim"}
-        table.add_row(*(Text(one.get(name, ""), styles.get(name, "")) for name in shown))
-    screen.print(table)
+        line = Text()
+        for name in shown:
+            cell = Text(one[name], "dim" if one[name] == name else styles.get(name, ""))
+            cell.align("right" if name in ("step", "loss", "time", "cost") else "left", widths[name])
+            line.append_text(cell).append("  ")
+        line.rstrip()
+        if "job" in shown:  # it may be cut; a name never is, because it is there to be copied
+            line.truncate(screen.width, overflow="ellipsis")
+        screen.print(line, soft_wrap=True)
     if "job" not in shown:
         screen.say_lines(f"{run.name}: {answer}" for run, answer in rows if isinstance(answer, PacktrainError))
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, default_store
+from packtrain.cli.common import StoreOption, check_exists, default_store
 from packtrain.errors import Mistake, printable
 
 _TOKEN_BYTES = 24
@@ -57,7 +57,7 @@ def ui(
         check_certificate(certificate, key)
     # Pages want an answer now: they show that a store is away, and ask again.
     found = open_store(store or default_store(), outage_seconds=_OUTAGE_SECONDS, answer_seconds=_OUTAGE_SECONDS)
-    found.folders("runs/")  # a store that is not there is a mistake now, and an outage later
+    check_exists(found)  # a store that is not there is a mistake now, and an outage later
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     options = {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": key and str(key)}
@@ -67,6 +67,8 @@ def ui(
     if browse:
         _open(url)
     server.run(sockets=[listener])
+    if server.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _open(url: str) -> None:

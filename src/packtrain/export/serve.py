@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import signal
 import socket
 import sys
 import time
@@ -105,6 +106,8 @@ def serve(
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
+    if server.is_interrupted:
+        raise KeyboardInterrupt
 
 
 class ModelServer(uvicorn.Server):
@@ -116,10 +119,11 @@ class ModelServer(uvicorn.Server):
         self.service = service
         self._door = Door(application(service, token), service, token, log)
         self._log, self._address = log, listener.getsockname()[:2]
-        self._was_ready = False
+        self._was_ready = self.is_interrupted = False
         super().__init__(server_config(self._door))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        self.is_interrupted = sig == signal.SIGINT
         # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
         if self.service.draining_since is not None:
             self.should_exit = self.force_exit = True

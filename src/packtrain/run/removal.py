@@ -106,8 +106,8 @@ def _check_name(store: Store, old: str, new: str) -> None:
         raise Mistake(f"{quoted(new)} is not a valid run name; names consist of a-z, 0-9 and -, at most 63 of them")
     stem, number = split_name(new)
     if number:
-        advice = f"leave out the number at the end, as in {stem}"
-        raise Mistake(f"{new} would be run {number} of the job {stem}; {advice}, or write it without the last hyphen")
+        advice = "choose a name that does not end in a hyphen and a number"
+        raise Mistake(f"{new} would be taken for run {number} of the job {stem}; {advice}")
     claim = renamed_run(store, new)
     if claim is not None and claim.former == old:
         return
@@ -115,7 +115,7 @@ def _check_name(store: Store, old: str, new: str) -> None:
         raise Mistake(f"{new} is the name of another run; choose another name")
     if removed_run(store, new) is not None:
         raise Mistake(f"{new} was the name of a run that was removed or renamed; choose another name")
-    if any(split_name(name)[0] == new for name in run_names(store)):
+    if new == Run(store, old).job.name or any(split_name(name)[0] == new for name in run_names(store)):
         raise Mistake(f"{new} is the name of a job, and stands for its newest run; choose another name")
 
 
