@@ -6,9 +6,10 @@ Commands import heavy modules inside their functions, so that `packtrain --help`
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import (
@@ -31,8 +32,24 @@ from packtrain.cli import (
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
+
+class ReaderGone(Exception):
+    """The reader of standard output, such as `head`, has exited."""
+
+
+class Commands(TyperGroup):
+    """All commands. Typer itself would end with 1 where nobody reads the output anymore."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
+
 app = typer.Typer(
     name="packtrain",
+    cls=Commands,
     help="Pack your data once, train it anywhere, bring the model home.",
     no_args_is_help=True,
     add_completion=False,
@@ -81,6 +98,6 @@ def main() -> None:
             except PacktrainError as error:
                 _complain(str(error))
                 sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited; closing keeps Python from complaining
-        sys.stderr.close()
+    except (ReaderGone, BrokenPipeError):
+        sys.stderr.close()  # keeps Python from complaining when it flushes standard output
         sys.exit(0)
