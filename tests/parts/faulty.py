@@ -10,7 +10,7 @@ from typing import TypeVar
 from packtrain.store import RECORD_BYTES, Entry, Store, StoreError
 
 Answer = TypeVar("Answer")
-CHANGES = {"put", "put_if_absent", "put_file", "delete"}
+CHANGES = {"put", "put_if_absent", "put_file", "copy", "delete"}
 
 
 class Killed(BaseException):

@@ -157,9 +157,6 @@ def tag(
         wrong = next((word for word in words or () if not _is_tag(word)), None)
         if wrong is not None:
             raise Mistake(f"{wrong!r}: a tag is one word of at most {_MAX_TAG} characters")
-        absent = next((word for word in remove or () if word not in notes.tags), None)
-        if absent is not None:
-            raise Mistake(f"--remove {absent}: {run.name} has no such tag; it has {' '.join(notes.tags) or 'none'}")
         kept = [one for one in dict.fromkeys([*notes.tags, *(words or ())]) if one not in (remove or ())]
         if len(kept) > _MAX_TAGS:
             raise Mistake(f"{run.name} would have {len(kept)} tags; at most {_MAX_TAGS} are allowed")

@@ -108,13 +108,13 @@ def _check_name(store: Store, old: str, new: str) -> None:
     if number:
         advice = "choose a name that does not end in a hyphen and a number"
         raise Mistake(f"{new} would be taken for run {number} of the job {stem}; {advice}")
+    if removed_run(store, new) is not None:
+        raise Mistake(f"{new} was the name of a run that was removed or renamed; choose another name")
     claim = renamed_run(store, new)
     if claim is not None and claim.former == old:
         return
     if claim is not None or store.list(Run(store, new).folder):
         raise Mistake(f"{new} is the name of another run; choose another name")
-    if removed_run(store, new) is not None:
-        raise Mistake(f"{new} was the name of a run that was removed or renamed; choose another name")
     if new == Run(store, old).job.name or any(split_name(name)[0] == new for name in run_names(store)):
         raise Mistake(f"{new} is the name of a job, and stands for its newest run; choose another name")
 
