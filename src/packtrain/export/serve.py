@@ -100,14 +100,13 @@ def serve(
     listener: socket.socket,
     token: str | None,
     log: Callable[[str], None],
-) -> None:
-    """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered."""
+) -> bool:
+    """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered: True after SIGINT."""
     server = ModelServer(Service(model, settings), listener, token, log)
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
-    if server.is_interrupted:
-        raise KeyboardInterrupt
+    return server.is_interrupted
 
 
 class ModelServer(uvicorn.Server):

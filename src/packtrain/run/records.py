@@ -462,7 +462,7 @@ class RenamedRun:
 
 @dataclass(frozen=True)
 class Discarding:
-    """What `packtrain gc` is about to delete because nothing uses it: names of packs, and keys of given files."""
+    """A deletion by `packtrain gc` of what nothing uses: names of packs, and keys of files that jobs name."""
 
     time: Time
     client: Label

@@ -25,7 +25,7 @@ _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 
 
 @dataclass(frozen=True)
-class Usage:
+class RunUsage:
     """The bytes of a run, by what they are for."""
 
     run: str
@@ -40,7 +40,7 @@ class Usage:
 class StoreUsage:
     """The bytes of everything in a store. `files` are those that jobs name; `other` is what is left."""
 
-    runs: tuple[Usage, ...]
+    runs: tuple[RunUsage, ...]
     packs: Mapping[str, int] = field(default_factory=dict)
     files: int = 0
     other: int = 0
@@ -50,13 +50,13 @@ class StoreUsage:
         return sum(run.bytes for run in self.runs) + sum(self.packs.values()) + self.files + self.other
 
 
-def usage_of(name: str, entries: Iterable[Entry]) -> Usage:
+def usage_of(name: str, entries: Iterable[Entry]) -> RunUsage:
     """Return what the objects of a run take; keys are those of the store."""
     parts: Counter[str] = Counter()
     for entry in entries:
         top = entry.key.split("/")[2] if entry.key.count("/") >= 2 else ""
         parts[_PART_OF.get(top, OTHER)] += entry.size
-    return Usage(name, {part: parts[part] for part in (*PARTS, OTHER)})
+    return RunUsage(name, {part: parts[part] for part in (*PARTS, OTHER)})
 
 
 def store_usage(store: Store) -> StoreUsage:
