@@ -108,13 +108,13 @@ def test_a_run_that_machines_work_on_is_left_alone(directory_store: Store) -> No
     assert directory_store.list("removed/") == directory_store.list("renamed/") == []
 
 
-@pytest.mark.parametrize("renames", [False, True])
-def test_a_run_that_is_resumed_at_the_same_moment_stays(directory_store: Store, renames: bool) -> None:
+@pytest.mark.parametrize(("renames", "moment"), [(False, "delete"), (True, "delete"), (True, "copy")])
+def test_a_run_that_is_resumed_at_the_same_moment_stays(directory_store: Store, renames: bool, moment: str) -> None:
     store = FaultyStore(directory_store)
     run = a_run(store)
 
     def resume(operation: str, key: str) -> None:
-        if (operation, key) == ("delete", run.key("job.json")):
+        if operation == moment and key.endswith("/job.json") and len(run.launches()) == 1:
             Run(directory_store, run.name).record_launch(LAUNCH)
 
     store.fault = resume
@@ -125,6 +125,25 @@ def test_a_run_that_is_resumed_at_the_same_moment_stays(directory_store: Store, 
     assert (
         directory_store.list("runs/other") == directory_store.list("removed/") == directory_store.list("renamed/") == []
     )
+
+
+def test_two_who_remove_a_run_do_not_bring_it_back(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    run = a_run(store)
+
+    def remove_too(operation: str, key: str) -> None:
+        if (operation, key) == ("delete", run.key("job.json")):
+            remove_run(Run(directory_store, run.name), idle)
+
+    store.fault = remove_too
+    remove_run(run, idle)
+    assert directory_store.list(run.folder) == []
+
+
+def test_a_removed_name_does_not_hide_a_job_of_that_name(directory_store: Store) -> None:
+    rename_run(directory_store, a_run(directory_store).name, "later", idle)
+    remove_run(Run(directory_store, "later"), idle)
+    assert a_run(directory_store, "later").name == open_run(directory_store, "later").name == "later-1"
 
 
 # Other names.
@@ -173,10 +192,26 @@ def test_a_rename_that_ends_anywhere_loses_nothing_and_is_continued(directory_st
     assert len(made) > 10
 
 
+def test_who_renames_a_run_that_another_renames_gets_nothing(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    run = a_run(store)
+
+    def rename_too(operation: str, key: str) -> None:
+        if (operation, key) == ("put_if_absent", f"removed/{run.name}.json"):
+            store.fault = lambda _operation, _key: None
+            rename_run(directory_store, run.name, "theirs", idle)
+
+    store.fault = rename_too
+    with pytest.raises(Mistake, match=r"job-1 is being renamed to theirs by .*; let that finish, or repeat it"):
+        rename_run(store, run.name, "mine", idle)
+    assert run_names(directory_store) == ["theirs"]
+    assert directory_store.list("runs/mine") == []
+
+
 def test_two_halves_of_a_rename_that_both_went_on_are_not_mixed(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     run = a_run(store)
-    store.fault = lambda operation, key: Killed() if key.startswith("removed/") and operation == "put" else None
+    store.fault = lambda operation, key: Killed() if key.startswith("removed/") and operation in CHANGES else None
     with pytest.raises(Killed):
         rename_run(store, run.name, "other", idle)
     assert sorted(run_names(directory_store)) == ["job-1", "other"]

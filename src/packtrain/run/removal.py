@@ -42,9 +42,10 @@ def is_half_removed(store: Store, name: str) -> bool:
 def remove_run(run: Run, check: Check) -> None:
     """Remove a run with everything in its folder, or the rest of one that was removed half-way."""
     if not is_half_removed(run.store, run.name):
+        launches = _launches(run)
         check(run)
         _check_is_single(run)
-        _leave_name(run, RemovedRun(time.time(), this_client()))
+        _leave_name(run, RemovedRun(time.time(), this_client()), launches)
     _delete(run.store, _keys(run))
     forget(run)
 
@@ -77,6 +78,7 @@ def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
     if created is None:
         raise NotFound(f"no run {quoted(old)} in {store.url}; `packtrain ls` lists the runs")
     _check_name(store, old, new)
+    launches = _launches(run)  # before the copy, which may take long
     check(run)
     _check_is_single(run)
     is_own, known = is_remembered(run), renamed_run(store, old)
@@ -85,11 +87,11 @@ def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
         other = renamed_run(store, new)
         if other is None or other.former != old:
             raise Mistake(f"{new} is the name of another run; choose another name")
-    if store.exists(there.key("job.json")) and _launches(there) != _launches(run):
+    if store.exists(there.key("job.json")) and _launches(there) != launches:
         raise Mistake(f"{old} and {new} are copies of one run that both exist; remove one with `packtrain rm`")
     _copy(run, there)
     try:
-        _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new))
+        _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new), launches)
     except Mistake:
         _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])
         raise
@@ -127,14 +129,20 @@ def _check_is_single(run: Run) -> None:
         raise Mistake(f"{run.name} belongs to the sweep {name}; `packtrain rm {name}` removes the sweep with its runs")
 
 
-def _leave_name(run: Run, record: RemovedRun) -> None:
-    """Make the folder no run, unless somebody starts machines for it at this moment."""
-    launches, job = _launches(run), run.job_data
-    run.store.put(removed_key(run.name), encode(record))
-    run.store.delete(run.key("job.json"))
-    if _launches(run) != launches:
-        run.store.put(run.key("job.json"), job)
-        run.store.delete(removed_key(run.name))
+def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
+    """Make the folder no run, unless somebody has started machines for it since it had those launches."""
+    store, job = run.store, run.job_data
+    if not store.put_if_absent(removed_key(run.name), encode(record)):
+        other = removed_run(store, run.name)
+        if other is not None and other.renamed_to != record.renamed_to:
+            what = f"renamed to {other.renamed_to}" if other.renamed_to else "removed"
+            raise Mistake(
+                f"{run.name} is being {what} by {other.client}; let that finish, or repeat it if it was killed"
+            )
+    store.delete(run.key("job.json"))
+    if _launches(run) - launches:
+        store.put(run.key("job.json"), job)
+        store.delete(removed_key(run.name))
         raise Mistake(f"{run.name} was resumed at this moment, and stays; stop it first: `packtrain stop {run.name}`")
 
 
@@ -176,5 +184,5 @@ def _keys(run: Run) -> list[str]:
     return [entry.key for entry in run.store.list(run.folder)]
 
 
-def _launches(run: Run) -> list[str]:
-    return [entry.key.removeprefix(run.key("")) for entry in run.store.list(run.key("launches/"))]
+def _launches(run: Run) -> set[str]:
+    return {entry.key.removeprefix(run.key("")) for entry in run.store.list(run.key("launches/"))}

@@ -483,15 +483,15 @@ def open_run(store: Store, name: str | None) -> Run:
     """Return the run of that name, the newest run of the job of that name, or the newest of all."""
     if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
         return Run(store, name)
-    if name is not None and is_name(name) and (gone := removed_run(store, name)) is not None:
+    names = run_names(store)
+    of_job = [known for known in names if name is not None and split_name(known)[0] == _stem(name)]
+    if name is not None and not of_job and is_name(name) and (gone := removed_run(store, name)) is not None:
         fate = f"is called {gone.renamed_to} now" if gone.renamed_to else "was removed"
         raise NotFound(f"{name} {fate} (by {gone.client}, {show_time(gone.time)})")
-    names = run_names(store)
     if not names:
         raise NotFound(f"no runs in {store.url}; start one with `packtrain run JOB`")
     if name is None:
         return Run(store, names[-1])
-    of_job = [known for known in names if split_name(known)[0] == _stem(name)]
     if of_job:
         return Run(store, of_job[-1])
     raise NotFound(f"no run {quoted(name)} in {store.url}; newest runs: {', '.join(names[:-4:-1])}")
