@@ -49,7 +49,7 @@ def test_a_folder_that_is_no_run_yet_uses_its_pack(directory_store: Store) -> No
 def test_nothing_is_known_to_be_unused_if_a_run_cannot_be_read(directory_store: Store) -> None:
     run = a_run(directory_store)
     directory_store.put(run.key("job.json"), b"{")
-    with pytest.raises(DamagedRecord):
+    with pytest.raises(DamagedRecord, match="repair it, or remove it with `packtrain rm job-1`"):
         all_uses(directory_store)
 
 

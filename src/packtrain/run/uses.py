@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from packtrain.errors import PacktrainError
+from packtrain.job.part import is_name
 from packtrain.run.inputs import given_keys
-from packtrain.run.records import MAX_RECORD_BYTES, Discarding, decode, decode_name, encode
+from packtrain.run.records import MAX_RECORD_BYTES, DamagedRecord, Discarding, decode, decode_name, encode
 from packtrain.run.run import Run
-from packtrain.store import Store, is_key
+from packtrain.store import Store
 from packtrain.system import this_client
 from packtrain.units import show_time
 
@@ -53,8 +54,11 @@ def all_uses(store: Store) -> Uses:
     """Return what all runs of a store use; one that cannot be read is an error, because it may use anything."""
     used = Uses()
     for name in store.folders("runs/"):
-        if is_key(f"runs/{name}"):
-            used |= uses_of(Run(store, name))
+        try:
+            used |= uses_of(Run(store, name)) if is_name(name) else Uses()
+        except DamagedRecord as error:
+            advice = f"repair it, or remove it with `packtrain rm {name}`"
+            raise DamagedRecord(f"{error}; what it uses is not known: {advice}") from error
     return used
 
 
