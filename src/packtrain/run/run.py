@@ -50,7 +50,7 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import Store, StoreAway
+from packtrain.store import DamagedObject, Store, StoreAway
 from packtrain.units import show_time
 
 _FEW = 4  # up to this many objects are read one after the other, ...
@@ -441,7 +441,7 @@ def run_names(store: Store) -> list[str]:
     entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
     # A copy under another name, as a bucket makes it, is as old as the original.
     given = {entry.key.removeprefix(_RENAMED).removesuffix(".json") for entry in store.list(_RENAMED)}
-    claims = {name: renamed_run(store, name) for name in names if name in given}
+    claims = {name: _claim(store, name) for name in names if name in given}
     found = sorted(
         (*split_name(name), _created(claims.get(name)) or entry.modified, name)
         for entry, name in entries
@@ -453,6 +453,13 @@ def run_names(store: Store) -> list[str]:
         latest[stem] = max(modified, latest.get(stem, modified))
         created.append((latest[stem], number, name))
     return [name for *_, name in sorted(created)]
+
+
+def _claim(store: Store, name: str) -> RenamedRun | None:
+    try:
+        return renamed_run(store, name)
+    except (DamagedRecord, DamagedObject):  # then a run has another place in the list, and no other run is hidden
+        return None
 
 
 def _created(claim: RenamedRun | None) -> datetime | None:

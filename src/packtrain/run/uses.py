@@ -90,4 +90,7 @@ def announced(store: Store) -> list[tuple[str, Discarding]]:
     """Return the deletions that are under way, or were killed, by their keys."""
     keys = [entry.key for entry in store.list(_FOLDER)]
     found = [(key, store.find(key, MAX_RECORD_BYTES)) for key in keys]
-    return [(key, decode(Discarding, data, f"{key} in {store.url}")) for key, data in found if data is not None]
+    try:
+        return [(key, decode(Discarding, data, f"{key} in {store.url}")) for key, data in found if data is not None]
+    except DamagedRecord as error:
+        raise DamagedRecord(f"{error}; delete it, unless a `packtrain gc` is under way") from error
