@@ -99,7 +99,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
         ("compare endless lr", "packtrain.run.run:open_run"),
         ("cp endless there", "packtrain.copies:copy_run"),
         ("down endless", "packtrain.fleet.down:take_down"),
-        ("doctor", "packtrain.fleet.doctor:examine"),
+        ("doctor --fleet local", "packtrain.fleet.doctor:examine"),
         ("rm endless-1 --yes", "packtrain.run.removal:remove_run"),
         ("mv endless-1 x", "packtrain.run.removal:rename_run"),
         ("du", "packtrain.run.usage:store_usage"),
