@@ -1,10 +1,23 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.units import Amount, Duration, counted, parse_bytes, parse_seconds, show_bytes, show_seconds
+from packtrain.units import (
+    Amount,
+    Duration,
+    counted,
+    parse_bytes,
+    parse_moment,
+    parse_seconds,
+    show_bytes,
+    show_seconds,
+    show_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +112,43 @@ def test_any_text_is_a_duration_or_a_value_error(text: str) -> None:
     except ValueError:
         return
     assert Duration.parse(str(duration)) == duration
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+NOON = 1794916800.0  # November 17, 2026
+
+
+@pytest.mark.usefixtures("utc")
+def test_moments_are_short_and_have_a_year_if_it_is_another_one() -> None:
+    assert show_time(NOON + 240, now=NOON) == "Nov 17 12:04"
+    assert show_time(NOON - 300 * 86400, now=NOON) == "Jan 21 12:00"
+    assert show_time(NOON - 365 * 86400, now=NOON) == "Nov 17 2025"
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2d", NOON - 2 * 86400),
+        ("90 min", NOON - 5400),
+        ("2026-11-17", NOON - 12 * 3600),
+        ("2026-11-17 11:30", NOON - 1800),
+        (" 2026-11-17T12:00:00+02:00 ", NOON - 7200),
+    ],
+)
+def test_a_moment_is_a_date_or_a_time_ago(text: str, moment: float) -> None:
+    assert parse_moment(text, NOON) == moment
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2", "-2d", "2026-13-01", "x" * 500])
+def test_other_words_are_no_moment(text: str) -> None:
+    with pytest.raises(ValueError, match="is neither a date, as 2026-11-17, nor a time, as 2d or 90min"):
+        parse_moment(text, NOON)

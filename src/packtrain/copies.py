@@ -23,12 +23,13 @@ from typing import Protocol
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.pack.manifest import find_manifest, pack_key
 from packtrain.run.checkpoint import committed, file_key, manifest_key
-from packtrain.run.inputs import GIVEN, is_remote, keys_of
+from packtrain.run.inputs import GIVEN, given_keys
 from packtrain.run.liveness import state_of
 from packtrain.run.records import Lease, decode, encode
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
-from packtrain.store import Store, is_key
+from packtrain.run.uses import refuse_discarded, uses_of
+from packtrain.store import Store
 from packtrain.system import cache_directory, sha256_of
 
 _SMALL_BYTES = 4 << 20  # an object without a known digest is compared in memory up to this size
@@ -95,6 +96,7 @@ def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummar
     # This person's own run stays theirs; nobody else's becomes it by a copy. Others may write to the destination, too:
     # what they have put there meanwhile is not what was copied.
     copy = Run(destination, run.name)
+    refuse_discarded(destination, uses_of(copy))  # the pack may have been there, with nothing that used it
     if is_own and copy.code_digest == run.code_digest:
         remember(copy)
     return summary
@@ -148,13 +150,7 @@ class _Copier:
 
     def given(self, run: Run) -> None:
         """Copy the files that model options name, and the data of a program; their keys are their digests."""
-        options = run.job.model.options.values() if run.job.recipe is not None else ()
-        keys = {one.removeprefix("store:") for one in options if isinstance(one, str) and one.startswith("store:")}
-        for address in run.job.inputs.values():
-            if is_remote(address) and address.startswith("store:"):
-                keys.update(keys_of(self._source, address))
-        # The job is in the store, where others may write: it may name anything.
-        entries = [(key, self._source.entry(key)) for key in sorted(keys) if key.startswith(GIVEN) and is_key(key)]
+        entries = [(key, self._source.entry(key)) for key in given_keys(run.job, self._source)]
         files = [_Item(key, entry.size, key.removeprefix(GIVEN)) for key, entry in entries if entry is not None]
         self._look(GIVEN)
         self._copy("files that the job names", [item for item in files if self._sizes.get(item.key) != item.size])

@@ -17,6 +17,7 @@ EXIT_UNFINISHED = 101
 EXIT_NOT_FOUND = 102
 EXIT_STOPPED = 103
 EXIT_ALREADY_JOINED = 104
+EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 # Control characters, separators of lines and paragraphs, overrides of the direction of text; surrogates cannot be
 # encoded. No-break spaces, joiners and the like belong to many languages.

@@ -35,10 +35,12 @@ from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
-from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
+from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_input
 from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch
+from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
+from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
 from packtrain.train.progress import Progress
@@ -120,8 +122,18 @@ class NewRun:
     def pack_name(self) -> str | None:
         return None if self.pack is None else self.pack.name
 
+    @property
+    def uses(self) -> Uses:
+        packs = frozenset() if self.pack is None else frozenset({self.pack.name})
+        return Uses(packs, frozenset(given_keys(self.job, self.store)))
+
     def create(self) -> Run:
         run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name))
+        try:
+            refuse_discarded(self.store, self.uses)
+        except PacktrainError:
+            remove_run(run, lambda _: None)
+            raise
         if self.pack is not None:
             _put_forecast(run, self.pack)
         return run

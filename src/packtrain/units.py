@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 from packtrain.errors import nearest
 
@@ -168,6 +171,22 @@ def show_seconds(seconds: float) -> str:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     hours = round(seconds / 3600)
     return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def show_time(seconds: float, now: float | None = None) -> str:
+    """Show a moment, in seconds since 1970, in local time: `Nov 17 12:04`, or `Nov 17 2025` of another year."""
+    then, today = (time.localtime(moment) for moment in (seconds, time.time() if now is None else now))
+    return time.strftime("%b %d %H:%M" if then.tm_year == today.tm_year else "%b %d %Y", then)
+
+
+def parse_moment(text: str, now: float) -> float:
+    """Return the moment that a date names, in local time, or that is so long ago: `2026-11-17`, `2 d`, `90 min`."""
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(text.strip()).timestamp()
+    try:
+        return now - parse_seconds(text)
+    except ValueError:
+        raise ValueError(f"{text[:_LONGEST]!r} is neither a date, as 2026-11-17, nor a time, as 2d or 90min") from None
 
 
 def show_bytes(count: float) -> str:

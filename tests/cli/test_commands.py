@@ -49,7 +49,7 @@ def test_show_and_ls_give_dollars_where_a_price_is_known(directory_store: Store)
     priced = new_run(directory_store, recipe_job("rented", fleet={"local": {}, "price": 2.0}, budget={"dollars": 8}))
     priced.renew(a_lease("a", machine_seconds=3600.0, dollars_per_hour=2.0, left=True))
     priced.finish(Result("stopped", "stopped by user", 1, 3600.0))
-    assert "cost  $2.00, 25% of the budget of $8.00" in CliRunner().invoke(app, ["show", priced.name, *where]).output
+    assert "cost     $2.00, 25% of the budget of $8.00" in CliRunner().invoke(app, ["show", priced.name, *where]).output
     free = new_run(directory_store, recipe_job("free"))
     listing = CliRunner().invoke(app, ["ls", *where])
     assert "cost" in listing.output.splitlines()[0]

@@ -102,7 +102,7 @@ def test_tensorboard_shows_the_runs_until_it_is_interrupted_and_leaves_nothing(
         while sorted(runs_at(address)) != ["job-1", "job-2"]:  # it reads them in the background
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
+        assert process.wait() == 130
     assert list(scratch.iterdir()) == []
     with pytest.raises(OSError, match="refused"):
         runs_at(address)

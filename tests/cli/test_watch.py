@@ -154,14 +154,14 @@ class Terminal:
         return code, self.shown.decode().rpartition("\x1b[?1049l")[2]
 
 
-@pytest.mark.parametrize("keys", ["q", "\x03"], ids=["q", "ctrl-c"])
-def test_a_person_quits_and_the_run_keeps_running(run: Run, keys: str) -> None:
+@pytest.mark.parametrize(("keys", "exit_code"), [("q", 0), ("\x03", 130)], ids=["q", "ctrl-c"])
+def test_a_person_quits_and_the_run_keeps_running(run: Run, keys: str, exit_code: int) -> None:
     terminal = Terminal(run)
     terminal.until("quits; the run keeps running")
     terminal.until("valid bleu")
     terminal.type(keys)
     code, after = terminal.end()
-    assert (code, run.result(), run.stop_request()) == (0, None, None)
+    assert (code, run.result(), run.stop_request()) == (exit_code, None, None)
     assert "job-1" in after
     assert "packtrain" in after
     assert b"\x1b[?1049h" in terminal.shown, "the picture is on a screen of its own"

@@ -223,7 +223,7 @@ def test_a_run_that_is_detached_killed_stopped_and_resumed_ends_bit_for_bit_the_
 def detach(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     """Ctrl-C ends the command and not the run."""
     client.send_signal(signal.SIGINT)
-    assert client.wait(timeout=60) == 101
+    assert client.wait(timeout=60) == 130
     output = (sandbox.directory / "output.txt").read_text()
     assert "Detached from small-1; it keeps running." in output
     for verb in ("follow", "show", "stop"):

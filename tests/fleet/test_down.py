@@ -21,15 +21,15 @@ from packtrain.cli import app
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.fleet import release
 from packtrain.fleet.cloud import LABEL_TAG, label_of, remove
-from packtrain.fleet.down import launched_fleets, take_down, take_inventory
+from packtrain.fleet.down import check_has_no_machines, launched_fleets, take_down, take_inventory
 from packtrain.fleet.local import find_processes
 from packtrain.job.kinds import FleetKind
 from packtrain.run import liveness
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State, state_of
-from packtrain.run.records import FleetLaunch, Result
+from packtrain.run.records import FleetLaunch, Result, Status
 from packtrain.run.run import Run, open_run
-from packtrain.run.trust import refuse, remember, trusts_fleet
+from packtrain.run.trust import forget, refuse, remember, trusts_fleet
 from packtrain.start import reopen, start
 from packtrain.store import Store, StoreError, open_store
 from parts.faulty import FaultyStore
@@ -37,6 +37,8 @@ from parts.rental import ACCOUNT, RentalFleet, RentalProvider, register
 from parts.runs import a_lease, new_run, program_job
 from parts.sandbox import wait_until
 from parts.terminal import in_terminal
+
+SSH = {"ssh": {"hosts": ["a.example"]}}
 
 # Runs until it has been resumed from a checkpoint.
 UNTIL_RESUMED = """
@@ -120,6 +122,58 @@ def test_a_fleet_that_fails_does_not_save_the_others(
     with pytest.raises(PacktrainError, match="closed: no such account"):
         take_down(run, lambda _: None)
     assert kinds_in(accounts["east"]) == []
+
+
+def test_a_run_is_removed_only_when_nothing_of_it_is_rented(directory_store: Store, accounts: dict[str, Path]) -> None:
+    run = started(directory_store, accounts["east"])
+    run.finish(Result("finished", "done", 1, 1.0))
+    with pytest.raises(Mistake, match=r"job-1 still has machine .*; delete it first: `packtrain down job-1`"):
+        check_has_no_machines(run)
+    take_down(run, never)
+    check_has_no_machines(run)
+    accounts["east"].rename(accounts["east"].with_name("closed"))
+    with pytest.raises(Mistake, match=r"may still rent machines \(.*no such account.*; run `packtrain down job-1`"):
+        check_has_no_machines(run)
+    check_has_no_machines(run, force=True)
+    accounts["east"].with_name("closed").rename(accounts["east"])
+    forget(run)
+    with pytest.raises(Mistake, match="was not started on rental from here, and may still rent machines"):
+        check_has_no_machines(run)
+
+
+def launched(store: Store, fleet: dict[str, Any], status: Status | None, age_seconds: float = 3600.0) -> Run:
+    run = new_run(store, program_job(fleet=fleet))
+    run.record_launch(FleetLaunch(time.time() - age_seconds, "you@there", run.job.fleet.model_dump(mode="json")))
+    if status is not None:
+        run.finish(Result(status, "done", 1, 1.0))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fleet", "age_seconds", "words"),
+    [
+        ({"local": {}}, 10.0, "is starting; stop it first: `packtrain stop job-1`"),
+        (SSH, 3600.0, "is waiting, and machines of ssh may come back to it; end them first: `packtrain down job-1`"),
+    ],
+)
+def test_a_run_that_machines_may_come_to_is_not_removed(
+    directory_store: Store, fleet: dict[str, Any], age_seconds: float, words: str
+) -> None:
+    with pytest.raises(Mistake, match=words):
+        check_has_no_machines(launched(directory_store, fleet, None, age_seconds))
+
+
+@pytest.mark.parametrize(("fleet", "status"), [({"local": {}}, None), ({"local": {}}, "failed"), (SSH, "stopped")])
+def test_a_run_without_machines_may_be_removed(
+    directory_store: Store, fleet: dict[str, Any], status: Status | None
+) -> None:
+    check_has_no_machines(launched(directory_store, fleet, status))
+
+
+def test_a_running_run_is_not_removed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.fleet.down.state_now", lambda _: "running")
+    with pytest.raises(Mistake, match="job-1 is running; stop it first: `packtrain stop job-1`"):
+        check_has_no_machines(new_run(directory_store), force=True)
 
 
 def test_a_store_that_cannot_be_written_saves_no_machine(directory_store: Store, accounts: dict[str, Path]) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from packtrain.store import RECORD_BYTES, Entry, Store, StoreError
 
 Answer = TypeVar("Answer")
-CHANGES = {"put", "put_if_absent", "put_file", "delete"}
+CHANGES = {"put", "put_if_absent", "put_file", "copy", "delete"}
 
 
 class Killed(BaseException):
@@ -60,6 +60,9 @@ class FaultyStore(Store):
 
     def put_file(self, key: str, path: Path) -> None:
         self._do("put_file", key, lambda: self._inner.put_file(key, path))
+
+    def copy(self, key: str, target: str) -> None:
+        self._do("copy", target, lambda: self._inner.copy(key, target))
 
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         return self._do("find", key, lambda: self._inner.find(key, limit))

@@ -7,6 +7,7 @@ strict server of moto. The emulator on PyPI speaks the JSON interface alone: it 
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from parts.proxy import Proxy, ProxyHandler, proxy_before
 from parts.s3 import BUCKET
 
 TOKEN = "token-of-the-tests"
+_SAME = re.compile("^x-goog-(?=meta-|copy-source$)")  # headers that only have another name
 _ANYBODY = "AWS4-HMAC-SHA256 Credential=AK/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 
 
@@ -26,7 +28,7 @@ class _GoogleHandler(ProxyHandler):
     def ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         if headers.get("authorization") != f"Bearer {TOKEN}":
             return 401, {}, b"<Error><Code>AuthenticationRequired</Code></Error>"
-        asked = {name.replace("x-goog-meta-", "x-amz-meta-"): value for name, value in headers.items()}
+        asked = {_SAME.sub("x-amz-", name): value for name, value in headers.items()}
         asked["authorization"] = _ANYBODY
         if asked.pop("x-goog-if-generation-match", None) == "0":
             asked["if-none-match"] = "*"

@@ -27,6 +27,7 @@ from packtrain import start
 from packtrain.cli import main
 from packtrain.run import records
 from packtrain.run.records import (
+    Discarding,
     Event,
     FleetLaunch,
     Forecast,
@@ -39,12 +40,15 @@ from packtrain.run.records import (
     NodeReport,
     Notes,
     Point,
+    RemovedRun,
+    RenamedRun,
     Result,
     Sample,
     Telemetry,
     TelemetrySample,
     TimeSpent,
     WorkerUse,
+    encode,
 )
 from packtrain.run.run import Run, create_run
 from parts.models import commit_model, packed_run
@@ -169,6 +173,12 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         ended.finish(
             Result("stopped", "stopped by user", 2, 9.0, {"test.bleu": 3.0}, {"test.bleu": "sacre"}, (sample,))
         )
+        store, now = ended.store, time.time()
+        store.put("removed/gone-1.json", encode(RemovedRun(now, "ada@laptop", "kept")))
+        claim = RenamedRun(now, "ada@laptop", "gone-2", Path(store.url, left.key("job.json")).stat().st_mtime)
+        store.put(f"renamed/{left.name}.json", encode(claim))
+        for name in ("a", "b"):  # one is left when `gc` takes the other, once it is damaged, for an old one
+            store.put(f"discarding/{name}.json", encode(Discarding(now, "ada@laptop", ("x",), ("files/y",))))
         yield Fuzzed(ended, left)
 
 
@@ -195,6 +205,14 @@ def commands_for(fuzzed: Fuzzed, key: str) -> list[list[str]]:
     }
     for name, commands in by_name.items():
         if key.startswith(fuzzed.ended.key(name)):
+            return commands
+    by_folder = {
+        "removed/": [["show", "gone-1"], ["rm", "gone-1", "--yes"]],
+        "renamed/": [*lists, ["mv", ended, left]],
+        "discarding/": [["gc", "--delete", "--json"]],
+    }
+    for name, commands in by_folder.items():
+        if key.startswith(name):
             return commands
     if key.startswith("packs/"):
         return [predict]

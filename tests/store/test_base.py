@@ -29,6 +29,20 @@ def test_an_object_is_read_as_it_was_last_put(store: Store) -> None:
     assert store.exists("a/b")
 
 
+def test_a_copy_has_the_contents_of_the_original_and_outlives_it(store: Store) -> None:
+    store.put("a/b", b"first")
+    store.put("c/d", b"replaced")
+    store.copy("a/b", "c/d")
+    store.copy("a/b", "a/c/e")
+    store.put("a/b", b"second")
+    store.delete("a/b")
+    assert store.get("c/d") == store.get("a/c/e") == b"first"
+    assert keys(store) == ["a/c/e", "c/d"]
+    with pytest.raises(NotFound):
+        store.copy("a/b", "c/d")
+    assert store.get("c/d") == b"first"
+
+
 def test_an_object_may_be_empty(store: Store, tmp_path: Path) -> None:
     store.put("empty", b"")
     store.get_file("empty", tmp_path / "empty")

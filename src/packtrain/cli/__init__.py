@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from copy import copy
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from packtrain.backoff import SLOW_ANSWERS
@@ -26,6 +27,7 @@ from packtrain.cli import (
     plan,
     runs,
     serve,
+    stored,
     sweep,
     tensorboard,
     ui,
@@ -33,8 +35,24 @@ from packtrain.cli import (
 from packtrain.cli.common import safe_output
 from packtrain.errors import PacktrainError
 
+
+class ReaderGone(Exception):
+    """The reader of standard output, such as `head`, has exited."""
+
+
+class Commands(TyperGroup):
+    """All commands. Typer itself would end with 1 where nobody reads the output anymore."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
+
 app = typer.Typer(
     name="packtrain",
+    cls=Commands,
     help="Pack your data once, train it anywhere, bring the model home.",
     no_args_is_help=True,
     add_completion=False,
@@ -68,7 +86,8 @@ def options(
 
 
 for group in (
-    jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
+    jobs, plan, sweep, runs, stored, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines,
+    packages,
 ):  # fmt: skip
     group.register(app)
 
@@ -98,6 +117,6 @@ def main() -> None:
             except PacktrainError as error:
                 _complain(str(error))
                 sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited; closing keeps Python from complaining
-        sys.stderr.close()
+    except (ReaderGone, BrokenPipeError):
+        sys.stderr.close()  # keeps Python from complaining when it flushes standard output
         sys.exit(0)

@@ -55,6 +55,7 @@ CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
 ]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -75,6 +76,21 @@ def find_store(location: str | None, identity: str | None = None) -> Store:
     from packtrain.store import open_store
 
     return open_store(location or default_store(), identity=identity)
+
+
+def existing_store(location: str | None) -> Store:
+    """Return a store that is there: a list of nothing would hide that its name is wrong."""
+    found = find_store(location)
+    check_exists(found)
+    return found
+
+
+def check_exists(store: Store) -> None:
+    from packtrain.errors import NotFound
+
+    # A directory that is no store is an error by itself; a prefix of a bucket is there if it has objects.
+    if not store.folders("") and not store.is_directory:
+        raise NotFound(f"{store.url}: no store here; check the name, or start a run there with `packtrain run`")
 
 
 def find_run(location: str | None, name: str | None) -> Run:
@@ -138,6 +154,21 @@ def _asked(review: CodeReview) -> bool:
         print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
     print("Run it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def confirm(lines: Iterable[str], question: str, reason: str, yes: bool, refusal: str) -> None:
+    """Return if the person agrees; the reason explains a refusal where nobody can be asked."""
+    from packtrain.errors import Mistake, printable
+
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Mistake(f"{reason}; run this in a terminal to be asked, or pass --yes")
+    for line in lines:
+        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Mistake(refusal)
 
 
 class SafeStream(io.TextIOBase):

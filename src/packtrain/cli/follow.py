@@ -14,20 +14,20 @@ from rich.text import Text
 from packtrain.backoff import Backoff
 from packtrain.cli.common import command_for, console, hints
 from packtrain.cli.screen import Part, Screen
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.summary import Summary, summarize, units_per_second
+from packtrain.report.summary import About, Summary, about, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_now, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_count, show_seconds
+from packtrain.units import Machines, counted, show_count, show_seconds, show_time
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -102,7 +102,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
                 screen.say()
                 screen.say("Detached from ", (run.name, "bold"), "; it keeps running.")
                 screen.say_lines(hints(run, "follow", "status", "stop"))
-                return EXIT_UNFINISHED
+                return EXIT_INTERRUPTED
             screen.say()
             screen.say("Stopping: waiting for the last checkpoint. Press Ctrl-C again to detach.")
             run.request_stop("stopped by user (Ctrl-C)")
@@ -111,7 +111,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
         screen.say()
         screen.say("Detached from ", (run.name, "bold"), " before it stopped.")
         screen.say_lines(hints(run, "follow", "status", "resume"))
-        return EXIT_UNFINISHED
+        return EXIT_INTERRUPTED
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)
@@ -429,6 +429,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     rows: list[tuple[str, *tuple[Part, ...]]] = [
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
         ("job", summary.description),
+        *_about_rows(about(run)),
     ]
     if run.job.parent is not None:
         rows.append(("from", run.job.parent.identified))
@@ -453,6 +454,15 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
     for label, *parts in rows:
         screen.say_row(f"{label:<{width}}", "dim", *parts)
+
+
+def _about_rows(found: About) -> Iterator[tuple[str, str]]:
+    by = f" by {found.started_by}" if found.started_by else ""
+    yield "started" if by else "created", f"{show_time(found.created)}{by}"
+    if found.tags:
+        yield "tags", " ".join(found.tags)
+    if found.note:
+        yield "note", found.note
 
 
 def _time_line(times: Goodput) -> str:

@@ -15,6 +15,8 @@ from packtrain.cli.common import (
     RunArgument,
     StoreOption,
     TrustOption,
+    YesOption,
+    confirm,
     console,
     default_store,
     find_run,
@@ -58,7 +60,7 @@ IdentityOption = Annotated[
 ]
 
 _MOUNT_SECONDS = 60.0
-_SHOWN_CHARACTERS = 500  # of a line from the store
+_NOTHING = "nothing was ended"
 _SHOWN_PLACES = 5  # AWS has dozens of regions
 _KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
 
@@ -232,7 +234,7 @@ def down(
     ] = None,
     expired: Annotated[bool, typer.Option("--expired", help="With --all: only runs whose budget has ended.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: list, and delete nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """End the machines of a run now, and wait until they are gone. `packtrain resume` continues it."""
@@ -261,7 +263,7 @@ def _down_run(run: Run, yes: bool, as_json: bool) -> None:
     def accept(kinds: Sequence[FleetKind]) -> None:
         lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
         reason = f"{run.name} was not started from here, and its machines are reached as the store says"
-        _confirm([f"{reason}:", *lines], "Contact them, and end what this run has there?", reason, yes)
+        confirm([f"{reason}:", *lines], "Contact them, and end what this run has there?", reason, yes, _NOTHING)
 
     screen = console()
     ended = take_down(run, accept, silent if as_json else screen.say)
@@ -293,7 +295,7 @@ def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as
     if found and not dry_run:
         runs = counted(len({resource.label for resource in found}), "run")
         what = f"{counted(len(found), 'resource')} of {runs}"
-        _confirm([], f"Delete {what}?", f"{what} would be deleted", yes)
+        confirm([], f"Delete {what}?", f"{what} would be deleted", yes, _NOTHING)
         found = remove_found(inventory, silent if as_json else screen.say)
     if as_json:
         left_out = [{"fleet": where, "reason": why} for where, why in inventory.unanswered]
@@ -326,21 +328,6 @@ def _print_resources(resources: Sequence[Resource]) -> None:
         for resource in own:
             table.add_row(*map(harmless, ("", resource.place, resource.kind, resource.name)))
         screen.print(table)
-
-
-def _confirm(lines: Sequence[str], question: str, reason: str, yes: bool) -> None:
-    """Return if the person agrees; the reason explains a refusal where nobody can be asked."""
-    from packtrain.errors import Mistake, printable
-
-    if yes:
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Mistake(f"{reason}; run this in a terminal to be asked, or pass --yes")
-    for line in lines:
-        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise Mistake("nothing was ended")
 
 
 def node(

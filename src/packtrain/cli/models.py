@@ -283,7 +283,7 @@ def _prompted_lines() -> Iterator[str]:
     try:
         while True:
             yield input("> ")
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         print(file=sys.stderr)
 
 

@@ -20,25 +20,33 @@ from packtrain.cli.common import (
     RunArgument,
     StoreOption,
     TrustOption,
+    YesOption,
+    confirm,
     console,
+    existing_store,
     find_run,
     find_store,
     hints,
     print_json,
     trusting,
 )
+from packtrain.units import counted, parse_moment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from packtrain.errors import PacktrainError
-    from packtrain.report.summary import Overview
+    from packtrain.report.summary import About, Overview
     from packtrain.run.liveness import State
     from packtrain.run.run import Run
 
-    Listed = tuple[Overview, str | None]  # and the place in the fleet's queue
+    Listed = tuple[Overview, About, str | None]  # and the place in the fleet's queue
+    Filter = Callable[[State, About | None], bool]
 
 _STOP_POLL_SECONDS = 1.0
+_COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time", "cost", "tags", "job")
+_LEFT_OUT = ("loss", "job", "tags", "time", "cost", "step", "queue", "score", "started")  # of a narrow list, in order
+_LEAST_JOB = 12
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 
 
@@ -52,25 +60,62 @@ def register(app: typer.Typer) -> None:
     app.command()(mirror)
 
 
-def list_runs(store: StoreOption = None, as_json: JsonOption = False) -> None:
+def list_runs(
+    store: StoreOption = None,
+    states: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
+    ] = None,
+    job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="Only runs of this job.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="WORD", help="Only runs with this tag; repeatable.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME|DATE", help="Only runs started since then: 2d, 2026-11-17.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the runs in a store, newest first."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
     from packtrain.run.liveness import attempt, states_now
     from packtrain.run.run import Run, run_names
 
-    found = find_store(store)
+    wanted = _filter(states or (), job, tags or (), since)
+    found = existing_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
     known = states_now(runs)
     with ThreadPoolExecutor(_READERS) as readers:
-        answers = list(readers.map(lambda run, state: attempt(lambda: _listed(run, state)), runs, known))
-    rows = list(zip(runs, answers, strict=True))
+        answers = list(readers.map(lambda run, state: attempt(lambda: _listed(run, state, wanted)), runs, known))
+    rows = [(run, answer) for run, answer in zip(runs, answers, strict=True) if answer is not None]
     if as_json:
         print_json([_as_json(run, answer) for run, answer in rows])
     elif rows:
         _print_list(rows)
+    elif runs:
+        console().say(f"None of {counted(len(runs), 'run')} in {found.url} matches.")
     else:
         console().say(f"No runs in {found.url}. Start one: ", ("packtrain run JOB", "bold"))
     sys.exit(EXIT_FAILED if any(isinstance(answer, PacktrainError) for answer in answers) else EXIT_DONE)
+
+
+def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: str | None) -> Filter:
+    """Return what decides, from its state and then from what is about it, if a run is listed."""
+    from packtrain.errors import Mistake, nearest
+
+    unknown = next((state for state in states if state not in STATE_STYLES), None)
+    if unknown is not None:
+        raise Mistake(f"--state {unknown}: no such state; {nearest(unknown, STATE_STYLES)}")
+    try:
+        start = None if since is None else parse_moment(since, time.time())
+    except ValueError as error:
+        raise Mistake(f"--since: {error}") from None
+
+    def matches(state: State, about: About | None) -> bool:
+        if about is None:
+            return not states or state in states
+        is_recent = start is None or about.created >= start
+        return is_recent and job in (None, about.job) and set(tags) <= set(about.tags)
+
+    return matches
 
 
 def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
@@ -78,42 +123,71 @@ def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
 
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "reason": str(answer)}
-    overview, queue = answer
-    return {**asdict(overview), "queue": queue}
+    overview, about, queue = answer
+    return {**asdict(overview), **asdict(about), "queue": queue}
 
 
 def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
-    from rich.table import Table
+    """Print one line for each run. A terminal that is too narrow for all columns gets those that matter most."""
+    from rich.cells import cell_len
     from rich.text import Text
 
-    from packtrain.errors import PacktrainError, harmless
-    from packtrain.units import show_seconds
+    from packtrain.errors import PacktrainError
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    queued = any(not isinstance(answer, PacktrainError) and answer[1] for _, answer in rows)
-    priced = any(not isinstance(answer, PacktrainError) and answer[0].cost for _, answer in rows)
-    optional = (["queue"] if queued else [], ["cost"] if priced else [])
-    columns = ("run", "state", *optional[0], "step", "loss", "score", "time", *optional[1], "job")
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("step", "loss", "time", "cost") else "left")
-    for run, answer in rows:
-        if isinstance(answer, PacktrainError):
-            blank = [""] * (len(columns) - 3)
-            table.add_row(Text(run.name, "bold"), Text("?", "red"), *blank, Text(str(answer), "red"))
-            continue
-        one, queue = answer
-        table.add_row(
-            Text(one.run, "bold"),
-            Text(one.state, STATE_STYLES[one.state]),
-            *([harmless(queue or "")] if queued else []),
-            one.progress,
-            "" if one.loss is None else f"{one.loss:.3f}",
-            harmless(one.headline),
-            show_seconds(one.seconds) if one.seconds else "",
-            *([_cost(one)] if priced else []),
-            harmless(one.description),  # on one line, also if an argument of a program has several
-        )
-    console().print(table)
+    screen = console()
+    cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer) for run, answer in rows]
+    widths = {name: max(cell_len(one[name]) for one in cells) for name in _COLUMNS}
+    widths = {name: max(width, len(name)) for name, width in widths.items() if width}
+    shown = fitting(widths, screen.width)
+    for one in ({name: name for name in shown}, *cells):
+        styles = {"run": "bold", "state": STATE_STYLES.get(one["state"], "red"), "started": "dim"}
+        line = Text()
+        for name in shown:
+            cell = Text(one[name], "dim" if one[name] == name else styles.get(name, ""))
+            cell.align("right" if name in ("step", "loss", "time", "cost") else "left", widths[name])
+            line.append_text(cell).append("  ")
+        line.rstrip()
+        if "job" in shown:  # it may be cut; a name never is, because it is there to be copied
+            line.truncate(screen.width, overflow="ellipsis")
+        screen.print(line, soft_wrap=True)
+    if "job" not in shown:
+        screen.say_lines(f"{run.name}: {answer}" for run, answer in rows if isinstance(answer, PacktrainError))
+
+
+def _cells(run: Run, answer: Listed | PacktrainError) -> dict[str, str]:
+    from packtrain.errors import PacktrainError, harmless
+    from packtrain.units import show_seconds, show_time
+
+    if isinstance(answer, PacktrainError):
+        return {"run": run.name, "state": "?", "job": str(answer)}
+    one, about, queue = answer
+    return {
+        "run": one.run,
+        "state": one.state,
+        "started": show_time(about.created),
+        "queue": harmless(queue or ""),
+        "step": one.progress,
+        "loss": "" if one.loss is None else f"{one.loss:.3f}",
+        "score": harmless(one.headline),
+        "time": show_seconds(one.seconds) if one.seconds else "",
+        "cost": _cost(one),
+        "tags": harmless(" ".join(about.tags)),
+        "job": harmless(one.description),  # on one line, also if an argument of a program has several
+    }
+
+
+def fitting(widths: Mapping[str, int], width: int) -> list[str]:
+    """Return the columns to show, in order; those that matter least are left out until the others fit.
+
+    The job is the last column, and may be cut.
+    """
+    shown = list(widths)
+    for name in ("", *_LEFT_OUT):
+        shown = [one for one in shown if one != name]
+        least = {**widths, "job": min(widths.get("job", 0), _LEAST_JOB)}
+        if sum(least[one] for one in shown) + 2 * (len(shown) - 1) <= width:
+            break
+    return shown
 
 
 def _cost(one: Overview) -> str:
@@ -126,16 +200,19 @@ def _cost(one: Overview) -> str:
     return show_dollars(one.cost.so_far) + expected
 
 
-def _listed(run: Run, state: State | PacktrainError) -> Listed:
-    """Return a run's overview and its place in the fleet's queue; raise the error that keeps it from being read."""
+def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed | None:
+    """Return what the list shows of a run; None if it is not wanted. Raise the error that keeps it from being read."""
     from packtrain.errors import PacktrainError
     from packtrain.fleet import fleet_of
-    from packtrain.report.summary import overview
+    from packtrain.report.summary import about, overview
 
     if isinstance(state, PacktrainError):
         raise state
+    # The state alone first: it costs no request.
+    if not wanted(state, None) or not wanted(state, found := about(run)):
+        return None
     ended = state in ("finished", "failed", "stopped")
-    return overview(run, state), None if ended else fleet_of(run.job.fleet.kind).queue(run)
+    return overview(run, state), found, None if ended else fleet_of(run.job.fleet.kind).queue(run)
 
 
 def show(
@@ -149,7 +226,7 @@ def show(
     """Show the state, scores, time and machines of a run."""
     from packtrain.cli.follow import print_summary
     from packtrain.errors import Mistake
-    from packtrain.report.summary import summarize
+    from packtrain.report.summary import about, summarize
     from packtrain.run.liveness import EXIT_CODES, state_of
 
     if live and as_json:
@@ -162,7 +239,7 @@ def show(
     summary = summarize(run, state_of(run))
     if as_json:
         events = sorted(run.events().read(), key=lambda event: event.time)
-        print_json({**asdict(summary), "events": [asdict(event) for event in events]})
+        print_json({**asdict(summary), **asdict(about(run)), "events": [asdict(event) for event in events]})
     else:
         print_summary(console(), run, summary)
     # Looking at a healthy run is a success, although the run is not finished.
@@ -233,13 +310,13 @@ def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
         time.sleep(1.0)
 
 
-def stop(name: RunArgument = None, store: StoreOption = None) -> None:
+def stop(name: RunArgument = None, store: StoreOption = None, yes: YesOption = False) -> None:
     """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
     from rich.text import Text
 
     from packtrain.fleet import release, request_stop
+    from packtrain.report.summary import is_started_here
     from packtrain.run.liveness import finish_unattended
-    from packtrain.units import counted
 
     run = find_run(store, name)
     result, screen = run.result(), console()
@@ -247,6 +324,11 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.say(f"{run.name} has already {result.status}")
         release(run, screen.say)  # nobody may have seen its end
         return
+    if name is None and not is_started_here(run):
+        # Whoever leaves out the name means their own run; the newest one may be anybody's.
+        who = next((launch.client for launch in reversed(run.launches())), "nobody yet")
+        reason = f"the newest run is {run.name}, which was started by {who}"
+        confirm([f"{reason[0].upper()}{reason[1:]}."], f"Stop {run.name}?", reason, yes, "nothing was stopped")
     try:
         with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
             request_stop(run, "stopped by user", screen.say)

@@ -31,6 +31,10 @@ class Screen(Console):
             file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else 10_000
         )
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`, which ends all commands the same way; Rich would end with 1."""
+        raise BrokenPipeError
+
     def say(self, *parts: Part) -> None:
         """Print one line of texts and (text, style) pairs. The terminal wraps it, so that it can be copied whole."""
         self.print(self._assembled(parts), soft_wrap=True)

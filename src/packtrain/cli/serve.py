@@ -68,7 +68,8 @@ def serve(
     model = ServedModel.of(read_model(folder), threads)
     listener = listening(host, port)
     print(f"{model.name} ({model.form} {model.precision}): {url_of(listener)}  Ctrl-C stops it.", flush=True)
-    serve_model(model, settings, listener, token, lambda line: print(line, file=sys.stderr, flush=True))
+    if serve_model(model, settings, listener, token, lambda line: print(line, file=sys.stderr, flush=True)):
+        raise KeyboardInterrupt  # it ends as every command does
 
 
 def _parsed(option: str, parse: Callable[[str], float], text: str) -> float:

@@ -17,12 +17,13 @@ from packtrain.cli.common import (
     StoreOption,
     TrustOption,
     console,
+    existing_store,
     find_store,
     print_json,
     store_option,
     trusting,
 )
-from packtrain.errors import EXIT_FAILED, EXIT_UNFINISHED, Mistake
+from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +84,7 @@ def sweep(
     from packtrain.run.sweeps import Sweep
 
     if target is None:
-        _list(find_store(store), as_json)
+        _list(existing_store(store), as_json)
         return
     if not (target.endswith((".yaml", ".yml")) or Path(target).is_file()):
         if grid or draws or halving or overrides or dry_run:
@@ -159,7 +160,7 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
         screen.say(f"  continue: {shlex.join(['packtrain', 'sweep', sweep.name, *store_option(sweep.store)])}")
         for name in drive.running[:1]:
             screen.say(f"  follow:   {shlex.join(['packtrain', 'follow', name, *store_option(sweep.store)])}")
-        return EXIT_UNFINISHED
+        return EXIT_INTERRUPTED
     finally:
         drive.close()
     table = _report(sweep, output, as_json)

@@ -59,6 +59,7 @@ def tensorboard(
             _serve(folder, Path(scratch), port)
         except KeyboardInterrupt:
             print()
+            raise
 
 
 def _why_no_files(runs: Sequence[Run]) -> str:

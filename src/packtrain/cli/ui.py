@@ -1,4 +1,4 @@
-"""Commands for people who look at runs: the dashboard, and tags to find runs by."""
+"""The command that shows runs in a browser: ui."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli.common import RunArgument, StoreOption, console, default_store, find_run
+from packtrain.cli.common import StoreOption, check_exists, default_store
 from packtrain.errors import Mistake, printable
 
 _TOKEN_BYTES = 24
 _OUTAGE_SECONDS = 4.0
-_MAX_TAG, _MAX_TAGS, _MAX_NOTE = 60, 50, 2000
 
 
 def register(app: typer.Typer) -> None:
     app.command()(ui)
-    app.command()(tag)
 
 
 def ui(
@@ -59,7 +57,7 @@ def ui(
         check_certificate(certificate, key)
     # Pages want an answer now: they show that a store is away, and ask again.
     found = open_store(store or default_store(), outage_seconds=_OUTAGE_SECONDS, answer_seconds=_OUTAGE_SECONDS)
-    found.folders("runs/")  # a store that is not there is a mistake now, and an outage later
+    check_exists(found)  # a store that is not there is a mistake now, and an outage later
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     options = {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": key and str(key)}
@@ -69,6 +67,8 @@ def ui(
     if browse:
         _open(url)
     server.run(sockets=[listener])
+    if server.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _open(url: str) -> None:
@@ -77,36 +77,3 @@ def _open(url: str) -> None:
 
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
         webbrowser.open(url)
-
-
-def tag(
-    name: RunArgument,
-    words: Annotated[list[str] | None, typer.Argument(metavar="WORD...", help="Tags to add.")] = None,
-    remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="WORD", help="Tag to remove; repeatable.")
-    ] = None,
-    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="A sentence about the run.")] = None,
-    store: StoreOption = None,
-) -> None:
-    """Tag a run with words to find it by, or add a note to it."""
-    from dataclasses import replace
-
-    run = find_run(store, name)
-    notes = run.notes()
-    if words or remove or note is not None:
-        wrong = next((word for word in words or () if not _is_tag(word)), None)
-        if wrong is not None:
-            raise Mistake(f"{wrong!r}: a tag is one word of at most {_MAX_TAG} characters")
-        kept = [one for one in dict.fromkeys([*notes.tags, *(words or ())]) if one not in (remove or ())]
-        if len(kept) > _MAX_TAGS:
-            raise Mistake(f"{run.name} would have {len(kept)} tags; at most {_MAX_TAGS} are allowed")
-        if note is not None and len(note) > _MAX_NOTE:
-            raise Mistake(f"--note: longer than {_MAX_NOTE:,} characters")
-        notes = replace(notes, tags=tuple(kept), text=notes.text if note is None else " ".join(note.split()))
-        run.put_notes(notes)
-    line = " ".join(notes.tags) or "no tags"
-    console().say(f"{run.name}: {line}" + (f" ({notes.text})" if notes.text else ""))
-
-
-def _is_tag(word: str) -> bool:
-    return 0 < len(word) <= _MAX_TAG and word.isprintable() and not any(one.isspace() for one in word)

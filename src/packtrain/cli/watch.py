@@ -21,7 +21,7 @@ from rich.text import Text
 
 from packtrain.cli.common import STATE_STYLES, console, hints, termination_as_interrupt
 from packtrain.cli.follow import follow, print_summary
-from packtrain.errors import EXIT_DONE, harmless
+from packtrain.errors import EXIT_DONE, EXIT_INTERRUPTED, harmless
 from packtrain.report.goodput import LABELS
 from packtrain.report.live import MachineView, RunView, RunWatcher
 from packtrain.report.page import Series
@@ -51,14 +51,15 @@ def watch(run: Run) -> int:
     try:
         with termination_as_interrupt(), RunWatcher(run) as watcher:
             _draw(screen, watcher)
+        interrupted = False
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     view = watcher.view
     if view is None or not view.has_ended:
         state = view.overview.state if view else ""
         screen.say((run.name, "bold"), " keeps running." if state == "running" else f" is {state}." if state else "")
         screen.say_lines(hints(run, "follow", "stop") if state == "running" else hints(run, "status"))
-        return EXIT_DONE
+        return EXIT_INTERRUPTED if interrupted else EXIT_DONE
     state = view.overview.state
     print_summary(screen, run, summarize(run, state))
     return EXIT_CODES[state]

@@ -96,6 +96,23 @@ class FileCache:
                 path.write_text("\n".join(hashes))
                 return hold
 
+    def unused(self, older_seconds: float) -> list[tuple[str, int, float]]:
+        """Return hash, size and age of the files that no live process needs, and that none has used for so long."""
+        if not self._uses.is_dir():
+            return []
+        with explained(self._directory), FileLock(self._directory / "lock"):
+            held, now = self._held(), time.time()
+            entries = [path for path in self._directory.iterdir() if _is_entry(path) and path.name not in held]
+            ages = [(path.name, path.stat().st_size, now - self._last_use(path.name)) for path in entries]
+            return sorted(one for one in ages if one[2] >= older_seconds)
+
+    def remove_unused(self, sha256: str, older_seconds: float) -> bool:
+        """Remove a file if it is still unused; True if it is gone."""
+        with explained(self._directory), FileLock(self._directory / "lock"):
+            if sha256 in self._held() or time.time() - self._last_use(sha256) < older_seconds:
+                return False
+            return self._remove(sha256)
+
     def check_room(self, files: Iterable[PackFile]) -> None:
         """Refuse files that this machine cannot have in its cache all at the same time."""
         with explained(self._directory):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import signal
 import socket
 import sys
 import time
@@ -99,12 +100,13 @@ def serve(
     listener: socket.socket,
     token: str | None,
     log: Callable[[str], None],
-) -> None:
-    """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered."""
+) -> bool:
+    """Serve until SIGTERM or SIGINT, and return when the requests that run have been answered: True after SIGINT."""
     server = ModelServer(Service(model, settings), listener, token, log)
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
+    return server.is_interrupted
 
 
 class ModelServer(uvicorn.Server):
@@ -116,10 +118,11 @@ class ModelServer(uvicorn.Server):
         self.service = service
         self._door = Door(application(service, token), service, token, log)
         self._log, self._address = log, listener.getsockname()[:2]
-        self._was_ready = False
+        self._was_ready = self.is_interrupted = False
         super().__init__(server_config(self._door))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        self.is_interrupted = sig == signal.SIGINT
         # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
         if self.service.draining_since is not None:
             self.should_exit = self.force_exit = True

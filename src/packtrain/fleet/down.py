@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, nearest
-from packtrain.fleet.cloud import Provider, Resource, remove
+from packtrain.fleet.cloud import CloudFleet, Provider, Resource, label_of, remove
 from packtrain.fleet.fleet import Say, silent
 from packtrain.job.job import FleetSettings
-from packtrain.job.kinds import FLEETS, FleetKind, kind_class
-from packtrain.run.liveness import LEASE_LOST_SECONDS, finish_unattended
+from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
+from packtrain.run.liveness import LEASE_LOST_SECONDS, finish_unattended, state_now
 from packtrain.run.records import DamagedRecord, damaged
 from packtrain.run.run import Run
 from packtrain.run.trust import trusts_fleet
@@ -25,6 +25,8 @@ from packtrain.system import this_client
 
 _LEAVE_SECONDS = 4 * LEASE_LOST_SECONDS  # for nodes that this client cannot end, but that see the stop request
 _POLL_SECONDS = 1.0
+_START_SECONDS = 120.0  # in which a machine that was started may join: a busy one takes its time
+_SHOWN = 3  # resources in one error
 _NAMED = 20  # machines in one event
 _PROVIDERS = 16  # threads: each waits for its provider
 
@@ -89,6 +91,33 @@ def _wait_for_result(run: Run) -> None:
                 f" run `packtrain down {run.name}` there"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def check_has_no_machines(run: Run, force: bool = False) -> None:
+    """Refuse a run that machines work on, or may come to; `force` does not ask fleets that cannot be asked."""
+    state, stop = state_now(run), f"`packtrain stop {run.name}`"
+    if state == "running":
+        raise Mistake(f"{run.name} is running; stop it first: {stop}")
+    launches = run.launches()
+    if state == "waiting" and launches and time.time() - launches[-1].time < _START_SECONDS:
+        raise Mistake(f"{run.name} is starting; stop it first: {stop}")
+    for kind in () if force else launched_fleets(run):
+        fleet, word, down = kind.build(), word_of(FLEETS, kind), f"`packtrain down {run.name}`"
+        if fleet.trains_here:  # leases say everything about nodes of this kind
+            continue
+        if state in ("waiting", "interrupted"):
+            raise Mistake(f"{run.name} is {state}, and machines of {word} may come back to it; end them first: {down}")
+        if isinstance(fleet, CloudFleet):
+            # Without the run's folder, only `down --all` would find what it has there.
+            advice = f"run {down}, then this with --force"
+            if not trusts_fleet(run, kind):
+                raise Mistake(f"{run.name} was not started on {word} from here, and may still rent machines; {advice}")
+            try:
+                left = [resource.title for resource in fleet.provider().resources(label_of(run))]
+            except PacktrainError as error:
+                raise Mistake(f"{run.name} may still rent machines ({error}); {advice}") from None
+            if left:
+                raise Mistake(f"{run.name} still has {', '.join(left[:_SHOWN])}; delete it first: {down}")
 
 
 # All runs.

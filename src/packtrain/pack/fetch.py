@@ -200,7 +200,9 @@ def _from_store(store: Store, key: str, address: str, directory: Path, say: Say,
             return Path(store.url, key)
         check_size(address, entry.size, max_bytes)
         target = _target(directory, f"{store.url}/{key}", f"{entry.size} {entry.modified.isoformat()}", key)
-        if not target.exists():
+        if target.exists():
+            _touch(target)
+        else:
             say(f"downloading {address} ({show_bytes(entry.size)})")
             _prepare(target, entry.size)
             store.get_file(key, target)
@@ -230,6 +232,7 @@ def _from_web(url: str, client: Client, directory: Path, say: Say, max_bytes: in
         check_size(shown(url), version.size, max_bytes)
         target = _target(directory, url, str(version), unquote(urlsplit(url).path))
         if target.exists() and version.is_known:
+            _touch(target)
             return target
         _prepare(target, version.size)
         with _partial_file(target, say) as file:
@@ -246,6 +249,12 @@ def _from_web(url: str, client: Client, directory: Path, say: Say, max_bytes: in
                 return target
         version = changed
     raise StoreError(f"{shown(url)}: keeps changing; try again later", temporary=True)
+
+
+def _touch(target: Path) -> None:
+    """Note that the copy is used now, for `packtrain gc`. The time of its contents stays: packs may depend on it."""
+    with suppress(OSError):
+        os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
 
 
 def _target(directory: Path, address: str, version: str, name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,9 @@ from packtrain.report.cost import Cost, cost_of, goal_step
 from packtrain.report.goodput import Goodput, goodput
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
-from packtrain.run.records import Lease, Point, Result
+from packtrain.run.records import DamagedRecord, Lease, Notes, Point, Result
 from packtrain.run.run import Run, surviving
+from packtrain.system import this_client
 from packtrain.units import counted
 
 _RECENT_STEPS = 50
@@ -61,6 +63,17 @@ class Overview:
 
 
 @dataclass(frozen=True)
+class About:
+    """Who started a run from which job and when, and the words of people about it."""
+
+    job: str
+    created: float
+    started_by: str
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class MachineSummary:
     node: str
     workers: int
@@ -77,6 +90,22 @@ class Summary(Overview):
     units_per_second: float | None
     machines: tuple[MachineSummary, ...] = ()
     goodput: Goodput = field(default_factory=Goodput)
+
+
+def about(run: Run) -> About:
+    """Read who started a run; the time of one that nobody has started yet is that of its job."""
+    launches, notes = run.launches(), Notes()
+    with suppress(DamagedRecord):  # anybody may write notes: a run is shown without them
+        notes = run.notes()
+    if launches:
+        return About(run.job.name, launches[0].time, launches[0].client, notes.tags, notes.text)
+    entry = run.store.entry(run.key("job.json"))
+    return About(run.job.name, 0.0 if entry is None else entry.modified.timestamp(), "", notes.tags, notes.text)
+
+
+def is_started_here(run: Run) -> bool:
+    """True if this user has started or resumed the run on this machine."""
+    return any(launch.client == this_client() for launch in run.launches())
 
 
 def overview(run: Run, state: State) -> Overview:

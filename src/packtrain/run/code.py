@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.secrets import find_secret
 from packtrain.store.base import IDENTITY
-from packtrain.system import cache_directory
+from packtrain.system import FileLock, cache_directory
 from packtrain.units import counted, show_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ _SECRETS = (
 # Why a file is left out.
 _KEYS, _NOT_CODE, _GONE, _BY_GITIGNORE = "may hold keys", "not code", "deleted", f"named in {GITIGNORE}"
 _NAMED = 3  # files that the summary names for each reason
+_LOCK, _TRIES = ".lock", 100
+_USED: dict[Path, FileLock] = {}  # directories with code that this process may import
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,14 @@ def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) ->
 
 
 def unpacked(data: bytes) -> Path:
-    """Return the directory on this machine with the snapshot's files, written on first use."""
+    """Return the directory on this machine with the snapshot's files, written on first use.
+
+    It stays as long as this process lives, which may import from it at any time.
+    """
     directory = cache_directory() / "code" / hashlib.sha256(data).hexdigest()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    _hold(directory)
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=directory.parent))
         try:
             unpack(data, fresh)
@@ -171,7 +177,34 @@ def unpacked(data: bytes) -> Path:
                 fresh.rename(directory)  # atomic: other processes see all of it or nothing
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
+    with suppress(OSError):  # a read-only file system
+        os.utime(directory)  # the time of its last use
     return directory
+
+
+def _hold(directory: Path) -> None:
+    """Keep `remove_unpacked` from removing a directory until this process ends."""
+    for _ in range(_TRIES):
+        if directory in _USED:
+            return
+        try:
+            directory.with_suffix(_LOCK).touch(mode=0o600)
+            _USED[directory] = FileLock(directory.with_suffix(_LOCK), shared=True)
+        except FileNotFoundError:  # it was removed at this moment, with its lock
+            continue
+        except OSError:  # a read-only file system, where nobody removes it either
+            return
+
+
+def remove_unpacked(directory: Path) -> bool:
+    """Remove a directory that `unpacked` has made, unless a process uses it; True if it is gone."""
+    try:
+        with FileLock(directory.with_suffix(_LOCK), wait=False):
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.with_suffix(_LOCK).unlink(missing_ok=True)
+    except OSError:
+        return False
+    return not directory.exists()
 
 
 def _candidates(directory: Path) -> tuple[list[str], dict[str, str]]:

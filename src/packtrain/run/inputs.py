@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.job import Job
 from packtrain.run.checkpoint import StoredFile
 from packtrain.run.records import MAX_RECORD_BYTES, Many, decode, encode
 from packtrain.store import DamagedObject, Entry, Store, is_key, open_store
@@ -94,6 +95,17 @@ def keys_of(store: Store, address: str) -> list[str]:
     return [address.removeprefix("store:"), *dict.fromkeys(files)]
 
 
+def given_keys(job: Job, store: Store) -> list[str]:
+    """Return the keys of the files that a job names: those of model options, and the data of a program."""
+    options = job.model.options.values() if job.recipe is not None else ()
+    keys = {one.removeprefix("store:") for one in options if isinstance(one, str) and one.startswith(_STORED)}
+    for address in job.inputs.values():
+        if address.startswith(_STORED):
+            keys.update(keys_of(store, address))
+    # The job is in the store, where others may write: it may name anything.
+    return sorted(key for key in keys if is_key(key))
+
+
 def staged(address: str, store: Store, cache: Path) -> Path:
     """Return the path of a job's data on this machine; what is elsewhere is fetched into the cache first."""
     if not is_remote(address):
@@ -103,6 +115,7 @@ def staged(address: str, store: Store, cache: Path) -> Path:
     directory = cache / hashlib.sha256(address.encode()).hexdigest()[:32]
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock", wait=True):  # nodes of other runs may fetch the same
+        os.utime(directory / ".lock")  # the time of its last use, for `packtrain gc`
         return _fetch_listing(address, store, directory) if address.startswith(_STORED) else _fetch(address, directory)
 
 

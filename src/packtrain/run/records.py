@@ -442,6 +442,35 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class RemovedRun:
+    """A run that had this name was removed, or is called `renamed_to` now. No later run gets its name."""
+
+    time: Time
+    client: Label
+    renamed_to: Label = ""
+
+
+@dataclass(frozen=True)
+class RenamedRun:
+    """A run that got this name later. `created` is the time of its job, which a copy in a bucket does not have."""
+
+    time: Time
+    client: Label
+    former: Label
+    created: Time
+
+
+@dataclass(frozen=True)
+class Discarding:
+    """A deletion by `packtrain gc` of what nothing uses: names of packs, and keys of files that jobs name."""
+
+    time: Time
+    client: Label
+    packs: Many[str]
+    files: Many[str]
+
+
+@dataclass(frozen=True)
 class StopRequest:
     """A person asked the run to stop."""
 

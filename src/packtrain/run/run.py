@@ -12,7 +12,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import accumulate, chain
 from typing import TypeVar
 
@@ -39,6 +39,8 @@ from packtrain.run.records import (
     MirroredRun,
     Notes,
     Point,
+    RemovedRun,
+    RenamedRun,
     Result,
     StopRequest,
     TelemetrySample,
@@ -48,7 +50,8 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import Store, StoreAway
+from packtrain.store import DamagedObject, Store, StoreAway
+from packtrain.units import show_time
 
 _FEW = 4  # up to this many objects are read one after the other, ...
 _READERS = 16  # ... more by this many threads
@@ -58,6 +61,7 @@ _RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _RECORD = re.compile(r"([^/]+)\.json")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NUMBERED = re.compile(r"([0-9]{6,9})\.json")
+_REMOVED, _RENAMED = "removed/", "renamed/"  # folders with a record for each name that was given up, or chosen
 
 Stored = TypeVar("Stored")
 Item = TypeVar("Item")
@@ -406,7 +410,9 @@ def _new_runs(store: Store, job: Job, code: bytes) -> Iterator[Run]:
     So a folder with the last number that there is does not block the job.
     """
     data = job.model_dump_json(indent=1).encode()
-    split = [_split(name) for name in store.folders("runs/")]
+    # Also those of removed runs: a name means one run, for whoever remembers it.
+    gone = [entry.key.removeprefix(_REMOVED).removesuffix(".json") for entry in store.list(_REMOVED)]
+    split = [split_name(name) for name in [*store.folders("runs/"), *gone]]
     taken = {number for stem, number in split if stem == _stem(job.name)}
     for number in chain(range(max(taken, default=0) + 1, _MAX_RUNS + 1), range(1, _MAX_RUNS + 1)):
         if number not in taken:
@@ -419,7 +425,8 @@ def _stem(job_name: str) -> str:
     return job_name[:56]  # a name has at most 63 characters: this leaves room for a hyphen and six digits
 
 
-def _split(run_name: str) -> tuple[str, int]:
+def split_name(run_name: str) -> tuple[str, int]:
+    """Return the start of a run's name and its number; 0 for a name that a person has chosen."""
     stem, _, number = run_name.rpartition("-")
     return stem, int(number) if is_name(run_name) and number.isdigit() and len(number) <= len(str(_MAX_RUNS)) else 0
 
@@ -432,7 +439,14 @@ def run_names(store: Store) -> list[str]:
     """
     names = [name for name in store.folders("runs/") if is_name(name)]
     entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
-    found = sorted((*_split(name), entry.modified, name) for entry, name in entries if entry is not None)
+    # A copy under another name, as a bucket makes it, is as old as the original.
+    given = {entry.key.removeprefix(_RENAMED).removesuffix(".json") for entry in store.list(_RENAMED)}
+    claims = {name: _claim(store, name) for name in names if name in given}
+    found = sorted(
+        (*split_name(name), _created(claims.get(name)) or entry.modified, name)
+        for entry, name in entries
+        if entry is not None
+    )
     created = []
     latest: dict[str, datetime] = {}
     for stem, number, modified, name in found:
@@ -441,16 +455,50 @@ def run_names(store: Store) -> list[str]:
     return [name for *_, name in sorted(created)]
 
 
+def _claim(store: Store, name: str) -> RenamedRun | None:
+    try:
+        return renamed_run(store, name)
+    except (DamagedRecord, DamagedObject):  # then a run has another place in the list, and no other run is hidden
+        return None
+
+
+def _created(claim: RenamedRun | None) -> datetime | None:
+    return None if claim is None else datetime.fromtimestamp(claim.created, UTC)
+
+
+def removed_key(name: str) -> str:
+    return f"{_REMOVED}{name}.json"
+
+
+def removed_run(store: Store, name: str) -> RemovedRun | None:
+    """Return who removed or renamed the run that had this name."""
+    data = store.find(removed_key(name), MAX_RECORD_BYTES)
+    return None if data is None else decode(RemovedRun, data, f"{removed_key(name)} in {store.url}")
+
+
+def renamed_key(name: str) -> str:
+    return f"{_RENAMED}{name}.json"
+
+
+def renamed_run(store: Store, name: str) -> RenamedRun | None:
+    """Return which run got this name later."""
+    data = store.find(renamed_key(name), MAX_RECORD_BYTES)
+    return None if data is None else decode(RenamedRun, data, f"{renamed_key(name)} in {store.url}")
+
+
 def open_run(store: Store, name: str | None) -> Run:
     """Return the run of that name, the newest run of the job of that name, or the newest of all."""
     if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
         return Run(store, name)
     names = run_names(store)
+    of_job = [known for known in names if name is not None and split_name(known)[0] == _stem(name)]
+    if name is not None and not of_job and is_name(name) and (gone := removed_run(store, name)) is not None:
+        fate = f"is called {gone.renamed_to} now" if gone.renamed_to else "was removed"
+        raise NotFound(f"{name} {fate} (by {gone.client}, {show_time(gone.time)})")
     if not names:
         raise NotFound(f"no runs in {store.url}; start one with `packtrain run JOB`")
     if name is None:
         return Run(store, names[-1])
-    of_job = [known for known in names if _split(known)[0] == _stem(name)]
     if of_job:
         return Run(store, of_job[-1])
     raise NotFound(f"no run {quoted(name)} in {store.url}; newest runs: {', '.join(names[:-4:-1])}")

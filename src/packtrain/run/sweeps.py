@@ -212,7 +212,8 @@ class Sweep:
 
 def sweep_names(store: Store) -> list[str]:
     """Return the names of all sweeps in a store, sorted."""
-    return [name for name in store.folders("sweeps/") if is_name(name)]
+    names = [name for name in store.folders("sweeps/") if is_name(name)]
+    return [name for name in names if store.exists(f"sweeps/{name}/plan.json")]  # or it is half removed
 
 
 def sweep_of(run: Run) -> str | None:

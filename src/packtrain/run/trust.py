@@ -102,6 +102,12 @@ def remember(run: Run) -> None:
         Path(part).rename(path)
 
 
+def forget(run: Run) -> None:
+    """Forget what was accepted of a run that has left its name."""
+    with suppress(OSError):
+        _path(run).unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class _Record:
     digest: str

@@ -63,6 +63,10 @@ class Store(ABC):
     def put_file(self, key: str, path: Path) -> None: ...
 
     @abstractmethod
+    def copy(self, key: str, target: str) -> None:
+        """Put the object under another key as well, without a detour over this machine if that is possible."""
+
+    @abstractmethod
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         """Return the object's data; None if there is no object.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -22,11 +23,13 @@ from packtrain.store.base import RECORD_BYTES, Entry, Store, checked_key, checke
 from packtrain.store.directory import CHUNK_BYTES, opened_folder, replace, stage
 from packtrain.store.errors import ObjectNotFound, StoreError, code_of, explain_server, explained, status_of
 from packtrain.store.services import SERVICES, BucketClient, BucketService
+from packtrain.system import cache_directory
 
 Answer = TypeVar("Answer")
 
 _PARALLEL_PARTS = 4
 _MAX_PARTS = 9_000  # S3 allows 10,000
+_COPIED_BYTES = 5_000_000_000  # S3 itself copies objects of up to 5 GiB
 _TRANSFER_SECONDS = 120.0
 _SMALL_BYTES = 1 << 20  # larger objects get the client that is patient with slow lines
 _RETRIES_INSIDE = 4
@@ -143,6 +146,19 @@ class BucketStore(Store):
             lambda: obstore.put(client, key, path, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS),
             is_long=True,
         )
+
+    def copy(self, key: str, target: str) -> None:
+        checked_key(target)
+        entry = self.entry(key)
+        if entry is None:
+            raise self.not_found(key)
+        if entry.size <= _COPIED_BYTES:
+            self._retry(key, lambda: obstore.copy(self._client_for_files, key, target), is_long=True)
+            return
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
+            path = Path(scratch) / "object"
+            self.get_file(key, path, entry.size)
+            self.put_file(target, path)
 
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         checked_key(key)

@@ -11,6 +11,7 @@ The way of a request:
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class DashboardServer(uvicorn.Server):
     def __init__(
         self, store: Store, listener: socket.socket, token: str, log: Callable[[str], None], **options: Any
     ) -> None:
-        self.news = News(Board(store))
+        self.news, self.is_interrupted = News(Board(store)), False
         is_local = names_this_machine(_named(listener))
         door = DashboardDoor(
             DashboardEndpoints(store, self.news), Token(token), is_local, "ssl_certfile" in options, log
@@ -61,6 +62,7 @@ class DashboardServer(uvicorn.Server):
         super().__init__(server_config(door, **options))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        self.is_interrupted = sig == signal.SIGINT
         # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
         self.force_exit = self.should_exit
         self.should_exit = True

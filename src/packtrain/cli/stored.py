@@ -1,0 +1,282 @@
+"""Commands that keep a store tidy: rm, mv, tag, du, gc."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packtrain.cli.common import (
+    JsonOption,
+    RunArgument,
+    StoreOption,
+    YesOption,
+    confirm,
+    console,
+    existing_store,
+    find_run,
+    print_json,
+    store_option,
+)
+from packtrain.errors import Mistake, NotFound, harmless
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from packtrain.garbage import Unused
+    from packtrain.run.run import Run
+    from packtrain.run.sweeps import Sweep
+    from packtrain.store import Store
+
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Do not ask providers for machines that the run may still rent.")
+]
+
+_SHOWN = ("where", "kind", "name", "bytes", "age_seconds")
+_MAX_LISTED = 20
+_DIGEST = 12  # characters of a digest that are shown
+_OLDER = "7d"
+_MAX_TAG, _MAX_TAGS, _MAX_NOTE = 60, 50, 2000
+_SEAT_POLL_SECONDS = 0.5
+_SEAT_SECONDS = 15.0  # longer than a driver that was killed on another machine is taken for alive
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(rm)
+    app.command()(mv)
+    app.command()(tag)
+    app.command()(du)
+    app.command()(gc)
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Full names of runs, or of sweeps.")],
+    store: StoreOption = None,
+    yes: YesOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Remove runs with their checkpoints, logs and metrics. Packs stay; see `packtrain gc`."""
+    from packtrain.fleet.down import check_has_no_machines
+    from packtrain.run.removal import remove_run
+    from packtrain.run.run import Run
+    from packtrain.run.usage import usage_of
+    from packtrain.units import counted, show_bytes
+
+    found = existing_store(store)
+    things = [_named(found, name) for name in dict.fromkeys(names)]
+    runs = [one for one in things if isinstance(one, Run)]
+    sweeps = [one for one in things if not isinstance(one, Run)]
+    every = [*runs, *(sweep.run(trial) for sweep in sweeps for trial in sweep.plan.trials)]
+    for run in every:  # before anything is removed
+        if found.exists(run.key("job.json")):
+            check_has_no_machines(run, force)
+    sizes = {run.name: usage_of(run.name, found.list(run.folder)).bytes for run in every}
+    what = f"{counted(len(every), 'run')} ({show_bytes(sum(sizes.values()))})"
+    lines = [f"  {name}  {show_bytes(size)}" for name, size in sizes.items()]
+    confirm(lines, f"Remove {what}?", f"{what} would be removed", yes, "nothing was removed")
+    screen = console()
+    for run in runs:
+        remove_run(run, lambda run: check_has_no_machines(run, force))
+        screen.say("Removed ", (run.name, "bold"), f" ({show_bytes(sizes[run.name])})")
+    for sweep in sweeps:
+        gone = _remove_sweep(sweep, force)
+        size = show_bytes(sum(sizes[name] for name in gone))
+        screen.say("Removed ", (sweep.name, "bold"), f" with {counted(len(gone), 'run')} ({size})")
+
+
+def _named(store: Store, name: str) -> Run | Sweep:
+    """Return the run or sweep of exactly that name: what is deleted is not looked for by half a name."""
+    from packtrain.job.part import is_name
+    from packtrain.run.removal import is_half_removed
+    from packtrain.run.run import Run, open_run
+    from packtrain.run.sweeps import Sweep
+
+    if not is_name(name) or store.exists(Run(store, name).key("job.json")) or is_half_removed(store, name):
+        return Run(store, name)
+    if store.exists(Sweep(store, name).key("plan.json")):
+        return Sweep(store, name)
+    newest = open_run(store, name)  # or an error that says what became of the name
+    raise NotFound(f"no run {name!r} in {store.url}; its newest run is {newest.name}, and rm needs the full name")
+
+
+def _remove_sweep(sweep: Sweep, force: bool) -> list[str]:
+    """Remove a sweep as its driver, so that nobody starts runs of it meanwhile; return the names of its runs."""
+    from packtrain.fleet.down import check_has_no_machines
+    from packtrain.run.removal import clear_sweep, remove_sweep
+    from packtrain.sweep.drive import DriverSeat
+
+    seat, deadline = DriverSeat(sweep), time.monotonic() + _SEAT_SECONDS
+    while not seat.take():
+        if time.monotonic() > deadline:
+            who = "another process" if seat.other is None else seat.other.client
+            raise Mistake(f"{sweep.name} is being driven by {who}; end that first (Ctrl-C)")
+        time.sleep(_SEAT_POLL_SECONDS)
+    try:
+        gone = remove_sweep(sweep, lambda run: check_has_no_machines(run, force))
+    finally:
+        seat.close()
+    clear_sweep(sweep)  # after the last sign of life of its driver
+    return gone
+
+
+def mv(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Full name of a run.")],
+    new_name: Annotated[str, typer.Argument(metavar="NEWNAME", help="A name that does not end in a number.")],
+    store: StoreOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Rename a run that is not running. A rename that was interrupted continues."""
+    from packtrain.fleet.down import check_has_no_machines
+    from packtrain.report import write_report
+    from packtrain.run.removal import rename_run
+
+    renamed = rename_run(existing_store(store), name, new_name, lambda run: check_has_no_machines(run, force))
+    if renamed.store.exists(renamed.key("report.html")):
+        write_report(renamed)  # it has the name of the run in many places
+    console().say(f"{name} is called ", (renamed.name, "bold"), " now")
+
+
+def tag(
+    name: RunArgument,
+    words: Annotated[list[str] | None, typer.Argument(metavar="WORD...", help="Tags to add.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="WORD", help="Tag to remove; repeatable.")
+    ] = None,
+    note: Annotated[
+        str | None, typer.Option("--note", metavar="TEXT", help='A sentence about the run; "" removes it.')
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Tag a run with words to find it by, or add a note to it."""
+    run = find_run(store, name)
+    notes = run.notes()
+    if words or remove or note is not None:
+        wrong = next((word for word in words or () if not _is_tag(word)), None)
+        if wrong is not None:
+            raise Mistake(f"{wrong!r}: a tag is one word of at most {_MAX_TAG} characters")
+        kept = [one for one in dict.fromkeys([*notes.tags, *(words or ())]) if one not in (remove or ())]
+        if len(kept) > _MAX_TAGS:
+            raise Mistake(f"{run.name} would have {len(kept)} tags; at most {_MAX_TAGS} are allowed")
+        if note is not None and len(note) > _MAX_NOTE:
+            raise Mistake(f"--note: longer than {_MAX_NOTE:,} characters")
+        notes = replace(notes, tags=tuple(kept), text=notes.text if note is None else " ".join(note.split()))
+        run.put_notes(notes)
+    line = " ".join(notes.tags) or "no tags"
+    console().say(f"{run.name}: {line}" + (f" ({notes.text})" if notes.text else ""))
+
+
+def _is_tag(word: str) -> bool:
+    return 0 < len(word) <= _MAX_TAG and word.isprintable() and not any(one.isspace() for one in word)
+
+
+def du(
+    name: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest. Default: all.")
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how much space runs and packs take in a store."""
+    from packtrain.run.run import open_run
+    from packtrain.run.usage import usage_of
+
+    found = existing_store(store)
+    if name is None:
+        _show_store_usage(found, as_json)
+        return
+    run = open_run(found, name)
+    usage = usage_of(run.name, found.list(run.folder))
+    pack = run.pack_name() if found.exists(run.key("pack.txt")) else None
+    packed = 0 if pack is None else sum(entry.size for entry in found.list(f"packs/{pack}"))
+    if as_json:
+        print_json({**asdict(usage), "bytes": usage.bytes, "pack": pack and {"name": pack, "bytes": packed}})
+        return
+    rows = [*((part, size) for part, size in usage.parts.items() if size), (f"total of {run.name}", usage.bytes)]
+    _print_sizes([*rows, (f"pack {pack}, which other runs may share", packed)] if pack else rows)
+
+
+def _show_store_usage(store: Store, as_json: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from packtrain.run.usage import OTHER, store_usage
+    from packtrain.units import show_bytes
+
+    usage = store_usage(store)
+    if as_json:
+        runs = [{**asdict(run), "bytes": run.bytes} for run in usage.runs]
+        print_json({**asdict(usage), "runs": runs, "bytes": usage.bytes})
+        return
+    parts = ("checkpoints", "logs", "metrics")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("run", "total", *parts, OTHER):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True, overflow="ellipsis")
+    for run in sorted(usage.runs, key=lambda run: -run.bytes):
+        rest = run.bytes - sum(run.parts[part] for part in parts)
+        sizes = [run.bytes, *(run.parts[part] for part in parts), rest]
+        table.add_row(Text(run.run, "bold"), *(show_bytes(size) if size else "" for size in sizes))
+    if usage.runs:
+        console().print(table)
+    rows = [(f"pack {harmless(name)}", size) for name, size in sorted(usage.packs.items(), key=lambda one: -one[1])]
+    rows += [("files that jobs name", usage.files)] if usage.files else []
+    _print_sizes([*rows, ("sweeps and other records", usage.other), (f"total in {store.url}", usage.bytes)])
+
+
+def _print_sizes(rows: Sequence[tuple[str, int]]) -> None:
+    from packtrain.units import show_bytes
+
+    console().say_lines(f"{show_bytes(size):>9}  {what}" for what, size in rows)
+
+
+def gc(
+    store: StoreOption = None,
+    older: Annotated[
+        str, typer.Option("--older", metavar="TIME", help="Only what was not written or used for so long.")
+    ] = _OLDER,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete it. Default: only list it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List what nothing uses in a store and in this machine's cache, or delete it.
+
+    Packs and files that no run uses, what interrupted commands left, and what this machine has downloaded and can
+    download again.
+    """
+    from packtrain import garbage
+    from packtrain.units import parse_seconds
+
+    try:
+        seconds = parse_seconds(older)
+    except ValueError as error:
+        raise Mistake(f"--older: {error}") from None
+    garbage.check_age(seconds)
+    place, screen = existing_store(store), console()
+    there, here = garbage.unused_in_store(place, seconds), garbage.unused_here(seconds)
+    if delete:
+        there = garbage.delete_from_store(place, there, (lambda _: None) if as_json else screen.say)
+        here = garbage.delete_here(here, seconds)
+    if as_json:
+        unused = [{key: value for key, value in asdict(one).items() if key in _SHOWN} for one in (*there, *here)]
+        print_json({"deleted" if delete else "unused": unused, "bytes": sum(one.bytes for one in (*there, *here))})
+        return
+    words = "Deleted" if delete else f"Unused for {older.strip()}"
+    _print_unused(words, place.url, there)
+    _print_unused(words, "the cache of this machine", here)
+    if not delete and (there or here):
+        again = ["packtrain", "gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete"]
+        screen.say(f"Nothing was deleted. To delete it: {shlex.join(again)}")
+
+
+def _print_unused(words: str, where: str, found: Sequence[Unused]) -> None:
+    from packtrain.units import show_bytes, show_seconds
+
+    screen = console()
+    size = show_bytes(sum(one.bytes for one in found)) if found else "nothing"
+    screen.say((f"{words}: {size}", "bold"), f" in {where}")
+    for one in sorted(found, key=lambda one: -one.bytes)[:_MAX_LISTED]:
+        name = one.name if one.path or "/" in one.name else one.name[:_DIGEST]
+        screen.say(f"{show_bytes(one.bytes):>9}  {one.kind} {name}, {show_seconds(one.age_seconds)} old")
+    if len(found) > _MAX_LISTED:
+        screen.say(f"{'':>9}  and {len(found) - _MAX_LISTED:,} more; --json lists all")

@@ -1,0 +1,188 @@
+"""A run leaves its name: it is removed, or gets another name. Both may end at any object, and are continued later.
+
+    removed/NAME.json     who did it; put first, and it stays: no later run gets the same name
+    runs/NAME/job.json    deleted next: without it, the folder is no run
+    runs/NAME/...         the rest
+
+Before that, the caller has seen that no machine works on the run. Whoever starts machines records a launch before, and
+a machine reads the job before anything else. So a launch that came in between is seen here, and the job is put back;
+the machines of a later one find no run.
+
+A run gets its new name as a copy, which is no run before its own job.json, the last object, is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from packtrain.errors import Mistake, NotFound, quoted
+from packtrain.job.part import is_name
+from packtrain.run.records import Lease, RemovedRun, RenamedRun, decode, encode
+from packtrain.run.run import Run, removed_key, removed_run, renamed_key, renamed_run, run_names, split_name
+from packtrain.run.sweeps import Sweep, sweep_of
+from packtrain.run.trust import forget, is_remembered, remember
+from packtrain.store import Store
+from packtrain.system import this_client
+
+_THREADS = 16
+
+Check = Callable[[Run], None]
+"""Raises Mistake while machines work on the run, or may come to."""
+
+
+def is_half_removed(store: Store, name: str) -> bool:
+    """True if the removal of a run has begun and not ended: it is no run, but has objects."""
+    run = Run(store, name)
+    return removed_run(store, name) is not None and not store.exists(run.key("job.json")) and bool(_keys(run))
+
+
+def remove_run(run: Run, check: Check) -> None:
+    """Remove a run with everything in its folder, or the rest of one that was removed half-way."""
+    if not is_half_removed(run.store, run.name):
+        launches = _launches(run)
+        check(run)
+        _check_is_single(run)
+        _leave_name(run, RemovedRun(time.time(), this_client()), launches)
+    _delete(run.store, _keys(run))
+    forget(run)
+
+
+def remove_sweep(sweep: Sweep, check: Check) -> list[str]:
+    """Remove a sweep with all its runs; return their names. The caller drives it, so that nobody else does."""
+    runs = [run for run in map(sweep.run, sweep.plan.trials) if run.store.exists(run.key("job.json"))]
+    for run in runs:
+        check(run)
+    # Without a plan there is no sweep: whatever ends this, the runs that are left are runs like any others.
+    sweep.store.delete(sweep.key("plan.json"))
+    for run in runs:
+        remove_run(run, check)
+    return [run.name for run in runs]
+
+
+def clear_sweep(sweep: Sweep) -> None:
+    """Delete what a removed sweep has left."""
+    _delete(sweep.store, [entry.key for entry in sweep.store.list(sweep.key(""))])
+
+
+def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
+    """Give a run another name, or continue to do so. It has the old name until the new one is complete."""
+    run, there = Run(store, old), Run(store, new)
+    was = removed_run(store, old)
+    if was is not None and was.renamed_to == new and not store.exists(run.key("job.json")):
+        _delete(store, _keys(run))
+        return there
+    created = store.entry(run.key("job.json"))
+    if created is None:
+        raise NotFound(f"no run {quoted(old)} in {store.url}; `packtrain ls` lists the runs")
+    _check_name(store, old, new)
+    launches = _launches(run)  # before the copy, which may take long
+    check(run)
+    _check_is_single(run)
+    is_own, known = is_remembered(run), renamed_run(store, old)
+    claim = RenamedRun(time.time(), this_client(), old, known.created if known else created.modified.timestamp())
+    if not store.put_if_absent(renamed_key(new), encode(claim)):
+        other = renamed_run(store, new)
+        if other is None or other.former != old:
+            raise Mistake(f"{new} is the name of another run; choose another name")
+    if store.exists(there.key("job.json")) and _launches(there) != launches:
+        raise Mistake(f"{old} and {new} are copies of one run that both exist; remove one with `packtrain rm`")
+    _copy(run, there)
+    try:
+        _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new), launches)
+    except Mistake:
+        _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])
+        raise
+    if is_own:
+        remember(there)
+    _delete(store, _keys(run))
+    forget(run)
+    return Run(store, new)
+
+
+def _check_name(store: Store, old: str, new: str) -> None:
+    """Refuse a name that belongs to something, or that would make the newest run of a job another one."""
+    if not is_name(new):
+        raise Mistake(f"{quoted(new)} is not a valid run name; names consist of a-z, 0-9 and -, at most 63 of them")
+    stem, number = split_name(new)
+    if number:
+        advice = "choose a name that does not end in a hyphen and a number"
+        raise Mistake(f"{new} would be taken for run {number} of the job {stem}; {advice}")
+    if removed_run(store, new) is not None:
+        raise Mistake(f"{new} was the name of a run that was removed or renamed; choose another name")
+    claim = renamed_run(store, new)
+    if claim is not None and claim.former == old:
+        return
+    if claim is not None or store.list(Run(store, new).folder):
+        raise Mistake(f"{new} is the name of another run; choose another name")
+    if new == Run(store, old).job.name or any(split_name(name)[0] == new for name in run_names(store)):
+        raise Mistake(f"{new} is the name of a job, and stands for its newest run; choose another name")
+
+
+def _check_is_single(run: Run) -> None:
+    """Refuse a run of a sweep: the plan of the sweep names it, and its driver would start it again."""
+    name = sweep_of(run)
+    plan = None if name is None else Sweep(run.store, name).find_plan()
+    if plan is not None and any(trial.run == run.name for trial in plan.trials):
+        raise Mistake(f"{run.name} belongs to the sweep {name}; `packtrain rm {name}` removes the sweep with its runs")
+
+
+def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
+    """Make the folder no run, unless somebody has started machines for it since it had those launches."""
+    store, job = run.store, run.job_data
+    if not store.put_if_absent(removed_key(run.name), encode(record)):
+        other = removed_run(store, run.name)
+        if other is not None and other.renamed_to != record.renamed_to:
+            what = f"renamed to {other.renamed_to}" if other.renamed_to else "removed"
+            raise Mistake(
+                f"{run.name} is being {what} by {other.client}; let that finish, or repeat it if it was killed"
+            )
+    store.delete(run.key("job.json"))
+    if _launches(run) - launches:
+        store.put(run.key("job.json"), job)
+        store.delete(removed_key(run.name))
+        raise Mistake(f"{run.name} was resumed at this moment, and stays; stop it first: `packtrain stop {run.name}`")
+
+
+def _copy(run: Run, there: Run) -> None:
+    store, own = run.store, run.key("job.json")
+    known = {entry.key: entry.size for entry in store.list(there.folder)}
+    sizes = {entry.key: entry.size for entry in store.list(run.folder)}
+    targets = {key: there.key(key.removeprefix(run.key(""))) for key in sizes if key != own}
+    _delete(store, [key for key in known if key not in targets.values()])
+
+    def copy(key: str) -> None:
+        # The names of checkpoints are unique, so a file of one is not copied twice.
+        if key.startswith(run.key("checkpoints/")) and known.get(targets[key]) == sizes[key]:
+            return
+        if not key.startswith(run.key("nodes/")):
+            store.copy(key, targets[key])
+            return
+        # A lease that was written just now would look like that of a machine that is alive.
+        lease = decode(Lease, store.get(key), f"{key} in {store.url}")
+        store.put(targets[key], encode(replace(lease, left=True)))
+
+    _each(copy, targets)
+    store.copy(own, there.key("job.json"))
+
+
+def _delete(store: Store, keys: Iterable[str]) -> None:
+    _each(store.delete, keys)
+
+
+def _each(work: Callable[[str], None], keys: Iterable[str]) -> None:
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        list(pool.map(work, keys))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C the rest is not started
+
+
+def _keys(run: Run) -> list[str]:
+    return [entry.key for entry in run.store.list(run.folder)]
+
+
+def _launches(run: Run) -> set[str]:
+    return {entry.key.removeprefix(run.key("")) for entry in run.store.list(run.key("launches/"))}

@@ -1,0 +1,139 @@
+"""How commands end: a store that is not there, Ctrl-C, and a reader that has gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from packtrain.cli import app
+from packtrain.errors import EXIT_INTERRUPTED, EXIT_NOT_FOUND, PacktrainError
+from packtrain.run.records import LogLine
+from packtrain.store import Store
+from parts.runs import new_run, program_job
+from run.test_removal import a_sweep
+
+READING = [
+    "ls", "show", "show -w", "logs", "logs -f", "stop", "report", "report --markdown", "resume", "mirror", "tag x",
+    "du", "du x", "gc", "gc --delete", "rm x-1 --yes", "mv x-1 y", "compare a b", "sweep", "sweep x", "sweep x --show",
+    "get x", "cp x there", "predict x hello", "export x", "evaluate x", "ui --no-open", "tensorboard", "attach", "down",
+    "volume snapshot",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", READING)
+def test_a_store_that_is_not_there_is_an_error_of_one_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*words.split(), "--store", "nowhere"])
+    assert isinstance(done.exception, PacktrainError), done.output
+    assert str(done.exception).startswith(f"{tmp_path}/nowhere: no store here; check the path and its mount")
+    assert (done.exception.exit_code, done.stdout) == (EXIT_NOT_FOUND, "")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("words", ["ls", "du", "gc", "sweep", "ui --no-open"])
+def test_a_prefix_of_a_bucket_without_objects_is_no_store(words: str, s3_location: str) -> None:
+    done = CliRunner().invoke(app, [*words.split(), "--store", s3_location])
+    assert isinstance(done.exception, PacktrainError), done.output
+    assert str(done.exception).startswith(f"{s3_location}: no store here; check the name")
+    assert done.exception.exit_code == EXIT_NOT_FOUND
+
+
+def test_a_store_without_runs_is_no_error(directory_store: Store) -> None:
+    done = CliRunner().invoke(app, ["ls", "--store", directory_store.url])
+    assert (done.exit_code, done.stdout.startswith(f"No runs in {directory_store.url}.")) == (0, True)
+
+
+# Ctrl-C. Pressed for real where a server or a loop has to notice it, and at the slow part of all other commands.
+
+JOB = "name: mine\nprogram: [train.py]\n"
+
+
+def a_run_with_output(store: Store) -> None:
+    """A run that does not end, because no machine works on it."""
+    run = new_run(store, program_job("endless"))
+    writer = run.log_writer("a")
+    writer.append(LogLine(1.0, 1, "a", 0, "out", "hello"))
+    writer.flush()
+
+
+def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: Path, directory_store: Store) -> None:
+    a_run_with_output(directory_store)
+    command = [sys.executable, "-m", "packtrain", "logs", "-f", "--store", directory_store.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            assert process.stdout.readline() == "[rank 0] hello\n"
+            process.send_signal(signal.SIGINT)
+            assert (process.wait(120), process.stderr.read()) == (EXIT_INTERRUPTED, "")
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "slow_part"),
+    [
+        ("run job.yaml", "packtrain.start:create"),
+        ("run job.yaml", "packtrain.cli.follow:Follower.until_ended"),
+        ("resume", "packtrain.run.liveness:state_of"),
+        ("pack job.yaml", "packtrain.start:pack_data"),
+        ("plan job.yaml", "packtrain.start:load"),
+        ("sweep lr", "packtrain.sweep.drive:SweepDrive.look"),
+        ("predict endless hello", "packtrain.export.predict:load_predictor"),
+        ("evaluate endless", "packtrain.export.evaluate:run_subject"),
+        ("export endless", "packtrain.export.export:export_run"),
+        ("ls", "packtrain.run.run:run_names"),
+        ("show", "packtrain.report.summary:summarize"),
+        ("show -w", "packtrain.cli.follow:Follower.until_ended"),
+        ("logs", "packtrain.run.run:Run.log_lines"),
+        ("stop endless", "packtrain.fleet:request_stop"),
+        ("report", "packtrain.report:write_report"),
+        ("compare endless lr", "packtrain.run.run:open_run"),
+        ("cp endless there", "packtrain.copies:copy_run"),
+        ("down endless", "packtrain.fleet.down:take_down"),
+        ("doctor --fleet local", "packtrain.fleet.doctor:examine"),
+        ("rm endless-1 --yes", "packtrain.run.removal:remove_run"),
+        ("mv endless-1 x", "packtrain.run.removal:rename_run"),
+        ("du", "packtrain.run.usage:store_usage"),
+        ("gc", "packtrain.garbage:unused_in_store"),
+    ],
+)
+def test_ctrl_c_ends_every_command_with_130(
+    words: str, slow_part: str, tmp_path: Path, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    a_run_with_output(directory_store)
+    a_sweep(directory_store)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("packtrain.start.start", lambda *_: [])
+    module, _, name = slow_part.partition(":")
+    place = import_module(module)  # by its name: `packtrain.run` is also a function
+    owner, _, method = name.rpartition(".")
+    monkeypatch.setattr(getattr(place, owner) if owner else place, method, interrupt)
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == EXIT_INTERRUPTED, done.output
+    assert "Traceback" not in done.output
+
+
+def test_nothing_is_said_when_nobody_reads_the_output(directory_store: Store) -> None:
+    for words in (["ls"], ["logs"], ["ls", "--json"]):
+        a_run_with_output(directory_store)
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "packtrain", *words, "--store", directory_store.url]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, b"")

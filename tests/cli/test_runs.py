@@ -1,0 +1,178 @@
+"""`packtrain ls`, `show` and `stop`: who started what and when, what is listed, and whose run is stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict
+
+import pytest
+from typer.testing import CliRunner
+from typer.testing import Result as Answer
+
+from packtrain.cli import app
+from packtrain.cli.runs import fitting
+from packtrain.errors import Mistake
+from packtrain.run.records import FleetLaunch, Notes, Result, Status
+from packtrain.run.run import Run
+from packtrain.store import Store
+from packtrain.system import this_client
+from packtrain.units import show_time
+from parts.runs import new_run, program_job, recipe_job
+from parts.terminal import in_terminal
+
+DAY = 24 * 3600.0
+NOW = time.time()
+
+
+def command(store: Store, *words: str) -> Answer:
+    return CliRunner().invoke(app, [*words, "--store", store.url])
+
+
+def a_run(
+    store: Store, job: str, status: Status | None, *, days_ago: float = 0.0, client: str = "me@here", tags: str = ""
+) -> Run:
+    run = new_run(store, recipe_job(job))
+    run.record_launch(FleetLaunch(NOW - days_ago * DAY, client, {"local": {}}))
+    run.record_launch(FleetLaunch(NOW, "other@there", {"local": {}}))
+    if status is not None:
+        run.finish(Result(status, "reached 10 steps", 10, 65.0, {"valid.bleu": 12.5}))
+    if tags:
+        run.put_notes(Notes(tuple(tags.split()), "a note"))
+    return run
+
+
+@pytest.fixture
+def store(directory_store: Store) -> Store:
+    a_run(directory_store, "old", "finished", days_ago=9.0, tags="good paper")
+    a_run(directory_store, "new", "failed", days_ago=1.0, tags="good")
+    a_run(directory_store, "new", "finished")
+    return directory_store
+
+
+def test_ls_shows_who_started_a_run_and_when(store: Store) -> None:
+    new_run(store, program_job("never"))
+    row = next(one for one in json.loads(command(store, "ls", "--json").output) if one["run"] == "old-1")
+    assert (row["job"], row["started_by"], row["tags"], row["note"]) == ("old", "me@here", ["good", "paper"], "a note")
+    assert row["created"] == pytest.approx(NOW - 9 * DAY)
+    lines = command(store, "ls").output.splitlines()
+    assert lines[0].split() == ["run", "state", "started", "step", "score", "time", "tags", "job"]
+    assert re.match(
+        rf"old-1 +finished +{show_time(NOW - 9 * DAY)} +10 +valid bleu 12.50 +1 min 05 s +good paper ", lines[-1]
+    )
+    assert re.match(r"never-1 +waiting +\w{3} \d\d \d\d:\d\d ", lines[1]), "the time of its job"
+    assert not any(line.endswith(" ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--state", "finished"], ["new-2", "old-1"]),
+        (["--state", "finished", "--state", "failed"], ["new-2", "new-1", "old-1"]),
+        (["--job", "new"], ["new-2", "new-1"]),
+        (["--tag", "good"], ["new-1", "old-1"]),
+        (["--tag", "good", "--tag", "paper"], ["old-1"]),
+        (["--since", "2d"], ["new-2", "new-1"]),
+        (["--since", "12 hours"], ["new-2"]),
+        (["--since", "2001-01-01"], ["new-2", "new-1", "old-1"]),
+        (["--since", "2d", "--job", "new", "--state", "failed"], ["new-1"]),
+        (["--job", "none"], []),
+    ],
+)
+def test_ls_lists_what_is_asked_for(store: Store, options: list[str], names: list[str]) -> None:
+    assert [row["run"] for row in json.loads(command(store, "ls", "--json", *options).output)] == names
+    lines = command(store, "ls", *options).output.splitlines()
+    assert lines == [f"None of 3 runs in {store.url} matches."] if not names else len(lines) == 1 + len(names)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--state", "finishd"], "--state finishd: no such state; did you mean 'finished'?"),
+        (["--since", "soon"], "--since: 'soon' is neither a date, as 2026-11-17, nor a time, as 2d or 90min"),
+    ],
+)
+def test_ls_refuses_what_it_does_not_understand(store: Store, options: list[str], words: str) -> None:
+    done = command(store, "ls", *options)
+    assert isinstance(done.exception, Mistake) and str(done.exception) == words
+
+
+WIDTHS = {"run": 11, "state": 8, "started": 12, "step": 6, "loss": 5, "score": 16, "time": 10, "job": 48}
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (200, "run state started step loss score time job"),
+        (100, "run state started step loss score time job"),
+        (85, "run state started step score time"),
+        (80, "run state started step score time"),
+        (60, "run state started score"),
+        (40, "run state started"),
+        (10, "run state"),
+    ],
+)
+def test_a_list_has_the_columns_that_fit(width: int, columns: str) -> None:
+    assert fitting(WIDTHS, width) == columns.split()
+
+
+def test_a_run_has_one_line_on_a_terminal_of_80_columns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(store, "a-name-that-is-as-long-as-names-of-jobs-may-be", "failed")
+    store.put("runs/damaged-1/job.json", b"{")
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown = in_terminal(["ls", "--store", store.url], "")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.splitlines() if line]
+    rows = [line for line in lines if re.match(r"\S+ +(finished|failed|\?) *", line)]
+    assert len(rows) == 5 and max(map(len, rows)) <= 80
+    assert any(line.startswith("damaged-1: job.json of run damaged-1 in ") for line in lines)
+
+
+def test_show_says_who_started_a_run(store: Store) -> None:
+    shown = command(store, "show", "old").output
+    assert f"\nstarted     {show_time(NOW - 9 * DAY)} by me@here\n" in shown
+    assert "\ntags        good paper\nnote        a note\n" in shown
+    found = json.loads(command(store, "show", "old", "--json").output)
+    assert (found["started_by"], found["tags"], found["note"]) == ("me@here", ["good", "paper"], "a note")
+
+
+def test_notes_that_cannot_be_read_do_not_hide_a_run(store: Store) -> None:
+    store.put("runs/old-1/notes.json", b"{")
+    assert json.loads(command(store, "ls", "--json", "--job", "old").output)[0]["tags"] == []
+
+
+# stop
+
+
+def a_waiting(store: Store, client: str) -> Run:
+    run = new_run(store, program_job("mine"))
+    run.record_launch(FleetLaunch(NOW - DAY, client, {"local": {}}))
+    return run
+
+
+def test_a_bare_stop_refuses_a_run_of_somebody_else_where_it_cannot_ask(directory_store: Store) -> None:
+    run = a_waiting(directory_store, "you@there")
+    done = command(directory_store, "stop")
+    assert isinstance(done.exception, Mistake)
+    assert str(done.exception).startswith("the newest run is mine-1, which was started by you@there; run this in a")
+    assert (run.result(), run.stop_request()) == (None, None)
+
+
+@pytest.mark.parametrize("words", [["stop", "mine"], ["stop", "--yes"]])
+def test_who_names_a_run_or_says_yes_stops_it(directory_store: Store, words: list[str]) -> None:
+    run = a_waiting(directory_store, "you@there")
+    assert command(directory_store, *words).exit_code == 0
+    assert asdict(run.result() or Result("failed", "", 0, 0.0))["status"] == "stopped"
+
+
+def test_a_bare_stop_stops_a_run_of_ones_own(directory_store: Store) -> None:
+    run = a_waiting(directory_store, this_client())
+    assert command(directory_store, "stop").exit_code == 0
+    assert run.result() is not None
+
+
+def test_a_bare_stop_asks_on_a_terminal(directory_store: Store) -> None:
+    run = a_waiting(directory_store, "you@there")
+    code, shown = in_terminal(["stop", "--store", directory_store.url], "n")
+    assert "The newest run is mine-1, which was started by you@there." in shown and "Stop mine-1? [y/N]" in shown
+    assert (code, run.result()) == (2, None)

@@ -1,0 +1,216 @@
+"""Things that nothing uses: what is found, what is spared, and what happens to those who come at the same moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from packtrain import garbage
+from packtrain.data.cache import FileCache
+from packtrain.errors import Mistake, PacktrainError
+from packtrain.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
+from packtrain.pack.manifest import PackFile
+from packtrain.run.code import archive, unpacked
+from packtrain.run.records import Discarding, encode
+from packtrain.run.removal import remove_run
+from packtrain.run.run import create_run, run_names
+from packtrain.run.uses import announced
+from packtrain.start import NewRun
+from packtrain.store import Store, open_store
+from packtrain.system import FileLock, this_client
+from parts.faulty import FaultyStore, Killed
+from parts.runs import new_run, program_job, recipe_job
+
+WEEK = 7 * 24 * 3600.0
+DIGEST = "a" * 64
+
+
+def age(store: Store, prefix: str, seconds: float = 2 * WEEK) -> None:
+    for entry in store.list(prefix):
+        then = time.time() - seconds
+        os.utime(Path(store.url) / entry.key, (then, then))
+
+
+def found(store: Store, older_seconds: float = WEEK) -> dict[str, str]:
+    return {one.name: one.kind for one in unused_in_store(store, older_seconds)}
+
+
+@pytest.fixture
+def store(directory_store: Store) -> Store:
+    """A store with a pack that a run uses, one that no run uses, one that is unfinished, and two files."""
+    for pack in ("used-1", "left-1"):
+        directory_store.put(f"packs/{pack}/train-00000.safetensors", b"x" * 100)
+        directory_store.put(f"packs/{pack}/manifest.json", b"m" * 20)
+    directory_store.put("packs/half-1/making/train-00000.safetensors.json", b"n")
+    for key in (DIGEST, "b" * 64):
+        directory_store.put(f"files/{key}", b"weights")
+    job = recipe_job(model={"size": "tiny", "weights": f"store:files/{DIGEST}"})
+    create_run(directory_store, job, archive({"job.yaml": b""}), "used-1")
+    return directory_store
+
+
+def test_what_no_run_uses_is_found_once_it_is_old(store: Store) -> None:
+    assert found(store) == {}
+    age(store, "")
+    assert found(store) == {"packs/left-1": "pack", "packs/half-1": "unfinished pack", f"files/{'b' * 64}": "file"}
+    assert {one.name: one.bytes for one in unused_in_store(store, WEEK)}["packs/left-1"] == 120
+    store.put("packs/half-1/train-00001.safetensors", b"x")  # somebody is packing
+    assert "packs/half-1" not in found(store)
+
+
+def test_what_killed_commands_left_is_found(store: Store) -> None:
+    store.put("runs/copied-1/code.tar.zst", b"code")
+    store.put("sweeps/lr/beats/000001.json", b"{}")
+    store.put("scratch/time-1", b"")
+    age(store, "")
+    faulty = FaultyStore(store)
+    run = new_run(faulty, program_job("gone"))
+    faulty.fault = lambda operation, key: Killed() if (operation, key) == ("delete", run.key("code.tar.zst")) else None
+    with pytest.raises(Killed):
+        remove_run(run, lambda _: None)
+    kinds = {name: kind for name, kind in found(store).items() if not name.startswith(("packs/", "files/"))}
+    assert kinds == {
+        "runs/copied-1": "unfinished copy", "sweeps/lr": "removed sweep", "scratch/time-1": "scratch",
+        "runs/gone-1": "removed run",  # of any age
+    }  # fmt: skip
+
+
+def test_a_deletion_spares_everything_that_is_used(store: Store) -> None:
+    age(store, "")
+    unused = unused_in_store(store, WEEK)
+    assert delete_from_store(store, unused, pytest.fail) == unused
+    assert store.folders("packs/") == ["used-1"]
+    assert [entry.key for entry in store.list("files/")] == [f"files/{DIGEST}"]
+    assert found(store) == {} and announced(store) == []
+
+
+def test_what_got_a_user_or_a_writer_since_it_was_found_is_kept(store: Store) -> None:
+    age(store, "")
+    unused = unused_in_store(store, WEEK)
+    create_run(store, recipe_job(), archive({"job.yaml": b""}), "left-1")
+    store.put("packs/half-1/train-00001.safetensors", b"x")
+    said: list[str] = []
+    assert [one.kind for one in delete_from_store(store, unused, said.append)] == ["file"]
+    assert said == ["kept packs/half-1: it is being written", "kept packs/left-1: a run uses it now"]
+    assert len(store.list("packs/left-1")) == 2
+
+
+def test_a_run_that_starts_during_the_deletion_of_its_pack_is_not_created(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the pack before, and would find nothing when it trains."""
+    age(store, "")
+    other = FaultyStore(store)
+    refused: list[str] = []
+    new = NewRun(store, program_job("late"), archive({"train.py": b""}), None)
+    monkeypatch.setattr(NewRun, "pack_name", "left-1")
+    monkeypatch.setattr(NewRun, "uses", garbage.Uses(packs=frozenset({"left-1"})))
+
+    def start(operation: str, key: str) -> None:
+        if (operation, key) == ("delete", "packs/left-1/manifest.json"):
+            with pytest.raises(PacktrainError, match="is deleting left-1, which the run needs") as error:
+                new.create()
+            refused.append(str(error.value))
+
+    other.fault = start
+    delete_from_store(other, unused_in_store(other, WEEK), lambda _: None)
+    assert len(refused) == 1
+    assert run_names(store) == ["job-1"]
+
+
+def test_a_deletion_that_was_killed_is_done_by_the_next_one(store: Store) -> None:
+    age(store, "")
+    faulty = FaultyStore(store)
+    faulty.fault = lambda operation, key: Killed() if operation == "delete" and not key.startswith("scratch/") else None
+    with pytest.raises(Killed):
+        delete_from_store(faulty, unused_in_store(faulty, WEEK), pytest.fail)
+    assert [record.client for _, record in announced(store)] == [this_client()]
+    store.put("discarding/other.json", encode(Discarding(time.time(), "you@there", ("x",), ())))
+    delete_from_store(store, unused_in_store(store, WEEK), pytest.fail)
+    assert [record.client for _, record in announced(store)] == ["you@there"], "that one may be alive"
+    assert store.folders("packs/") == ["used-1"]
+
+
+def test_a_bucket_is_tidied_as_well(s3_store: Store) -> None:
+    s3_store.put("packs/left-1/manifest.json", b"m")
+    assert found(s3_store) == {}
+    assert found(s3_store, -60.0) == {"packs/left-1": "pack"}
+    delete_from_store(s3_store, unused_in_store(s3_store, -60.0), pytest.fail)
+    assert s3_store.list("") == []
+
+
+def test_an_hour_is_the_least_age(directory_store: Store) -> None:
+    garbage.check_age(3600.0)
+    with pytest.raises(Mistake, match="--older: at least 1 h"):
+        garbage.check_age(3599.0)
+
+
+# The cache of this machine.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    return tmp_path / "cache"
+
+
+def here(monkeypatch: pytest.MonkeyPatch) -> list[Unused]:
+    """Return what is unused in eight days from now: the time of a change cannot be set back."""
+    now = time.time() + WEEK + 24 * 3600
+    monkeypatch.setattr("time.time", lambda: now)
+    return unused_here(WEEK)
+
+
+def test_downloads_scratch_and_code_are_found_and_deleted_once_they_are_old(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sources/abc/1-train.txt", "inputs/def/files/x", "copy-1/object", f"code/{DIGEST}/train.py"):
+        (cache / name).parent.mkdir(parents=True)
+        (cache / name).write_bytes(b"x" * 10)
+    assert unused_here(WEEK) == []
+    unused = here(monkeypatch)
+    assert {one.name: one.kind for one in unused} == {
+        "sources/abc": "download", "inputs/def": "data of a program", "copy-1": "scratch", f"code/{DIGEST}": "code"
+    }  # fmt: skip
+    assert {one.bytes for one in unused} == {10}
+    assert delete_here(unused, WEEK) == unused
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_data_of_programs_stays_while_a_node_runs_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "inputs/def").mkdir(parents=True)
+    (cache / "nodes/job-1-a").mkdir(parents=True)
+    with FileLock(cache / "nodes/job-1-a/lock"):
+        assert here(monkeypatch) == []
+    unused = unused_here(WEEK)
+    assert [one.name for one in unused] == ["inputs/def"]
+    with FileLock(cache / "nodes/job-1-a/lock"):
+        assert delete_here(unused, WEEK) == []
+
+
+def test_code_that_a_process_has_imported_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = unpacked(archive({"own.py": b"x = 1"}))
+    unused = here(monkeypatch)
+    assert [one.kind for one in unused] == ["code"]
+    assert delete_here(unused, WEEK) == [] and (directory / "own.py").exists()
+
+
+def test_files_of_packs_stay_while_a_process_needs_them(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c"  # of foo and a newline
+    store = open_store(str(tmp_path / "store"), create=True)
+    store.put("packs/a/x", b"foo\n")
+    files = FileCache(cache / "packs")
+    files.path_of(store, "packs/a/x", PackFile("x", 4, digest), staged=True)
+    assert unused_here(WEEK) == []
+    unused = here(monkeypatch)
+    assert [(one.name, one.bytes) for one in unused] == [(digest, 4)]
+    with files.hold([digest]):
+        assert unused_here(WEEK) == [] and delete_here(unused, WEEK) == []
+    assert delete_here(unused, WEEK) == unused
+    assert not (cache / "packs" / digest).exists()
