@@ -14,20 +14,20 @@ from rich.text import Text
 from packtrain.backoff import Backoff
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.summary import Summary, summarize, units_per_second
+from packtrain.report.summary import Summary, score_name, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_count, show_seconds
+from packtrain.units import Machines, counted, show_count, show_score, show_seconds
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -36,6 +36,7 @@ _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal 
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 16
+_SHOWN_SCORES, _LABEL_WIDTH, _LOGGED_NUMBERS = 20, 30, 4  # of a program, which may log hundreds under any name
 
 
 class ProgramOutput:
@@ -295,7 +296,7 @@ class Follower:
             generation = next(iter(self._run.generations(after=point.generation - 1)), None)
             left = generation.seconds_left if generation else None
             self._deadline = None if left is None else point.time + left
-        elif point.kind == "train":
+        elif point.is_step:
             self._steps = [*self._steps[-_SPEED_STEPS:], point]
         else:
             scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
@@ -315,6 +316,8 @@ class Follower:
             return f"  {self._shortage.text}"
         if self._steps:
             left = None if self._deadline is None else self._deadline - self._steps[-1].time
+            if self._job.recipe is None:
+                return logged_line(self._steps, left)
             return progress_line(self._job, self._steps, left)
         if self._job.program is not None and self._started is not None:
             return f"  running for {show_seconds(max(0.0, time.time() - self._started))}"
@@ -339,6 +342,20 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     )
 
 
+def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str:
+    """Return step, last numbers, speed and budget left of a program that logs."""
+    latest: dict[str, float] = {}
+    for point in steps:
+        latest |= point.values
+    names = [name for name in latest if name not in ("step", "epoch")][:_LOGGED_NUMBERS]
+    parts = [f"step {steps[-1].step:,}", *(f"{name[:_LABEL_WIDTH]} {show_score(latest[name])}" for name in names)]
+    if (speed := units_per_second(steps, "steps")) is not None:
+        parts.append(f"{show_count(speed)} steps/s")
+    if budget_left is not None:
+        parts.append(f"budget {show_seconds(max(0.0, budget_left))}")
+    return harmless(f"  {'  '.join(parts)}")
+
+
 def _how_it_ended(node: StartedNode) -> str:
     code = node.exit_code() or 0
     if code < 0:  # a signal leaves no trace in its log
@@ -353,7 +370,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         ("job", summary.description),
     ]
     goal = f" of {summary.goal:,}" if summary.goal else ""
-    # A program does not report its steps; only its commits are known.
+    # Of a program that logs nothing, only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
         rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s"))
@@ -361,9 +378,11 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         rows.append(("cost", summary.cost.line))
     if summary.goodput.fraction is not None:
         rows.append(("time", _time_line(summary.goodput)))
-    for name, value in summary.scores.items():
+    for name, value in list(summary.scores.items())[:_SHOWN_SCORES]:
         signature = f"  {summary.signatures[name]}" if name in summary.signatures else ""
-        rows.append((name.replace(".", " "), (f"{value:.2f}", "bold"), (signature, "dim")))
+        rows.append((harmless(score_name(name))[:_LABEL_WIDTH], (show_score(value), "bold"), (signature, "dim")))
+    if len(summary.scores) > _SHOWN_SCORES:
+        rows.append(("", f"and {len(summary.scores) - _SHOWN_SCORES} more; see the report"))
     for machine in summary.machines:
         if machine.working:
             use = f"CPU {machine.cpu_fraction:.0%}, memory {machine.memory_fraction:.0%}"

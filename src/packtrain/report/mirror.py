@@ -80,7 +80,7 @@ def metrics_of(point: Point, unit: str) -> dict[str, float]:
     }
     if point.kind == "train" and unit in values and (seconds := step_seconds(point)) > 0:
         values[f"{unit}_per_second"] = values.pop(unit) / seconds
-    return {_name(f"{point.kind}.{name}"): value for name, value in values.items()}
+    return {_name(point.column(name)): value for name, value in values.items()}
 
 
 def _batches(items: Sequence[Item], count: int) -> Iterator[Sequence[Item]]:

@@ -14,9 +14,12 @@ from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
 from packtrain.run.records import Lease, Point, Result
 from packtrain.run.run import Run, surviving
-from packtrain.units import counted
+from packtrain.units import counted, show_score
 
 _RECENT_STEPS = 50
+_LOSSES = ("loss", "train/loss", "train_loss", "loss/train")  # what programs call it, as do the tools they use
+_RATES = ("rate", "lr", "learning_rate", "train/learning_rate", "train/lr")
+_EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
 
@@ -54,9 +57,10 @@ class Overview:
     @property
     def headline(self) -> str:
         """The score to show if there is room for one: `test bleu 20.12`."""
-        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss"):
+        own = [name for name in self.scores if name.lower().startswith(_EVALUATED) and score_name(name) == name]
+        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss", self.measure, *own):
             if name in self.scores:
-                return f"{name.replace('.', ' ')} {self.scores[name]:.2f}"
+                return f"{score_name(name)} {show_score(self.scores[name])}"
         return ""
 
 
@@ -110,7 +114,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     """Summarize a run whose points and result were read already; `raw` includes the steps that were lost."""
     generations, points, leases = run.generations(), surviving(raw), run.leases()
     known = _overview_fields(run, state, points, result, leases)
-    steps = [point for point in points if point.kind == "train"]
+    steps = [point for point in points if point.is_step]
     return Summary(
         **known,
         generations=len(generations),
@@ -131,12 +135,12 @@ def _overview_fields(
     run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
 ) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
-    job, steps = run.job, [point for point in points if point.kind == "train"]
+    job, steps = run.job, [point for point in points if point.is_step]
     recent = steps[-_RECENT_STEPS:]
     scores = {
-        f"{point.kind}.{name}": value  # later points overwrite earlier ones
+        point.column(name): value  # later points overwrite earlier ones
         for point in points
-        if point.kind in ("valid", "test")
+        if point.kind in ("valid", "test", "log")
         for name, value in point.values.items()
         if not name.endswith("_seconds")
     }
@@ -149,13 +153,13 @@ def _overview_fields(
         else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
         "step": _step(run, steps, result),
         "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
-        "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
-        "rate": recent[-1].values["rate"] if recent else None,
+        "loss": mean_loss(recent),
+        "rate": next((rate for point in reversed(recent) if (rate := _first_of(point, _RATES)) is not None), None),
         # A job with the user's own recipe names its score: showing a run must not execute the user's code.
         "measure": recipe_class(job.recipe).best_metric
         if job.recipe is not None and job.recipe in RECIPES
         else job.checkpoint.best_by or "",
-        "unit": job.train.batch.unit if job.recipe else "",
+        "unit": job.train.batch.unit if job.recipe else "steps" if steps else "",
         "seconds": _seconds(job, steps, result, leases),
         "scores": scores | (result.scores if result else {}),
         "signatures": result.signatures if result else {},
@@ -164,8 +168,8 @@ def _overview_fields(
 
 
 def _step(run: Run, steps: Sequence[Point], result: Result | None) -> int:
-    """Return the last step; of a program, which does not report its steps, the number of its commits."""
-    if run.job.program is not None and result is None:
+    """Return the last step; of a program that does not log its steps, the number of its commits."""
+    if run.job.program is not None and result is None and not steps:
         return last_step(run)
     return steps[-1].step if steps else result.step if result else 0
 
@@ -178,7 +182,31 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
     return steps[-1].values["elapsed_seconds"] if steps else 0.0
 
 
+def mean_loss(steps: Sequence[Point]) -> float | None:
+    losses = [loss for point in steps if (loss := loss_of(point)) is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def loss_of(point: Point) -> float | None:
+    """Return the training loss at a step; None if a program has not logged it there."""
+    return _first_of(point, _LOSSES)
+
+
+def _first_of(point: Point, names: Sequence[str]) -> float | None:
+    return next((point.values[name] for name in names if name in point.values), None)
+
+
+def score_name(name: str) -> str:
+    """Return the name of a score for people: `test bleu`; a program's own names stay as they are."""
+    kind, dot, rest = name.partition(".")
+    return f"{kind} {rest}" if dot and kind in ("valid", "test") else name
+
+
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
+    if steps and steps[-1].kind == "log":  # a program says when it made a step, and not how long it took
+        own = [point for point in steps if point.generation == steps[-1].generation]
+        seconds = own[-1].time - own[0].time
+        return max(0.0, (own[-1].step - own[0].step) / seconds) if seconds > 0 else None
     seconds = sum(step_seconds(point) for point in steps)
     return sum(point.values.get(unit, 0.0) for point in steps) / seconds if seconds else None
 
