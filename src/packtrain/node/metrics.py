@@ -191,8 +191,10 @@ class _Source:
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
             self._table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
         for point in self._table.take():
-            # A program that resumes may log something at step 0 before it has read its checkpoint.
-            if not self._has_begun and (point.step > 0 or self.generation.step == 0):
+            # A program that resumes may log something at step 0 before it has read its checkpoint, as the first time.
+            if point.step == 0 and self.generation.step > 0:
+                continue
+            if not self._has_begun:
                 self._has_begun = True
                 yield Point("start", point.generation, max(0, point.step - 1), point.time, {})
             yield point

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
@@ -22,6 +23,7 @@ MARKS: Mapping[Verdict, str] = {"good": "✓", "note": "!", "bad": "✕", "unkno
 _VERDICTS: Mapping[Verdict, str] = {"good": "good", "note": "worth knowing", "bad": "to change", "unknown": "not known"}
 _MAX_SCORES = 4
 _MAX_CURVES = 60  # of a program's own numbers
+_FEW_POINTS = 20  # are drawn as dots: one alone is no line
 _MAX_EVENTS = 200  # a run of weeks must still be a page that opens
 # The parts of the bar by what they are: computing, exchange, data, and the rest; paler ones of the same kind.
 _PART_COLORS = {
@@ -118,8 +120,8 @@ def _state(summary: Summary) -> str:
 def _figures(summary: Summary) -> str:
     """Show the numbers that people look for first."""
     # The score that counts comes first, and the test split before validation.
-    names = sorted(summary.scores, key=lambda name: (not name.endswith(f".{summary.measure}"), name))
-    shown = [(score_name(name), show_score(summary.scores[name])) for name in names[:_MAX_SCORES]]
+    names = sorted(summary.scores, key=lambda name: (not f".{name}".endswith(f".{summary.measure}"), name))
+    shown = [(harmless(score_name(name)), show_score(summary.scores[name])) for name in names[:_MAX_SCORES]]
     # Of a program that logs nothing, only its commits are known.
     noun = "step" if summary.unit else "commit"
     shown.append((noun if summary.step == 1 else f"{noun}s", show_count(summary.step)))
@@ -229,7 +231,8 @@ def _logged_charts(points: Sequence[Point]) -> Iterator[str]:
     """Yield a chart of each number that a program has logged, those first that it logged first."""
     names = list(dict.fromkeys(name for point in points for name in point.values))
     for name in names[:_MAX_CURVES]:
-        yield line_chart(name, [Series(name, values_of(points, name), len(points) < 2)])
+        line = values_of(points, name)
+        yield line_chart(harmless(name), [Series("last", line, len(line) < _FEW_POINTS)])
 
 
 def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:

@@ -57,8 +57,7 @@ class Overview:
     @property
     def headline(self) -> str:
         """The score to show if there is room for one: `test bleu 20.12`."""
-        own = [name for name in self.scores if name.lower().startswith(_EVALUATED) and score_name(name) == name]
-        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss", self.measure, *own):
+        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss", self.measure):
             if name in self.scores:
                 return f"{score_name(name)} {show_score(self.scores[name])}"
         return ""
@@ -158,7 +157,7 @@ def _overview_fields(
         # A job with the user's own recipe names its score: showing a run must not execute the user's code.
         "measure": recipe_class(job.recipe).best_metric
         if job.recipe is not None and job.recipe in RECIPES
-        else job.checkpoint.best_by or "",
+        else job.checkpoint.best_by or _measure_of(steps),
         "unit": job.train.batch.unit if job.recipe else "steps" if steps else "",
         "seconds": _seconds(job, steps, result, leases),
         "scores": scores | (result.scores if result else {}),
@@ -180,6 +179,12 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
     if job.program is not None:  # also of a run that was interrupted: what its machines said last
         return max((lease.used_seconds for lease in leases), default=0.0)
     return steps[-1].values["elapsed_seconds"] if steps else 0.0
+
+
+def _measure_of(steps: Sequence[Point]) -> str:
+    """Return the name of the first number by which a program evaluates its model, to judge by what it is called."""
+    names = (name for point in steps if point.kind == "log" for name in point.values)
+    return next((name for name in names if name.lower().startswith(_EVALUATED)), "")
 
 
 def mean_loss(steps: Sequence[Point]) -> float | None:
@@ -204,7 +209,8 @@ def score_name(name: str) -> str:
 
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
     if steps and steps[-1].kind == "log":  # a program says when it made a step, and not how long it took
-        own = [point for point in steps if point.generation == steps[-1].generation]
+        # What comes before training, such as the size of the model, is often logged at step 0.
+        own = [point for point in steps if point.generation == steps[-1].generation and point.step > 0] or steps[-1:]
         seconds = own[-1].time - own[0].time
         return max(0.0, (own[-1].step - own[0].step) / seconds) if seconds > 0 else None
     seconds = sum(step_seconds(point) for point in steps)

@@ -286,7 +286,7 @@ def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
 
 
 def _scores(listed: ListedRun, seen: Overview) -> Row:
-    names = (f"test.{seen.measure}", f"valid.{seen.measure}")
+    names = (f"test.{seen.measure}", f"valid.{seen.measure}", seen.measure)
     score = next((seen.scores[name] for name in names if name in seen.scores), None)
     return {"measure": seen.measure, "score": _finite(score), "best": _finite(listed.best)}
 
