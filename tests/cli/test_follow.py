@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, new_streams, progress_line, shortage
+from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, logged_line, new_streams, progress_line, shortage
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
@@ -255,6 +255,15 @@ def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: 
     ]  # fmt: skip
     line = progress_line(recipe_job(train={"duration": duration}), steps, 90.0)
     assert line.split(" ", 1)[1] == f"step 10  loss 2.000  lr 0.001  4 samples/s  {left}  budget 1 min 30 s"
+
+
+def test_progress_of_a_program_shows_its_step_and_the_first_numbers_that_it_logs() -> None:
+    names = ("loss", "lr", "val/\x1b[31mloss", "accuracy", "fifth")
+    steps = [Point("log", 1, step, step / 2, {names[step - 1]: 1 / step}) for step in range(1, 6)]
+    assert logged_line(steps, 90.0) == (
+        "  step 5  loss 1.00  lr 0.5  val/loss 0.333  accuracy 0.25  2 steps/s  budget 1 min 30 s"
+    )
+    assert logged_line(steps[:1]) == "  step 1  loss 1.00"
 
 
 def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
