@@ -36,7 +36,7 @@ _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal 
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 16
-_SHOWN_SCORES, _LABEL_WIDTH, _LOGGED_NUMBERS = 20, 30, 4  # of a program, which may log hundreds under any name
+_SHOWN_SCORES, _LABEL_WIDTH, _LINE_WIDTH = 20, 30, 79  # of a program, which may log hundreds under any name
 
 
 class ProgramOutput:
@@ -347,13 +347,17 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str
     latest: dict[str, float] = {}
     for point in steps:
         latest |= point.values
-    names = [name for name in latest if name not in ("step", "epoch")][:_LOGGED_NUMBERS]
-    parts = [f"step {steps[-1].step:,}", *(f"{name[:_LABEL_WIDTH]} {show_score(latest[name])}" for name in names)]
+    first, ends = f"  step {steps[-1].step:,}", list[str]()
     if (speed := units_per_second(steps, "steps")) is not None:
-        parts.append(f"{show_count(speed)} steps/s")
+        ends.append(f"{show_count(speed)} steps/s")
     if budget_left is not None:
-        parts.append(f"budget {show_seconds(max(0.0, budget_left))}")
-    return harmless(f"  {'  '.join(parts)}")
+        ends.append(f"budget {show_seconds(max(0.0, budget_left))}")
+    end = "".join(f"  {part}" for part in ends)
+    for name, value in latest.items():
+        shown = harmless(f"  {name} {show_score(value)}")
+        if name.rpartition("/")[2] not in ("step", "epoch") and len(first) + len(shown) + len(end) <= _LINE_WIDTH:
+            first += shown
+    return first + end
 
 
 def _how_it_ended(node: StartedNode) -> str:
