@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, logged_line, new_streams, progress_line, shortage
+from packtrain.cli.follow import (
+    ASK_FLEET_SECONDS,
+    Follower,
+    MachineWatch,
+    follow,
+    logged_line,
+    new_streams,
+    progress_line,
+    shortage,
+)
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process

@@ -22,6 +22,7 @@ from packtrain.node.launch import (
     free_port,
     last_output,
     launcher_arguments,
+    with_places,
     worker_environment,
 )
 from packtrain.run.records import Generation, Member
@@ -82,6 +83,19 @@ def directories_in(home: Path) -> Directories:
     for directory in (directories.logs, home / "code"):
         directory.mkdir(parents=True)
     return directories
+
+
+def test_a_program_can_be_given_its_directories_as_arguments() -> None:
+    program = (
+        "train.py",
+        "--out=$PACKTRAIN_CHECKPOINTS/run",
+        "${PACKTRAIN_DATA}",
+        "$PACKTRAIN_CHECKPOINTS_OLD",
+        "$HOME",
+    )
+    found = with_places(program, {"PACKTRAIN_CHECKPOINTS": "/here", "HOME": "/home"})
+    assert found == ("train.py", "--out=/here/run", "${PACKTRAIN_DATA}", "$PACKTRAIN_CHECKPOINTS_OLD", "$HOME")
+    assert with_places(None, {}) is None
 
 
 def test_the_environment_of_workers_names_the_run_and_its_directories(directory_store: Store, tmp_path: Path) -> None:

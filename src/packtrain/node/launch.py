@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +45,8 @@ _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_PLACES = "|".join((CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE))
+_PLACE = re.compile(rf"\$(?:\{{({_PLACES})\}}|({_PLACES})\b)")
 # With these set, libraries take a worker for an MPI rank or a task of srun. The node may be one; its workers are not.
 _RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_")
 _RANK_VARIABLES = {
@@ -87,6 +90,18 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
     if is_python(words[command]):  # this one, which has torch; another may come first on the path
         words[command] = sys.executable
     return [*arguments, "--no-python", *words]
+
+
+def with_places(program: tuple[str, ...] | None, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return a program with the paths of its directories instead of their variables, such as $PACKTRAIN_CHECKPOINTS.
+
+    There is no shell that would do it. Everything else that a shell would replace stays as it is.
+    """
+    if program is None:
+        return None
+    return tuple(
+        _PLACE.sub(lambda match: environment.get(match[1] or match[2], match[0]), argument) for argument in program
+    )
 
 
 def worker_environment(
@@ -147,9 +162,11 @@ class Launchers:
 
     def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
         """Give a launcher its work. If it dies before reading it, the launch looks like a failed one, with its log."""
+        environment = worker_environment(self._run, generation, rank, directories, self._inherited)
+        program = with_places(self._run.job.program, environment)
         work = {
-            "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
-            "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
+            "arguments": launcher_arguments(generation, rank, program, directories.logs),
+            "environment": environment,
         }
         if self.ready is not None and self.ready.poll() is not None:  # it died while it waited
             self.close()
