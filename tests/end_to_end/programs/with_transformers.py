@@ -1,6 +1,7 @@
 """A Trainer of Hugging Face, with its own checkpoints and TensorBoard."""
 
 import os
+from pathlib import Path
 
 import torch
 from line_data import LinePoints
@@ -36,5 +37,5 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(Line(), arguments, collated, LinePoints())
-trainer.train(resume_from_checkpoint=get_last_checkpoint(CHECKPOINTS) if os.path.isdir(CHECKPOINTS) else None)
+trainer.train(resume_from_checkpoint=get_last_checkpoint(CHECKPOINTS) if Path(CHECKPOINTS).exists() else None)
 print(f"finished at step {trainer.state.global_step}")
