@@ -102,7 +102,7 @@ def test_the_environment_of_workers_names_the_run_and_its_directories(directory_
     run, directories = new_run(directory_store), directories_in(tmp_path / "node")
     inherited = {"PATH": "/bin", "PACKTRAIN_RUN": "another", "OMP_NUM_THREADS": "7"}
     environment = worker_environment(run, a_generation(4, "a"), 0, directories, inherited)
-    assert environment["PATH"] == "/bin"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin", "`python` in a script is this one"
     assert environment["PACKTRAIN_RUN"] == run.name
     assert environment["PACKTRAIN_STORE"] == directory_store.url
     assert environment["PACKTRAIN_GENERATION"] == "4"

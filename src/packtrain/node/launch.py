@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import re
 import signal
@@ -124,6 +125,8 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **kept,
+        # A script that a program runs says `python`, and means the one with torch.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
         **dict.fromkeys(bound, interface),
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
