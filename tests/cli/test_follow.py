@@ -267,11 +267,9 @@ def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: 
 
 
 def test_progress_of_a_program_shows_its_step_and_the_numbers_that_fit_beside_it() -> None:
-    names = ("loss", "train/epoch", "val/\x1b[31mloss", "accuracy", "a name that needs too much room")
+    names = ("loss", "train/epoch", "val/\x1b[31mloss", "score", "a name that needs too much room")
     steps = [Point("log", 1, step, step / 2, {names[step - 1]: 1 / step}) for step in range(1, 6)]
-    assert logged_line(steps, 90.0) == (
-        "  step 5  loss 1.00  val/loss 0.333  accuracy 0.25  2 steps/s  budget 1 min 30 s"
-    )
+    assert logged_line(steps, 90.0) == "  step 5  loss 1.00  val/loss 0.333  score 0.25  2 steps/s  budget 1 min 30 s"
     assert logged_line(steps[:1]) == "  step 1  loss 1.00"
 
 
