@@ -98,7 +98,8 @@ def test_a_killed_rank_explains_the_connections_that_others_lost(launcher: dict[
     assert (ended.cause, ended.text, ended.step) == ("program", text, None)
 
 
-def test_only_a_programs_own_error_is_reported() -> None:
+@pytest.mark.parametrize("prefix", ["", "[rank12]: "])  # torch writes it once a program has joined the others
+def test_only_a_programs_own_error_is_reported(prefix: str) -> None:
     said = """
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED
@@ -111,6 +112,7 @@ ValueError: no such column: 'price'
 Traceback (most recent call last):
 torch.distributed.DistNetworkError: Connection was likely closed
 """
+    said = "\n".join(prefix + line for line in said.splitlines())
     text = why_they_ended(3, 1, [], LastOutput("", said), 0).text
     assert text == "train.py:7: ValueError: no such column: 'price'; see `packtrain logs`"
 
