@@ -111,6 +111,10 @@ class NumberTable:
             why = f"more than {MAX_NAMES:,} names" if 0 < len(name) <= _NAME_LENGTH else "a name of unusual length"
             self.tell("warning", f"the program logs numbers under {why}; left some out")
 
+    @property
+    def num_new(self) -> int:
+        return len(self._new)
+
     def take(self) -> list[Point]:
         """Return the steps that have something new."""
         points = [
@@ -186,10 +190,15 @@ class _Source:
     def read(self, is_last: bool) -> Iterator[Point]:
         for logged in self._logged():
             self._table.add(logged)
+            if self._table.num_new >= _OPEN_STEPS:
+                yield from self._new_points()
         for scalar, folder in self._scalars(is_last):
             owner = self._owners.setdefault(scalar.tag, folder)
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
             self._table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
+        yield from self._new_points()
+
+    def _new_points(self) -> Iterator[Point]:
         for point in self._table.take():
             # A program that resumes may log something at step 0 before it has read its checkpoint, as the first time.
             if point.step == 0 and self.generation.step > 0:
