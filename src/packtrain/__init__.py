@@ -13,7 +13,7 @@ From Python:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from packtrain.api import RunHandle, Runs
 
 __version__ = "0.1.0"
-__all__ = ["RunHandle", "checkpoint", "open", "run", "runs", "stop_requested"]
+__all__ = ["RunHandle", "checkpoint", "log", "open", "run", "runs", "stop_requested"]
 
 # Importing a subpackage binds its name here. Import it before the function of that name is defined, so that `pt.run`
 # stays the function.
@@ -55,6 +55,16 @@ def checkpoint() -> None:
     from packtrain.train.program import request_commit
 
     request_commit()
+
+
+def log(values: Mapping[str, object] | None = None, /, *, step: object = None, **named: object) -> None:
+    """In a program: record numbers of rank 0 at a step: `log(loss=0.3, step=7)` or `log({"val/loss": 0.4}, step=7)`.
+
+    Without a step, each call is one step after the last. Whatever is not a number is left out; nothing is raised.
+    """
+    from packtrain.train.program import log_numbers
+
+    log_numbers(values, named, step)
 
 
 def stop_requested() -> bool:

@@ -208,6 +208,11 @@ def show_dollars(dollars: float) -> str:
     return f"${dollars:,.2f}"
 
 
+def show_score(value: float) -> str:
+    """Return two decimals, or three digits of a number below 1: `20.12`, `0.0314`."""
+    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+
+
 def show_count(count: float) -> str:
     """Show a whole number with thousands separated: `74,978`."""
     return f"{count:,.0f}"

@@ -16,6 +16,7 @@ from packtrain.cli.follow import (
     MachineWatch,
     StepLines,
     follow,
+    logged_line,
     new_streams,
     progress_line,
     shortage,
@@ -291,6 +292,13 @@ def test_a_log_has_scores_as_they_come_and_steps_every_few_seconds() -> None:
     assert [text[:30] for text in shown] == [
         "[train] step 5 of 20  loss 2.0", "[valid] step 8  loss 1.500  bl", "[train] step 10 of 20  loss 2.",
     ]  # fmt: skip
+
+
+def test_progress_of_a_program_shows_its_step_and_the_numbers_that_fit_beside_it() -> None:
+    names = ("loss", "train/epoch", "val/\x1b[31mloss", "score", "a name that needs too much room")
+    steps = [Point("log", 1, step, step / 2, {names[step - 1]: 1 / step}) for step in range(1, 6)]
+    assert logged_line(steps, 90.0) == "  step 5  loss 1.00  val/loss 0.333  score 0.25  2 steps/s  budget 1 min 30 s"
+    assert logged_line(steps[:1]) == "  step 1  loss 1.00"
 
 
 def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(

@@ -133,7 +133,8 @@ def test_a_worker_that_nccls_watchdog_aborted_is_not_the_culprit(said: str) -> N
     assert why_they_ended(1, 1, [], LastOutput(killed, said), 0).text == "rank 1 was killed (SIGKILL)"
 
 
-def test_only_a_programs_own_error_is_reported() -> None:
+@pytest.mark.parametrize("prefix", ["", "[rank12]: "])  # torch writes it once a program has joined the others
+def test_only_a_programs_own_error_is_reported(prefix: str) -> None:
     said = """
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED
@@ -146,6 +147,7 @@ ValueError: no such column: 'price'
 Traceback (most recent call last):
 torch.distributed.DistNetworkError: Connection was likely closed
 """
+    said = "\n".join(prefix + line for line in said.splitlines())
     text = why_they_ended(3, 1, [], LastOutput("", said), 0).text
     assert text == "train.py:7: ValueError: no such column: 'price'; see `packtrain logs`"
 

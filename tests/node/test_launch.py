@@ -23,6 +23,7 @@ from packtrain.node.launch import (
     free_port,
     last_output,
     launcher_arguments,
+    with_places,
     worker_environment,
 )
 from packtrain.run.records import Generation, Member
@@ -86,11 +87,24 @@ def directories_in(home: Path) -> Directories:
     return directories
 
 
+def test_a_program_can_be_given_its_directories_as_arguments() -> None:
+    program = (
+        "train.py",
+        "--out=$PACKTRAIN_CHECKPOINTS/run",
+        "${PACKTRAIN_DATA}",
+        "$PACKTRAIN_CHECKPOINTS_OLD",
+        "$HOME",
+    )
+    found = with_places(program, {"PACKTRAIN_CHECKPOINTS": "/here", "HOME": "/home"})
+    assert found == ("train.py", "--out=/here/run", "${PACKTRAIN_DATA}", "$PACKTRAIN_CHECKPOINTS_OLD", "$HOME")
+    assert with_places(None, {}) is None
+
+
 def test_the_environment_of_workers_names_the_run_and_its_directories(directory_store: Store, tmp_path: Path) -> None:
     run, directories = new_run(directory_store), directories_in(tmp_path / "node")
     inherited = {"PATH": "/bin", "PACKTRAIN_RUN": "another", "OMP_NUM_THREADS": "7"}
     environment = worker_environment(run, a_generation(4, "a"), 0, directories, inherited)
-    assert environment["PATH"] == "/bin"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin", "`python` in a script is this one"
     assert environment["PACKTRAIN_RUN"] == run.name
     assert environment["PACKTRAIN_STORE"] == directory_store.url
     assert environment["PACKTRAIN_GENERATION"] == "4"

@@ -65,6 +65,15 @@ def test_the_run_of_a_program_has_a_report(directory_store: Store) -> None:
     assert "svg" not in page.tags
 
 
+def test_every_number_that_a_program_logs_has_a_curve(directory_store: Store) -> None:
+    run = create_run(directory_store, Job.model_validate({"name": "mine", "program": ["train.py"]}), b"", None)
+    points = [Point("log", 1, step, 1.0 + step, {"train/loss": 1 / (1 + step), EVIL: 1.0}) for step in range(30)]
+    page = page_of(run, [*points, Point("log", 1, 30, 31.0, {"accuracy": math.nan})])
+    assert page.tags.count("svg") == 2
+    assert "train/loss" in page.text
+    assert EVIL in page.text
+
+
 def test_the_report_has_the_dollars_so_far_and_expected(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, fleet={"local": {}, "price": 36.0})
     run = create_run(directory_store, job, b"", None)

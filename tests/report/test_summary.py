@@ -111,6 +111,24 @@ def test_the_run_of_a_program_has_neither_goal_nor_speed(program: Run) -> None:
     assert summary.headline == ""
 
 
+def logged(step: int, generation: int = 1, **values: float) -> Point:
+    return Point("log", generation, step, 100.0 + step / 2, values)
+
+
+def test_a_program_that_logs_has_steps_a_loss_a_speed_and_its_own_numbers(program: Run) -> None:
+    points = [logged(step, loss=10.0 - step, lr=0.5) for step in range(1, 5)]
+    points += [Point("log", 1, 0, 1.0, {"parameters": 7.0}), logged(2, loss=8.0, **{"val/loss": 9.0})]
+    found = summary_of(program, "running", points, None)
+    assert (found.step, found.progress, found.unit, found.units_per_second) == (4, "4", "steps", 2.0)
+    assert (found.loss, found.rate, found.headline) == (7.5, 0.5, "val/loss 9.00")
+    assert found.scores == {"parameters": 7.0, "loss": 6.0, "lr": 0.5, "val/loss": 9.0}
+
+
+def test_a_program_may_log_anything_but_a_loss(program: Run) -> None:
+    found = summary_of(program, "running", [logged(1, accuracy=0.0314)], None)
+    assert (found.loss, found.rate, found.units_per_second, found.headline) == (None, None, None, "accuracy 0.0314")
+
+
 def test_a_program_has_commits_and_the_time_of_its_machines_while_it_runs(program: Run, tmp_path: Path) -> None:
     for number in (1, 2):
         commit(program, number, 1, None, write_files(tmp_path, {"a": b"x"}))

@@ -35,6 +35,24 @@ def expected(run: Run, kind: str = "train") -> dict[int, float]:
     return {point.step: np.float32(point.values["loss"]) for point in run.metrics() if point.kind == kind}
 
 
+def test_the_numbers_of_a_program_are_columns_of_their_own_names(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    points = [Point("log", 1, step, 1e9 + step, {"loss": 1 / step, "time": 5.0}) for step in range(1, 5)]
+    writer = write_points(run, a_start(1), *points, Point("log", 1, 6, 1e9 + 6, {"val/loss": 0.5}))
+    reader = read(run)
+    assert reader.names() == ["log.loss", "log.val/loss"]
+    assert losses(reader, "log")[4] == 0.25
+    # More numbers of a step that was told before.
+    writer.append(Point("log", 1, 4, 1e9 + 7, {"loss": 0.25, "val/loss": 0.75}))
+    writer.flush()
+    reader.refresh(60)
+    assert reader.tables["log"].all("step").tolist() == [1, 2, 3, 4, 6]
+    assert reader.tables["log"].all("val/loss")[3:].tolist() == [0.75, 0.5]
+    write_points(run, a_start(2, 2), Point("log", 2, 3, 1e9 + 9, {"loss": 9.0}), generation=2)
+    reader.refresh(60)
+    assert losses(reader, "log") == {1: 1.0, 2: 0.5, 3: 9.0}
+
+
 def test_columns_have_what_the_records_have(any_store: Store) -> None:
     run = trained_run(any_store)
     reader = read(run)

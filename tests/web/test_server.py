@@ -261,7 +261,7 @@ def test_pages_are_told_what_changes(any_store: Store) -> None:
             if row.get("state") == "stopped" and row.get("step") == 2 and other.name in seen:
                 break
         wait_until(lambda: shown.get("/api/series", run="job-1", name="train.loss")["series"][0]["y"][-1] == 0.25, "")
-        assert versions["points"].count(".") == 3
+        assert versions["points"].count(".") == 4
 
 
 def test_a_run_that_vanishes_while_it_is_watched_is_told_gone(directory_store: Store) -> None:

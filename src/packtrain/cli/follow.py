@@ -14,20 +14,20 @@ from rich.text import Text
 from packtrain.backoff import Backoff
 from packtrain.cli.common import command_for, console, hints
 from packtrain.cli.screen import Part, Screen
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.summary import About, Summary, about, summarize, units_per_second
+from packtrain.report.summary import About, Summary, about, score_name, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_now, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_count, show_seconds, show_time
+from packtrain.units import Machines, counted, show_count, show_score, show_seconds, show_time
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -37,6 +37,7 @@ _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 20
 _PLAIN_BAR = str.maketrans("━╌", "#-")
+_SHOWN_SCORES, _LINE_WIDTH = 20, 79  # of a program, which may log hundreds of numbers
 _LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
 _HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
@@ -321,7 +322,7 @@ class Follower:
             return True
         if one.kind == "start":
             self._steps.clear()  # speed and time left are those of the current generation
-        elif one.kind == "train":
+        elif one.is_step:
             self._steps = [*self._steps[-_SPEED_STEPS:], one]
         else:
             before, self._evaluation = self._evaluation, one
@@ -344,6 +345,8 @@ class Follower:
             return f"  {self._shortage.text}"
         if self._steps:
             left = None if self._deadline is None else self._deadline - self._steps[-1].time
+            if self._job.recipe is None:
+                return logged_line(self._steps, left)
             return progress_line(self._job, self._steps, left, self._screen.width if self._screen.is_terminal else None)
         if self._job.program is not None and self._started is not None:
             return f"  running for {show_seconds(max(0.0, time.time() - self._started))}"
@@ -412,9 +415,27 @@ class StepLines:
                 if len(self._steps) > 1 and point.time - self._said_at >= self._every_seconds:
                     self._said_at = point.time
                     yield point.time, f"[train] {progress_line(self._job, self._steps)}"
-            else:
+            elif point.kind != "log":  # a program prints what it wants to say
                 parts = (part if isinstance(part, str) else part[0] for part in scores_of(point))
                 yield point.time, f"[{point.kind}] {''.join(parts)}"
+
+
+def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str:
+    """Return step, last numbers, speed and budget left of a program that logs."""
+    latest: dict[str, float] = {}
+    for point in steps:
+        latest |= point.values
+    first, ends = f"  step {steps[-1].step:,}", list[str]()
+    if (speed := units_per_second(steps, "steps")) is not None:
+        ends.append(f"{show_count(speed)} steps/s")
+    if budget_left is not None:
+        ends.append(f"budget {show_seconds(max(0.0, budget_left))}")
+    end = "".join(f"  {part}" for part in ends)
+    for name, value in latest.items():
+        shown = harmless(f"  {name} {show_score(value)}")
+        if name.rpartition("/")[2] not in ("step", "epoch") and len(first) + len(shown) + len(end) <= _LINE_WIDTH:
+            first += shown
+    return first + end
 
 
 def _how_it_ended(node: StartedNode) -> str:
@@ -434,7 +455,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     if run.job.parent is not None:
         rows.append(("from", run.job.parent.identified))
     goal = f" of {summary.goal:,}" if summary.goal else ""
-    # A program does not report its steps; only its commits are known.
+    # Of a program that logs nothing, only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
         rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s"))
@@ -442,9 +463,11 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         rows.append(("cost", summary.cost.line))
     if summary.goodput.fraction is not None:
         rows.append(("time", _time_line(summary.goodput)))
-    for name, value in summary.scores.items():
+    for name, value in list(summary.scores.items())[:_SHOWN_SCORES]:
         signature = f"  {summary.signatures[name]}" if name in summary.signatures else ""
-        rows.append((name.replace(".", " "), (f"{value:.2f}", "bold"), (signature, "dim")))
+        rows.append((harmless(score_name(name))[:_LABEL_WIDTH], (show_score(value), "bold"), (signature, "dim")))
+    if len(summary.scores) > _SHOWN_SCORES:
+        rows.append(("", f"and {len(summary.scores) - _SHOWN_SCORES} more; see the report"))
     for machine in summary.machines:
         if machine.working:
             use = f"CPU {machine.cpu_fraction:.0%}, memory {machine.memory_fraction:.0%}"

@@ -208,7 +208,7 @@ def _drawn(table: SweepTable, most: int | None = None) -> Table:
     from rich.table import Table
 
     from packtrain.errors import harmless
-    from packtrain.report.compare_render import show_score
+    from packtrain.units import show_score
 
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     short = _short_names(table.parameters)

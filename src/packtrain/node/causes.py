@@ -43,6 +43,7 @@ _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
 # How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
 _ERROR = re.compile(r"^(?!.*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # of tracebacks, once a program has joined its process group
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(\d+)")
 _FRAME = re.compile(r'^\s+File "([^"\n]+)", line (\d+)', re.MULTILINE)
 # Errors of a program that another try only repeats; others, such as a lost connection, may pass.
@@ -112,7 +113,8 @@ def why_they_ended(
 
 def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
     """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
-    said = f"{output.launcher}\n{output.workers}"
+    workers = _RANK_PREFIX.sub("", output.workers)
+    said = f"{output.launcher}\n{workers}"
     own = [found for found in _ERROR.finditer(said) if not is_consequence(found[0])]
     codes = [int(number) for number in _EXIT_CODE.findall(output.launcher)]
     code = codes[-1] if codes else code  # the launcher itself always exits with 1; the root cause comes last
@@ -122,7 +124,7 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
         if cause == "program" and _MISTAKES.match(error):
             cause = "mistake"
         return NodeReport(generation, cause, f"{_place_of(said[: own[-1].start()])}{error}; see `packtrain logs`")
-    lines = [line.strip() for line in output.workers.splitlines()]
+    lines = [line.strip() for line in workers.splitlines()]
     last = [line for line in lines if line and not line.startswith("usage:") and not is_consequence(line)]
     text = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
     cause = "mistake" if code in _USAGE_CODES else _cause_in(said)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -45,6 +47,8 @@ _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
+_PLACES = "|".join((CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE))
+_PLACE = re.compile(rf"\$(?:\{{({_PLACES})\}}|({_PLACES})\b)")
 # NCCL takes every interface whose name begins so, unless there is an equals sign.
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 _OF_FORKED_WORKERS = {
@@ -97,6 +101,18 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
     return [*arguments, "--no-python", *words]
 
 
+def with_places(program: tuple[str, ...] | None, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return a program with the paths of its directories instead of their variables, such as $PACKTRAIN_CHECKPOINTS.
+
+    There is no shell that would do it. Everything else that a shell would replace stays as it is.
+    """
+    if program is None:
+        return None
+    return tuple(
+        _PLACE.sub(lambda match: environment.get(match[1] or match[2], match[0]), argument) for argument in program
+    )
+
+
 def worker_environment(
     run: Run, generation: Generation, rank: int, directories: Directories, inherited: Mapping[str, str]
 ) -> dict[str, str]:
@@ -112,6 +128,8 @@ def worker_environment(
     return {
         **_defaults(member.workers),
         **kept,
+        # A script that a program runs says `python`, and means the one with torch.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
         **{name: _INTERFACE_VARIABLES[name].format(interface) for name in bound},
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
@@ -162,9 +180,11 @@ class Launchers:
 
     def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
         """Give a launcher its work. If it dies before reading it, the launch looks like a failed one, with its log."""
+        environment = worker_environment(self._run, generation, rank, directories, self._inherited)
+        program = with_places(self._run.job.program, environment)
         work = {
-            "arguments": launcher_arguments(generation, rank, self._run.job.program, directories.logs),
-            "environment": worker_environment(self._run, generation, rank, directories, self._inherited),
+            "arguments": launcher_arguments(generation, rank, program, directories.logs),
+            "environment": environment,
         }
         if self.ready is not None and self.ready.poll() is not None:  # it died while it waited
             self.close()

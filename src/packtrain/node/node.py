@@ -30,6 +30,7 @@ from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
+from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.mirror import MirrorProcess
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
@@ -110,7 +111,10 @@ class Node:
         self.deadline = Deadline(self._near_deadline, self._past_deadline, clock)
         checkpoints = self.directory.path / "checkpoints"
         self.workspace = Workspace(run, self.directory.path / "code", self._tell)
-        self.program = ProgramCheckpoints(run, checkpoints, run.job.checkpoint, self._tell, clock, self.workspace)
+        self.metrics = ProgramMetrics(run, (checkpoints, self.directory.path / "code"), self._tell)
+        self.program = ProgramCheckpoints(
+            run, checkpoints, run.job.checkpoint, self._tell, clock, self.workspace, self.metrics
+        )
         self.mirror = MirrorProcess(run, self.name)
         self.group: WorkerGroup | None = None  # the workers that run now, or are about to
         self._ended_group: WorkerGroup | None = None  # those that ran last
@@ -141,7 +145,7 @@ class Node:
     def work(self) -> None:
         """Return when the run has a result, or when this machine has to leave it."""
         self.preemption.listen()
-        flusher = Flusher([self.events, self._logs], complain)
+        flusher = Flusher([self.events, self._logs, self.metrics], complain)
         telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
         sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")  # a thread: uploading old logs may take long
         try:
@@ -313,6 +317,8 @@ class Node:
             if group.restoring is not None:
                 group.restoring.result()
                 group.restoring = None
+                if group.is_first:
+                    self.metrics.begin(generation, group.control, lambda: group.launch.pid if group.launch else None)
             group.launch = self.launchers.launch(generation, group.rank, group.directories)
         except OSError as error:
             self._cannot_start(generation, error)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from packtrain.job.job import CheckpointSettings
+from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.workspace import Fingerprint, Workspace, fingerprint
 from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
 from packtrain.run.records import TellEvent
@@ -33,9 +34,10 @@ class ProgramCheckpoints:
         tell: TellEvent,
         clock: Callable[[], float] = time.monotonic,
         workspace: Workspace | None = None,
+        metrics: ProgramMetrics | None = None,
     ) -> None:
         self._run, self._directory, self._settings, self._tell, self._clock = run, directory, settings, tell, clock
-        self._workspace = workspace
+        self._workspace, self._metrics = workspace, metrics
         self._committed: Fingerprint = {}
         self._last = clock()
         self._restoring = threading.Lock()
@@ -68,6 +70,8 @@ class ProgramCheckpoints:
     def commit(self, generation: int) -> None:
         """Commit the directory if it has changed, and keep the outputs that have."""
         self._last = self._clock()
+        if self._metrics is not None:  # first: numbers up to the checkpoint are in the store before it
+            self._metrics.flush()
         if self._workspace is not None:
             self._workspace.keep_outputs()
         for _ in range(_TRIES):
@@ -83,6 +87,8 @@ class ProgramCheckpoints:
 
     def finish(self, generation: int) -> None:
         """Commit what the program left, and name what nothing keeps."""
+        if self._metrics is not None:
+            self._metrics.flush(is_last=True)
         self.commit(generation)
         if self._workspace is not None:
             self._workspace.warn_of_the_rest()

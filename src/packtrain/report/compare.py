@@ -37,6 +37,7 @@ _MIN_STEPS = 4  # to speak about the speed of a run
 _MIN_EVALUATIONS = 4  # to remove a trend and still see a spread
 _NEAR_END = 1 / 3  # of the evaluations
 _BLOCKS = 10  # of steps, whose means say how exact a mean is
+_MAX_LOGGED = 20  # curves of programs' own numbers
 _PER_TOKEN = ("loss", "perplexity")
 _SAME_BATCH = 0.02  # batches of tokens differ a little from step to step
 _LARGE, _ALIKE = 0.05, 0.25  # shares of a step that count as large, and of a factor that count as equal
@@ -505,10 +506,11 @@ def score_gaps(
 
 
 def _gap(name: str, base: ComparedRun, other: ComparedRun, seeds: Spread | None, paired: PairedTest | None) -> ScoreGap:
-    measure = name.partition(".")[2]
+    measure = name.partition(".")[2] or name
     first, second = base.scores[name], other.scores[name]
     noise, verdict, decided = _judged(base, other, name, seeds, paired)
-    other_leads = (second > first) != (measure in base.lower)
+    is_lower = measure in base.lower or (base.job.recipe is None and measure.endswith("loss"))
+    other_leads = (second > first) != is_lower
     better = "" if first == second or verdict != "beyond noise" else other.letter if other_leads else base.letter
     return ScoreGap(base.letter, other.letter, name, first, second, noise, verdict, better, decided)
 
@@ -657,6 +659,10 @@ def curves_of(runs: Sequence[ComparedRun]) -> tuple[Curve, ...]:
     kinds = [("train", "loss"), *(("valid", name) for name in ordered), ("train", "rate")]
     curves = [
         Curve(f"{kind}.{name}", tuple(_line(run, kind, name) for run in runs), kind == "valid") for kind, name in kinds
+    ]
+    logged = dict.fromkeys(name for run in runs for point in run.points if point.kind == "log" for name in point.values)
+    curves += [
+        Curve(name, tuple(_line(run, "log", name) for run in runs), False) for name in list(logged)[:_MAX_LOGGED]
     ]
     return tuple(curve for curve in curves if any(curve.lines))
 

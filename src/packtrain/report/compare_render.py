@@ -19,7 +19,7 @@ from packtrain.report.compare import (
 )
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series, line_chart, nice_ticks, page, thin
-from packtrain.units import show_count, show_seconds
+from packtrain.units import show_count, show_score, show_seconds
 
 WIDTH = 80
 _CHART_HEIGHT = 12
@@ -202,10 +202,6 @@ def _headline(run: ComparedRun) -> str:
         if name in run.scores:
             return f"{name.replace('.', ' ')} {show_score(run.scores[name])}"
     return ""
-
-
-def show_score(value: float) -> str:
-    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
 
 
 # The page.

@@ -78,6 +78,11 @@ class Evidence:
         return [point for point in self.points if point.kind == "train"]
 
     @cached_property
+    def logged(self) -> list[Point]:
+        """The numbers that a program has logged."""
+        return [point for point in self.points if point.kind == "log"]
+
+    @cached_property
     def evaluations(self) -> list[Point]:
         return [point for point in self.points if point.kind == "valid"]
 

@@ -14,7 +14,8 @@ from packtrain.run.records import Point
 
 Library = Literal["pandas", "polars"]
 _LIBRARIES: tuple[Library, ...] = ("pandas", "polars")  # the first that is installed is used
-_KINDS = ("train", "valid", "test")
+_KINDS = ("train", "valid", "test", "log")
+_ROW = ("step", "generation", "time")
 
 
 class MetricColumns:
@@ -29,13 +30,14 @@ class MetricColumns:
                 self.generations.append(point.generation)
                 self.times.append(point.time)
             for name, value in point.values.items():
-                rows, values = self._values.setdefault(f"{point.kind}.{name}", (array("q"), array("d")))
+                column = f"log.{name}" if point.kind == "log" and name in _ROW else point.column(name)
+                rows, values = self._values.setdefault(column, (array("q"), array("d")))
                 rows.append(len(self.steps) - 1)
                 values.append(value)
 
     def names(self) -> list[str]:
         """Return the names in the order of training, validation and test, the losses first."""
-        return sorted(self._values, key=lambda name: (_KINDS.index(name.partition(".")[0]), not name.endswith(".loss")))
+        return sorted(self._values, key=_place)
 
     def filled(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.bool_]]]:
         """Return a column and where it has a value; NaN elsewhere."""
@@ -43,6 +45,11 @@ class MetricColumns:
         column, present = np.full(len(self.steps), np.nan), np.zeros(len(self.steps), dtype=bool)
         column[rows], present[rows] = values, True
         return column, present
+
+
+def _place(name: str) -> tuple[int, bool]:
+    kind = name.partition(".")[0]
+    return _KINDS.index(kind if kind in _KINDS else "log"), not name.endswith(".loss")
 
 
 def in_order(points: Iterable[Point]) -> list[Point]:

@@ -29,6 +29,7 @@ from packtrain.store import StoreError
 Line = tuple[tuple[float, float], ...]
 
 _MAX_POINTS = 400  # of a curve: more than a terminal has columns, or a chart of a page has pixels to tell apart
+_MAX_LOGGED = 20  # curves of a program's own numbers
 _RECENT_STEPS = 100  # for speed, loss and where the time goes
 _KEPT_EVENTS, _KEPT_LINES, _KEPT_CHARACTERS = 200, 200, 500
 _LOG_CHUNKS = 20  # of each machine: they are small
@@ -81,7 +82,7 @@ class MachineView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at a moment. `curves` are named as in `train.loss` and `valid.bleu`; `speed` is in units per second.
+    """A run at a moment. `curves` are named as in `train.loss`, `valid.bleu` and `log.accuracy`; `speed` is units/s.
 
     `spans` are the shares of the last steps' time. `best` is a score and its step. `is_complete` is False while older
     parts of its history are still being read.
@@ -111,6 +112,7 @@ class RunView:
         named += [(name.replace(".", " "), {name.partition(".")[2]: name}) for name in scores]
         named += [(f"{self.overview.unit}/s", {"speed": "speed"})]
         named += [("learning rate", {"rate": "train.rate"}), ("gradient norm", {"norm": "train.gradient_norm"})]
+        named += [(name.removeprefix("log."), {name: name}) for name in self.curves if name.startswith("log.")]
         charts = [
             (
                 title,
@@ -138,6 +140,7 @@ class History:
         self._scores: list[tuple[float, int]] = []  # the best so far, each with its step: a restart may discard some
         self._steps: deque[Point] = deque(maxlen=_RECENT_STEPS)
         self._evaluations: dict[str, Point] = {}
+        self._logged: set[str] = set()
         self.started: Point | None = None
 
     def add(self, point: Point) -> None:
@@ -150,6 +153,12 @@ class History:
             seconds = step_seconds(point)
             if self._unit in point.values and seconds > 0:
                 self._put("speed", point, point.values[self._unit] / seconds)
+        elif point.kind == "log":
+            self._steps.append(point)
+            for name, value in point.values.items():
+                if name in self._logged or len(self._logged) < _MAX_LOGGED:
+                    self._logged.add(name)
+                    self._put(f"log.{name}", point, value)
         else:
             self._evaluations[point.kind] = point
             for name, value in point.values.items():

@@ -80,7 +80,7 @@ def metrics_of(point: Point, unit: str) -> dict[str, float]:
     }
     if point.kind == "train" and unit in values and (seconds := step_seconds(point)) > 0:
         values[f"{unit}_per_second"] = values.pop(unit) / seconds
-    return {_name(f"{point.kind}.{name}"): value for name, value in values.items()}
+    return {_name(point.column(name)): value for name, value in values.items()}
 
 
 def _batches(items: Sequence[Item], count: int) -> Iterator[Sequence[Item]]:
@@ -156,7 +156,8 @@ class Mirror:
         """Log what is new and certain; True if the run is over, and all of it is in MLflow."""
         # In this order: what is read last has all points of what was read first.
         result = self._run.result()
-        certain = math.inf if result is not None else last_step(self._run)
+        # The steps of a program are its own: which of them a checkpoint has is not known.
+        certain = math.inf if result is not None or self._job.program is not None else last_step(self._run)
         self._pending += self._points.read()
         self._log([point for point in surviving(self._pending) if point.step <= certain])
         # Later starts decide which points before them were discarded.

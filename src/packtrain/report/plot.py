@@ -90,7 +90,7 @@ def plot_of(
             line = _line(its, column, x)
             if any(math.isfinite(y) for _, y in line):
                 label = run if len(chosen) == 1 else column if len(points) == 1 else f"{run} {column}"
-                series.append(Series(label, line, not column.startswith("train.")))
+                series.append(Series(label, line, column.startswith(("valid.", "test."))))
     if not series:
         raise Mistake(f"plot({', '.join(map(repr, names))}): none of its values is a finite number")
     return Plot(title or ", ".join(names), tuple(series), x)
@@ -98,7 +98,7 @@ def plot_of(
 
 def names_of(points: Sequence[Point]) -> set[str]:
     """Return the names of all that was measured."""
-    return {f"{point.kind}.{name}" for point in points if point.kind != "start" for name in point.values}
+    return {point.column(name) for point in points if point.kind != "start" for name in point.values}
 
 
 def _matching(name: str, known: set[str]) -> list[str]:
@@ -118,11 +118,14 @@ def _last(series: Series) -> float:
 
 def _line(points: Sequence[Point], column: str, x: Axis) -> list[tuple[float, float]]:
     """Return a measurement over an axis. An evaluation is at the epoch and time of the step before it."""
-    kind, _, name = column.partition(".")
-    line, place = [], 0.0
-    for point in in_order(points):
+    line, place = list[tuple[float, float]](), 0.0
+    ordered = in_order(points)
+    for point in ordered:
         if point.kind == "train" and x != "step":
             place = point.values["epoch"] if x == "epoch" else point.values["elapsed_seconds"] / 3600
-        if point.kind == kind and name in point.values:
+        elif point.kind == "log" and x != "step":  # of a program's time, only when it logged is known
+            place = point.values.get("epoch", place) if x == "epoch" else (point.time - ordered[0].time) / 3600
+        name = column if point.kind == "log" else column.removeprefix(f"{point.kind}.")
+        if point.column(name) == column and name in point.values:
             line.append((float(point.step) if x == "step" else place, point.values[name]))
     return line

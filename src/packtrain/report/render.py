@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import POLICY, Series, line_chart, page
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, samples_html, wide
-from packtrain.report.summary import Summary, step_seconds
-from packtrain.run.records import Event, Sample
-from packtrain.units import counted, show_count, show_dollars, show_seconds
+from packtrain.report.summary import Summary, score_name, step_seconds
+from packtrain.run.records import Event, Point, Sample
+from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
 
 TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
 MARKS: Mapping[Verdict, str] = {"good": "✓", "note": "!", "bad": "✕", "unknown": "?"}
 _VERDICTS: Mapping[Verdict, str] = {"good": "good", "note": "worth knowing", "bad": "to change", "unknown": "not known"}
 _MAX_SCORES = 4
+_MAX_CURVES = 60  # of a program's own numbers
+_FEW_POINTS = 20  # are drawn as dots: one alone is no line
 _MAX_EVENTS = 200  # a run of weeks must still be a page that opens
 # The parts of the bar by what they are: computing, exchange, data, and the rest; paler ones of the same kind.
 _PART_COLORS = {
@@ -118,9 +121,9 @@ def _state(summary: Summary) -> str:
 def _figures(summary: Summary) -> str:
     """Show the numbers that people look for first."""
     # The score that counts comes first, and the test split before validation.
-    names = sorted(summary.scores, key=lambda name: (not name.endswith(f".{summary.measure}"), name))
-    shown = [(name.replace(".", " "), f"{summary.scores[name]:.2f}") for name in names[:_MAX_SCORES]]
-    # A program does not report its steps; only its commits are known.
+    names = sorted(summary.scores, key=lambda name: (not f".{name}".endswith(f".{summary.measure}"), name))
+    shown = [(harmless(score_name(name)), show_score(summary.scores[name])) for name in names[:_MAX_SCORES]]
+    # Of a program that logs nothing, only its commits are known.
     noun = "step" if summary.unit else "commit"
     shown.append((noun if summary.step == 1 else f"{noun}s", show_count(summary.step)))
     shown.append(("time", show_seconds(summary.seconds)))
@@ -219,9 +222,18 @@ def _curves(evidence: Evidence) -> str:
         *(line_chart(f"validation {name}", [Series(name, values_of(valid, name), True)]) for name in measures),
         line_chart("learning rate", [Series("learning rate", values_of(steps, "rate"))]),
         line_chart("gradient norm", [Series("norm", values_of(steps, "gradient_norm"))]),
-        line_chart(f"{unit}/s", [Series(unit, speeds)], marks=restarts) if unit else "",
+        line_chart(f"{unit}/s", [Series(unit, speeds)], marks=restarts) if speeds else "",
+        *_logged_charts(evidence.logged),
     ]
     return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def _logged_charts(points: Sequence[Point]) -> Iterator[str]:
+    """Yield a chart of each number that a program has logged, those first that it logged first."""
+    names = list(dict.fromkeys(name for point in points for name in point.values))
+    for name in names[:_MAX_CURVES]:
+        line = values_of(points, name)
+        yield line_chart(harmless(name), [Series("last", line, len(line) < _FEW_POINTS)])
 
 
 def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:

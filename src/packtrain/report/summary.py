@@ -16,9 +16,12 @@ from packtrain.run.liveness import State
 from packtrain.run.records import DamagedRecord, Lease, Notes, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.system import this_client
-from packtrain.units import counted
+from packtrain.units import counted, show_score
 
 _RECENT_STEPS = 50
+_LOSSES = ("loss", "train/loss", "train_loss", "loss/train")  # what programs call it, as do the tools they use
+_RATES = ("rate", "lr", "learning_rate", "train/learning_rate", "train/lr")
+_EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
 
@@ -56,9 +59,9 @@ class Overview:
     @property
     def headline(self) -> str:
         """The score to show if there is room for one: `test bleu 20.12`."""
-        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss"):
+        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss", self.measure):
             if name in self.scores:
-                return f"{name.replace('.', ' ')} {self.scores[name]:.2f}"
+                return f"{score_name(name)} {show_score(self.scores[name])}"
         return ""
 
 
@@ -140,7 +143,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     generations, points, leases = run.generations(), surviving(raw), run.leases()
     known = _overview_fields(run, state, points, result, leases)
     times = goodput(generations, raw, run.time_spent().read()).within(result.seconds if result else 0.0)
-    steps = [point for point in points if point.kind == "train"]
+    steps = [point for point in points if point.is_step]
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
         generations=len(generations),
@@ -161,12 +164,12 @@ def _overview_fields(
     run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
 ) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
-    job, steps = run.job, [point for point in points if point.kind == "train"]
+    job, steps = run.job, [point for point in points if point.is_step]
     recent = steps[-_RECENT_STEPS:]
     scores = {
-        f"{point.kind}.{name}": value  # later points overwrite earlier ones
+        point.column(name): value  # later points overwrite earlier ones
         for point in points
-        if point.kind in ("valid", "test")
+        if point.kind in ("valid", "test", "log")
         for name, value in point.values.items()
         if not name.endswith("_seconds")
     }
@@ -180,13 +183,13 @@ def _overview_fields(
         + (f", {job.data.share} held out to validate" if job.data.held_out else ""),
         "step": _step(run, steps, result),
         "goal": goal_step(job, steps[-1] if steps else None),
-        "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
-        "rate": recent[-1].values["rate"] if recent else None,
+        "loss": mean_loss(recent),
+        "rate": next((rate for point in reversed(recent) if (rate := _first_of(point, _RATES)) is not None), None),
         # A job with the user's own recipe names its score: showing a run must not execute the user's code.
         "measure": recipe_class(job.recipe).best_metric
         if job.recipe is not None and job.recipe in RECIPES
-        else job.checkpoint.best_by or "",
-        "unit": job.train.batch.unit if job.recipe else "",
+        else job.checkpoint.best_by or _measure_of(steps),
+        "unit": job.train.batch.unit if job.recipe else "steps" if steps else "",
         "seconds": _seconds(job, steps, result, leases),
         "scores": scores | (result.scores if result else {}),
         "signatures": result.signatures if result else {},
@@ -195,8 +198,8 @@ def _overview_fields(
 
 
 def _step(run: Run, steps: Sequence[Point], result: Result | None) -> int:
-    """Return the last step; of a program, which does not report its steps, the number of its commits."""
-    if run.job.program is not None and result is None:
+    """Return the last step; of a program that does not log its steps, the number of its commits."""
+    if run.job.program is not None and result is None and not steps:
         return last_step(run)
     return steps[-1].step if steps else result.step if result else 0
 
@@ -209,7 +212,38 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
     return steps[-1].values["elapsed_seconds"] if steps else 0.0
 
 
+def _measure_of(steps: Sequence[Point]) -> str:
+    """Return the name of the first number by which a program evaluates its model, to judge by what it is called."""
+    names = (name for point in steps if point.kind == "log" for name in point.values)
+    return next((name for name in names if name.lower().startswith(_EVALUATED)), "")
+
+
+def mean_loss(steps: Sequence[Point]) -> float | None:
+    losses = [loss for point in steps if (loss := loss_of(point)) is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def loss_of(point: Point) -> float | None:
+    """Return the training loss at a step; None if a program has not logged it there."""
+    return _first_of(point, _LOSSES)
+
+
+def _first_of(point: Point, names: Sequence[str]) -> float | None:
+    return next((point.values[name] for name in names if name in point.values), None)
+
+
+def score_name(name: str) -> str:
+    """Return the name of a score for people: `test bleu`; a program's own names stay as they are."""
+    kind, dot, rest = name.partition(".")
+    return f"{kind} {rest}" if dot and kind in ("valid", "test") else name
+
+
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
+    if steps and steps[-1].kind == "log":  # a program says when it made a step, and not how long it took
+        # What comes before training, such as the size of the model, is often logged at step 0.
+        own = [point for point in steps if point.generation == steps[-1].generation and point.step > 0] or steps[-1:]
+        seconds = own[-1].time - own[0].time
+        return max(0.0, (own[-1].step - own[0].step) / seconds) if seconds > 0 else None
     seconds = sum(step_seconds(point) for point in steps)
     return sum(point.values.get(unit, 0.0) for point in steps) / seconds if seconds else None
 

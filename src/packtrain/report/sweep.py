@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 from packtrain.errors import PacktrainError
-from packtrain.report.compare_render import STYLE, html_table, show_score
+from packtrain.report.compare_render import STYLE, html_table
 from packtrain.report.page import page
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run
 from packtrain.run.sweeps import RungResult, Sweep, SweepPlan, Trial, is_paused
 from packtrain.store import Store
-from packtrain.units import Duration, counted
+from packtrain.units import Duration, counted, show_score
 
 _WIDTH, _HEIGHT = 900, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 20, 90, 40, 30  # margins of the plot

@@ -344,15 +344,25 @@ _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
 class Point:
     """Measurements at a step. `start` marks the step that a generation resumes from.
 
-    A step of training has at least those that its readers need.
+    A step of a recipe, `train`, has at least those that its readers need. A program's step, `log`, has what the program
+    has logged, under names of its own.
     """
 
-    kind: Literal["start", "train", "valid", "test"]
+    kind: Literal["start", "train", "valid", "test", "log"]
     generation: Count
     step: Count
     time: Time
     values: Measurements
     samples: Many[Sample] = ()
+
+    @property
+    def is_step(self) -> bool:
+        """True for a step of training, whoever made it."""
+        return self.kind in ("train", "log")
+
+    def column(self, name: str) -> str:
+        """Return the name of a measurement among those of all kinds: `valid.bleu`; a program's own stay as they are."""
+        return name if self.kind == "log" else f"{self.kind}.{name}"
 
     @model_validator(mode="after")
     def _is_complete(self) -> Point:

@@ -184,14 +184,14 @@ class Run:
         """
         kept: list[Point] = []
         starts: dict[int, int] = {}
-        missing = {"train": steps, "valid": int(evaluated)}
+        evaluations = int(evaluated)
         for chunk in self.points().backward(_RECENT_BYTES):
             starts |= _starts(chunk)
             outlived = _outlived(chunk, starts)
             kept += outlived
-            for kind in missing:
-                missing[kind] -= sum(point.kind == kind for point in outlived)
-            if max(missing.values()) <= 0:
+            steps -= sum(point.is_step for point in outlived)
+            evaluations -= sum(point.kind == "valid" for point in outlived)
+            if max(steps, evaluations) <= 0:
                 break
         return surviving(kept)
 

@@ -53,6 +53,11 @@ class Control:
         self._stop, self._first_step, self._commit = (directory / name for name in ("stop", "first-step", "commit"))
         self._reported_step = False
 
+    @property
+    def numbers(self) -> Path:
+        """The file to which a program's `packtrain.log` appends lines of JSON."""
+        return self.directory / "numbers.jsonl"
+
     def request_stop(self) -> None:
         self._stop.touch()
 

@@ -23,7 +23,7 @@ from packtrain.job.part import is_name
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
-from packtrain.report.summary import Overview, is_evaluated, overview_of, units_per_second
+from packtrain.report.summary import Overview, is_evaluated, loss_of, overview_of, units_per_second
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
 from packtrain.run.liveness import State, StateWatch
@@ -262,7 +262,7 @@ def _row(listed: ListedRun) -> Row:
 
 def _pace(listed: ListedRun, seen: Overview) -> Row:
     job, cost = listed.run.job, seen.cost
-    steps = [point for point in listed.points if point.kind == "train"][-_RECENT_STEPS:]
+    steps = [point for point in listed.points if point.is_step][-_RECENT_STEPS:]
     return {
         "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
         "units_per_second": _finite(units_per_second(steps, seen.unit)),
@@ -286,7 +286,7 @@ def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
 
 
 def _scores(listed: ListedRun, seen: Overview) -> Row:
-    names = (f"test.{seen.measure}", f"valid.{seen.measure}")
+    names = (f"test.{seen.measure}", f"valid.{seen.measure}", seen.measure)
     score = next((seen.scores[name] for name in names if name in seen.scores), None)
     return {"measure": seen.measure, "score": _finite(score), "best": _finite(listed.best)}
 
@@ -335,8 +335,8 @@ def _read_points(listed: ListedRun) -> str | None:
         if new:
             listed.points = _tail(surviving([*listed.points, *new]))
             for point in new:
-                if point.kind == "train":
-                    listed.sparks.add(point.step, point.values["loss"])
+                if (loss := loss_of(point)) is not None and point.is_step:
+                    listed.sparks.add(point.step, loss)
     except PacktrainError as error:
         if is_away(error):
             raise
@@ -353,7 +353,7 @@ def _last_points(listed: ListedRun) -> list[Point]:
         data = run.store.find(key) or b""
         # Before a line is decoded: of a long chunk most are steps, and not the last.
         for line in reversed(data.splitlines()):
-            is_step = b'"kind": "train"' in line
+            is_step = b'"kind": "train"' in line or b'"kind": "log"' in line
             if missing > 0 or (is_sought and not is_step):
                 found.append(decode(Point, line, f"{key} in {run.store.url}"))
                 missing -= is_step
@@ -365,7 +365,7 @@ def _last_points(listed: ListedRun) -> list[Point]:
 
 def _tail(points: Sequence[Point]) -> list[Point]:
     """Return the last steps and the last evaluations."""
-    steps = [point for point in points if point.kind == "train"][-_RECENT_STEPS:]
+    steps = [point for point in points if point.is_step][-_RECENT_STEPS:]
     kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
     return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 
@@ -383,8 +383,8 @@ def _read_sparks(listed: ListedRun) -> None:
         lines = (run.store.find(key) or b"").splitlines()
         for line in lines[:: max(1, len(lines) // each)][:each]:
             point = decode(Point, line, f"{key} in {run.store.url}")
-            if point.kind == "train":
-                listed.sparks.add(point.step, point.values["loss"])
+            if (loss := loss_of(point)) is not None and point.is_step:
+                listed.sparks.add(point.step, loss)
     listed.sparks.extend(live)
 
 

@@ -34,7 +34,7 @@ from packtrain.web import insight
 from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
 from packtrain.web.news import News
 from packtrain.web.query import Cursor, Query, RefusedRequest
-from packtrain.web.reader import TELEMETRY, RunReader, is_away
+from packtrain.web.reader import KINDS, TELEMETRY, RunReader, is_away
 from packtrain.web.table import as_json
 
 Part = TypeVar("Part")
@@ -167,9 +167,9 @@ class DashboardEndpoints:
             _, reader = self._reader(name, ("metrics",), share)
             with reader.lock:
                 now.runs[name] = (reader.edition, *(table.rows for table in reader.tables.values()))
-                edition, *begins = known.get(name, (0, 0, 0, 0))
+                edition, *begins = known.get(name, (0,) * (1 + len(KINDS)))
                 if edition != reader.edition:
-                    is_reset, begins = is_reset or name in known, [0, 0, 0]
+                    is_reset, begins = is_reset or name in known, [0] * len(KINDS)
                 for series in names:
                     found += _series(reader, series, x, limits, points, begins)
         return json_answer({"cursor": str(now), "series": found, "reset": is_reset})

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from packtrain.errors import PacktrainError
 from packtrain.web.logs import LogPlace
 
-_NUMBERS = 4  # edition, and rows of train, valid and test
+_NUMBERS = 5  # edition, and rows of train, valid, test and log
 
 
 class RefusedRequest(PacktrainError):

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,16 @@ from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.web.table import Floats, Rows, Table
 
+KINDS = ("train", "valid", "test", "log")
 MAX_READERS = 256
 MAX_BYTES = 1 << 30
 """Of all readers together: what was looked at longest ago is forgotten, and read again if it is asked for."""
 _MAX_EVENTS = 20_000
 _KEY_BYTES = 200
+_MAX_NAMES = 1000  # of a program's numbers
 _LAST_TIME = 253402300799.0
 _EDITIONS = itertools.count(int(time.time() * 1000))
+_PLACE = ("step", "generation", "time")
 _GIVEN = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
 TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_read", "disk_written", "disk_free")
 
@@ -53,9 +56,10 @@ Batch = dict[str, Floats]
 
 @dataclass(frozen=True)
 class PointChunk:
-    """The points of one chunk: steps of training as columns, all others as records."""
+    """The points of one chunk: steps of training as columns, of a recipe or a program, all others as records."""
 
-    train: Batch
+    kind: Literal["train", "log"]
+    steps: Batch
     others: list[Point]
 
 
@@ -63,11 +67,13 @@ def read_points(data: bytes, what: str, unit: str) -> PointChunk:
     """Read a chunk of points a few times faster than by records, which it falls back on to name what is wrong."""
     try:
         found = from_json(lines_of(data))
-        steps = [one for one in found if one["kind"] == "train"]
+        kind: Literal["train", "log"] = "log" if any(one["kind"] == "log" for one in found) else "train"
+        steps = [one for one in found if one["kind"] == kind]
+        columns = _columns(steps, unit) if kind == "train" else _log_columns(steps)
         if len(steps) == len(found):
-            return PointChunk(_columns(steps, unit), [])
-        lines = [line for line, one in zip(data.splitlines(), found, strict=True) if one["kind"] != "train"]
-        return PointChunk(_columns(steps, unit), [decode(Point, line, what) for line in lines])
+            return PointChunk(kind, columns, [])
+        lines = [line for line, one in zip(data.splitlines(), found, strict=True) if one["kind"] != kind]
+        return PointChunk(kind, columns, [decode(Point, line, what) for line in lines])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         decode_many(Point, lines_of(data), what)
         raise DamagedRecord(f"{what} is damaged, or from another version") from error
@@ -76,14 +82,7 @@ def read_points(data: bytes, what: str, unit: str) -> PointChunk:
 def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
     if not steps:
         return {}
-    batch: Batch = {
-        name: np.fromiter((one[name] for one in steps), np.float64, len(steps))
-        for name in ("step", "generation", "time")
-    }
-    ranges = (("step", MAX_NUMBER), ("generation", MAX_NUMBER), ("time", _LAST_TIME))
-    if not all(np.all((batch[name] >= 0) & (batch[name] <= most)) for name, most in ranges):
-        raise ValueError("a number is out of range")
-    batch |= _by_name([one["values"] for one in steps])
+    batch = _places(steps) | _by_name([one["values"] for one in steps])
     if not np.all(np.isfinite(batch["epoch"]) & ~np.isnan(batch["step_seconds"])):
         raise ValueError("a step lacks measurements")
     seconds = batch["step_seconds"].copy()
@@ -92,8 +91,27 @@ def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
     if unit in batch:
         with np.errstate(all="ignore"):
             batch["throughput"] = np.where(seconds > 0, batch[unit] / seconds, np.nan)
+    return _in_order(batch)
+
+
+def _log_columns(steps: Sequence[Mapping[str, Any]]) -> Batch:
+    """Return the numbers of a program, as far as there is room for their names."""
+    values = _by_name([one["values"] for one in steps])
+    kept = {name: numbers for name, numbers in list(values.items())[:_MAX_NAMES] if name not in _PLACE}
+    return _in_order(kept | _places(steps))
+
+
+def _in_order(batch: Batch) -> Batch:
     order = np.argsort(batch["step"], kind="stable")
     return {name: numbers[order] for name, numbers in batch.items()}
+
+
+def _places(steps: Sequence[Mapping[str, Any]]) -> Batch:
+    batch: Batch = {name: np.fromiter((one[name] for one in steps), np.float64, len(steps)) for name in _PLACE}
+    ranges = (("step", MAX_NUMBER), ("generation", MAX_NUMBER), ("time", _LAST_TIME))
+    if not all(np.all((batch[name] >= 0) & (batch[name] <= most)) for name, most in ranges):
+        raise ValueError("a number is out of range")
+    return batch
 
 
 def _by_name(rows: Sequence[Mapping[str, float]]) -> Batch:
@@ -129,7 +147,7 @@ class RunReader:
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.RLock()
         self.unit = _unit_of(run)
-        self.tables: dict[str, Table] = {"train": Table(), "valid": Table(), "test": Table()}
+        self.tables: dict[str, Table] = {kind: Table() for kind in KINDS}
         self.edition = next(_EDITIONS)
         """Another one after rows that a page may have seen were discarded."""
         self.complete = False
@@ -206,8 +224,8 @@ class RunReader:
         for point in steps.others:
             if point.kind == "start":
                 self._start(point.generation, point.step)
-        if steps.train:
-            self._add("train", steps.train)
+        if steps.steps:
+            self._add(steps.kind, steps.steps)
         for point in steps.others:
             if point.kind == "start":
                 continue
@@ -319,7 +337,7 @@ class RunReader:
     def axis(self, kind: str, x: str, rows: Rows) -> Floats:
         """Return the x of some rows. Evaluations do not have an epoch: it is that of the step."""
         table, train = self.tables[kind], self.tables["train"]
-        if x != "epoch" or kind == "train":
+        if x != "epoch" or kind in ("train", "log"):
             return table.all(x)[rows]
         if not train.rows:
             return np.full(len(rows), np.nan)
@@ -329,10 +347,7 @@ class RunReader:
         """Return the names of all series that the run has."""
         with self.lock:
             return [
-                f"{kind}.{name}"
-                for kind, table in self.tables.items()
-                for name in table.names
-                if name not in ("step", "generation", "time")
+                f"{kind}.{name}" for kind, table in self.tables.items() for name in table.names if name not in _PLACE
             ]
 
     def samples(self, step: int | None) -> tuple[int, Sequence[Sample]] | list[int]:

@@ -9,6 +9,7 @@ import { Clock, Timeline } from "./timeline.js";
 
 const POINTS = 1000; // of a line; more than a chart has pixels would not be seen
 const MAX_RUNS = 50;
+const MAX_LOGGED = 12; // charts of a program's numbers, before one asks for more
 const SMOOTH = 0.6;
 const KINDS = ["train", "valid", "test"];
 const LEAST_PAUSE = 700; // milliseconds between two questions for new points
@@ -21,6 +22,14 @@ export const SPANS = [
   ["lost steps", "Lost steps"], ["other", "Bookkeeping"],
 ];
 export const spanColor = (span) => `--span-${span.replaceAll(" ", "-")}`;
+
+// A chart for each number of a program, losses first and wide.
+function logged(names) {
+  const own = names.filter((name) => name.startsWith("log.") && name !== "log.epoch");
+  const isLoss = (name) => /loss$/i.test(name);
+  own.sort((one, other) => isLoss(other) - isLoss(one));
+  return own.slice(0, MAX_LOGGED).map((name) => ({ title: spelled(name), names: [name], log: isLoss(name), wide: isLoss(name) }));
+}
 
 // What is drawn in which chart. The score that counts comes first.
 function plan(names, measure) {
@@ -36,6 +45,7 @@ function plan(names, measure) {
     { title: "Learning rate", names: ["train.rate"].filter(has), zero: true, plain: true },
     { title: "Gradient norm", names: ["train.gradient_norm"].filter(has), log: true },
     ...rest.slice(0, 3).map(score),
+    ...logged(names),
   ].filter((chart) => chart.names.length);
   const drawn = new Set(charts.flatMap((chart) => chart.names));
   const more = names.filter((name) => !drawn.has(name) && !/\.(epoch|elapsed_seconds)$/.test(name));
@@ -252,7 +262,7 @@ export class Curves {
   async #learnOrigins() {
     const unknown = this.runs.filter((run) => !this.#origins.has(run));
     if (this.x !== "time" || !unknown.length) return;
-    const { series } = await ask("/api/series", { run: unknown, name: "train.loss", x: "time", points: 2 });
+    const { series } = await ask("/api/series", { run: unknown, name: ["train.step", "log.step"], x: "time", points: 2 });
     for (const { run, x } of series) if (x.length) this.#origins.set(run, x[0]);
     this.clock.created = this.#origins.get(this.view.name) ?? this.clock.created;
   }
@@ -380,8 +390,9 @@ export class Curves {
         const line = this.group.range && this.closeUp?.get(`${run}\n${name}`) ? this.closeUp.get(`${run}\n${name}`) : whole;
         if (!line) return;
         const kind = name.split(".")[0];
-        const shown = { label: single ? kind : names.length > 1 ? `${short(run, 40)} ${kind}` : short(run, 40), color: runColor(single ? KINDS.indexOf(kind) : place), x: line.x, y: line.y };
-        if (kind !== "train") Object.assign(shown, { dots: true, dash: !single && kind === "valid" && names[0].startsWith("train"), width: 1.8 });
+        const isStep = kind === "train" || kind === "log";
+        const shown = { label: single ? (kind === "log" ? spelled(name) : kind) : names.length > 1 ? `${short(run, 40)} ${kind}` : short(run, 40), color: runColor(single ? Math.max(0, KINDS.indexOf(kind)) : place), x: line.x, y: line.y };
+        if (!isStep || (kind === "log" && line.x.length < 20)) Object.assign(shown, { dots: true, dash: !single && kind === "valid" && names[0].startsWith("train"), width: 1.8 });
         else if (this.smooth && !plain) {
           chart.lines.push({ ...shown, alpha: 0.22, silent: true, width: 1.2 });
           shown.y = smoothed(line.y, this.smooth);
@@ -399,7 +410,7 @@ export class Curves {
     try {
       const [bands, clock] = await Promise.all([
         ask("/api/bands", { run: this.view.name, points: 300 }),
-        ask("/api/series", { run: this.view.name, name: ["train.step", "train.epoch"], x: "time", points: 400 }).catch(() => ({ series: [] })),
+        ask("/api/series", { run: this.view.name, name: ["train.step", "train.epoch", "log.step", "log.epoch"], x: "time", points: 400 }).catch(() => ({ series: [] })),
       ]);
       if (this.closed) return;
       this.bandData = bands;

@@ -107,9 +107,10 @@ export function clean(text, length = 4000) {
 
 export const short = (text, length = 80) => clean(String(text ?? ""), length).replace(/\s+/g, " ");
 
-// `train.gradient_norm` is "gradient norm"; scores keep the spelling that people know.
+// `train.gradient_norm` is "gradient norm"; scores keep the spelling that people know, and a program's numbers its own.
 const SPELLED = { bleu: "BLEU", chrf: "chrF", cider: "CIDEr", rate: "learning rate", loss: "loss" };
 export function spelled(name) {
+  if (name.startsWith("log.")) return short(name.slice(4), 60);
   const plain = name.replace(/^(train|valid|test)\./, "");
   return SPELLED[plain.toLowerCase()] ?? plain.replaceAll("_", " ");
 }

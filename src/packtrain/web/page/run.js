@@ -187,7 +187,7 @@ class RunView {
     if (row.note) this.line.append(make("span", "note", short(row.note, 500)));
     const best = row.best ?? row.score;
     const facts = [
-      ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : "steps", row.progress],
+      ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.unit ? "steps" : "commits", row.progress],
       ["Loss", number(row.loss), "last 50 steps"],
       [`Best ${row.measure ? spelled(row.measure) : "score"}`, number(best), best !== null && row.score !== null && row.score !== best ? `last ${number(row.score)}` : ""],
       ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s` : ""],

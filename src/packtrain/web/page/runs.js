@@ -310,7 +310,7 @@ class Runs {
     const share = row.progress ?? (row.state === "finished" ? 1 : 0);
     cells.bar.className = `bar ${STATES.includes(row.state) ? row.state : ""}`;
     cells.bar.firstChild.style.transform = `scaleX(${Math.max(0, Math.min(1, share))})`;
-    setText(cells.progress.lastChild, row.goal ? `${compact(row.step)} / ${compact(row.goal)}` : `step ${compact(row.step)}`);
+    setText(cells.progress.lastChild, row.goal ? `${compact(row.step)} / ${compact(row.goal)}` : row.unit ? `step ${compact(row.step)}` : `${compact(row.step)} commits`);
     cells.progress.title = row.progress === null ? "" : percent(row.progress);
     pair(cells.loss, number(row.loss), "");
     cells.loss.prepend(sparkline(row.sparkline ?? []));

@@ -26,8 +26,8 @@ export class Clock {
 
   // Exactly, from points of the run.
   measure(series) {
-    const steps = series.find(({ name }) => name === "train.step");
-    const epochs = series.find(({ name }) => name === "train.epoch");
+    const steps = series.find(({ name, x }) => /^(train|log)\.step$/.test(name) && x.length);
+    const epochs = series.find(({ name }) => /^(train|log)\.epoch$/.test(name));
     if (!steps?.x.length) return;
     [this.#times, this.#steps] = [steps.x, steps.y];
     this.#epochs = epochs?.x.length ? steps.x.map((time) => between(epochs.x, epochs.y, time)) : [];

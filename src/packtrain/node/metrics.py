@@ -1,0 +1,265 @@
+"""The numbers of a user's own program: what it logs, and what it writes for TensorBoard, as the run's metrics.
+
+The first node reads them, on the machine that has rank 0: lines that `packtrain.log` appends to a file, and event files
+that rank 0 has open, or that are in the program's directories.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from packtrain.node.event_file import EventFile, Scalar
+from packtrain.run.chunks import ChunkWriter
+from packtrain.run.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord, Generation, Point, TellEvent
+from packtrain.run.run import Run, worker_writer
+from packtrain.train.control import Control
+
+MAX_NAMES = 1000
+"""Of a run's numbers. Each is a curve: a program that makes a new name at every step wants something else."""
+_NAME_LENGTH = 200
+_KEPT_NUMBERS = 2_000_000  # of all names; beyond its share, only every second, fourth, ... of a name is kept
+_OPEN_STEPS = 10_000  # that more numbers may still arrive for
+_READ_BYTES = 8 << 20
+_MAX_TIME = 1e11  # of a clock that is not broken
+_MAX_LINE_BYTES = 1 << 20
+_SCANNED = 20_000  # files and folders at a time: a program may have its data set there
+_SCAN_SECONDS = 10.0  # between two searches for event files
+_EVENT_FILE = "events.out.tfevents."
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Numbers of one step; None is the step after the last."""
+
+    step: int | None
+    time: float
+    values: dict[str, float]
+
+
+def parse_line(line: bytes) -> Logged | None:
+    """Return the numbers of a line of `packtrain.log`; None if another process has written something else there."""
+    try:
+        found = json.loads(line)
+        step, moment, values = found["step"], float(found["time"]), found["values"]
+        if step is not None and (not 0 <= step <= MAX_NUMBER or step != int(step)):
+            return None
+        numbers = {name: float(value) for name, value in values.items()}
+        return Logged(None if step is None else int(step), moment, numbers)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+@dataclass
+class _NumberShare:
+    """How many numbers of a name came, and how many were kept."""
+
+    seen: int = 0
+    kept: int = 0
+
+
+@dataclass
+class NumberTable:
+    """Collects numbers by step. A step that gets more of them later is told again, with all that it has."""
+
+    generation: int
+    last_step: int
+    tell: TellEvent
+    _steps: dict[int, tuple[float, dict[str, float]]] = field(default_factory=dict)
+    _new: set[int] = field(default_factory=set)
+    _shares: dict[str, _NumberShare] = field(default_factory=dict)
+    _warned: bool = False
+
+    def add(self, logged: Logged) -> None:
+        kept = {name: value for name, value in logged.values.items() if self._is_kept(name, value)}
+        step = self.last_step + 1 if logged.step is None else logged.step
+        if logged.values:
+            self.last_step = step
+        if kept:
+            now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
+            moment, known = self._steps.get(step, (now, {}))
+            self._steps[step] = (max(moment, now), {**known, **kept})
+            self._new.add(step)
+
+    def _is_kept(self, name: str, value: float) -> bool:
+        share = self._shares.get(name)
+        if share is None:
+            if len(self._shares) >= MAX_NAMES or not 0 < len(name) <= _NAME_LENGTH:
+                self._warn(name)
+                return False
+            share = self._shares[name] = _NumberShare()
+        if name.endswith("_seconds") and not abs(value) <= MAX_SECONDS:  # no record may have such a time
+            return False
+        every = 1 << (share.kept // (_KEPT_NUMBERS // max(20, len(self._shares))))
+        share.seen += 1
+        is_kept = share.seen % every == 0
+        share.kept += is_kept
+        return is_kept
+
+    def _warn(self, name: str) -> None:
+        if not self._warned:
+            self._warned = True
+            why = f"more than {MAX_NAMES:,} names" if 0 < len(name) <= _NAME_LENGTH else "a name of unusual length"
+            self.tell("warning", f"the program logs numbers under {why}; left some out")
+
+    @property
+    def num_new(self) -> int:
+        return len(self._new)
+
+    def take(self) -> list[Point]:
+        """Return the steps that have something new."""
+        points = [
+            Point("log", self.generation, step, moment, values)
+            for step in sorted(self._new)
+            for moment, values in (self._steps[step],)
+        ]
+        self._new.clear()
+        for step in list(self._steps)[: max(0, len(self._steps) - _OPEN_STEPS)]:
+            del self._steps[step]
+        return points
+
+
+class ProgramMetrics:
+    """Reads the numbers of the generation that `begin` names. `flush` reads what is new and puts it. Thread-safe."""
+
+    def __init__(self, run: Run, folders: Iterable[Path], tell: TellEvent) -> None:
+        self._run, self._folders, self._tell = run, tuple(folders), tell
+        self._lock = threading.RLock()
+        self._source: _Source | None = None
+        self._writers: list[ChunkWriter[Point]] = []
+
+    def begin(self, generation: Generation, control: Control, launcher: Callable[[], int | None]) -> None:
+        """Read from now on what this generation writes; the checkpoint is restored, and no worker runs yet."""
+        with self._lock:
+            if self._source is not None and self._source.generation == generation:  # a launch that is tried again
+                return
+            self._collect(is_last=True)
+            last = -1
+            with suppress(DamagedRecord):
+                last = max((point.step for point in self._run.recent_points(1, False) if point.is_step), default=-1)
+            table = NumberTable(generation.number, last, self._tell)
+            self._source = _Source(generation, control.numbers, self._folders, table, launcher)
+            self._writers.append(self._run.point_writer(worker_writer(generation.number, 0)))
+
+    def flush(self, is_last: bool = False) -> None:
+        """Put what is new; `is_last` after the workers have exited, when all files are complete."""
+        with self._lock:
+            self._collect(is_last)
+            while self._writers:
+                self._writers[0].flush()
+                if len(self._writers) == 1:
+                    break
+                del self._writers[0]
+
+    def _collect(self, is_last: bool) -> None:
+        if self._source is not None:
+            for point in self._source.read(is_last):
+                self._writers[-1].append(point)
+
+
+class _Source:
+    """Where the numbers of one generation come from."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        lines: Path,
+        folders: Iterable[Path],
+        table: NumberTable,
+        launcher: Callable[[], int | None],
+    ) -> None:
+        self.generation, self._lines, self._folders = generation, lines, tuple(folders)
+        self._table, self._launcher = table, launcher
+        self._offset = 0
+        self._has_begun = False
+        # Of an earlier generation: its numbers are known.
+        self._files = {path: EventFile.at_end(path) for path in found_event_files(self._folders)}
+        self._others: set[Path] = set()  # files of other ranks
+        self._owners: dict[str, Path] = {}  # of tags: the folder that had each first
+        self._scanned = -math.inf
+
+    def read(self, is_last: bool) -> Iterator[Point]:
+        for logged in self._logged():
+            self._table.add(logged)
+            if self._table.num_new >= _OPEN_STEPS:
+                yield from self._new_points()
+        for scalar, folder in self._scalars(is_last):
+            owner = self._owners.setdefault(scalar.tag, folder)
+            name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
+            self._table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
+        yield from self._new_points()
+
+    def _new_points(self) -> Iterator[Point]:
+        for point in self._table.take():
+            # A program that resumes may log something at step 0 before it has read its checkpoint, as the first time.
+            if point.step == 0 and self.generation.step > 0:
+                continue
+            if not self._has_begun:
+                self._has_begun = True
+                yield Point("start", point.generation, max(0, point.step - 1), point.time, {})
+            yield point
+
+    def _scalars(self, is_last: bool) -> Iterator[tuple[Scalar, Path]]:
+        if is_last or time.monotonic() - self._scanned > _SCAN_SECONDS:
+            self._scanned = time.monotonic()
+            opened = open_event_files(self._launcher())
+            self._others |= {path for path, rank in opened if rank != "0"}
+            for path in (*(path for path, _ in opened), *found_event_files(self._folders)):
+                if path not in self._files:
+                    self._files[path] = EventFile(path)
+        for path, file in self._files.items():
+            if path not in self._others:
+                for scalar in file.read():
+                    yield scalar, path.parent
+
+    def _logged(self) -> Iterator[Logged]:
+        while True:
+            try:
+                with self._lines.open("rb") as file:
+                    file.seek(self._offset)
+                    data = file.read(_READ_BYTES)
+            except OSError:  # nothing was logged yet
+                return
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) > _MAX_LINE_BYTES:  # no line of ours is that long
+                end = len(data)
+            self._offset += end
+            for line in data[:end].splitlines():
+                logged = parse_line(line)
+                if logged is not None:
+                    yield logged
+            if not end or len(data) < _READ_BYTES:
+                return
+
+
+def open_event_files(launcher: int | None) -> list[tuple[Path, str]]:
+    """Return the event files that workers have open, wherever they are, each with the worker's rank."""
+    found: list[tuple[Path, str]] = []
+    with suppress(psutil.Error, OSError):
+        processes = psutil.Process(launcher).children(recursive=True) if launcher is not None else []
+        for process in processes:
+            with suppress(psutil.Error, OSError):  # it has exited meanwhile
+                paths = [Path(file.path) for file in process.open_files() if _EVENT_FILE in file.path]
+                found += [(path, process.environ().get("RANK", "0")) for path in paths]
+    return found
+
+
+def found_event_files(folders: Iterable[Path]) -> list[Path]:
+    """Return the event files in these folders. Links are not followed: they lead to a person's own files."""
+    found, left = [], _SCANNED
+    for folder in folders:
+        for place, names, files in os.walk(folder.resolve()):
+            found += [Path(place, name) for name in files if _EVENT_FILE in name]
+            left -= len(names) + len(files)
+            if left < 0:
+                return found
+    return found

@@ -1,0 +1,277 @@
+"""The numbers of a program become the run's metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from packtrain.node.event_file import EventFile
+from packtrain.node.metrics import (
+    MAX_NAMES,
+    Logged,
+    NumberTable,
+    ProgramMetrics,
+    found_event_files,
+    open_event_files,
+    parse_line,
+)
+from packtrain.run.records import Generation, Point, decode
+from packtrain.run.run import Run
+from packtrain.store import Store, StoreError
+from packtrain.train.control import Control
+from parts.faulty import FaultyStore
+from parts.runs import a_generation, new_run
+
+
+class Told(list[tuple[str, str]]):
+    def __call__(self, kind: str, text: str) -> None:
+        self.append((kind, text))
+
+
+def a_table(last_step: int = -1, told: Told | None = None) -> NumberTable:
+    return NumberTable(1, last_step, Told() if told is None else told)
+
+
+def values(points: list[Point]) -> dict[int, dict[str, float]]:
+    return {point.step: point.values for point in points if point.kind == "log"}
+
+
+# What was logged, by step.
+
+
+def test_numbers_of_one_step_are_one_point_also_if_some_come_later() -> None:
+    table = a_table()
+    table.add(Logged(7, 1.0, {"loss": 0.5}))
+    table.add(Logged(7, 2.0, {"accuracy": 0.9}))
+    table.add(Logged(8, 3.0, {"loss": 0.4}))
+    assert values(table.take()) == {7: {"loss": 0.5, "accuracy": 0.9}, 8: {"loss": 0.4}}
+    table.add(Logged(7, 4.0, {"val/loss": 0.6}))
+    assert values(table.take()) == {7: {"loss": 0.5, "accuracy": 0.9, "val/loss": 0.6}}
+    assert table.take() == []
+
+
+def test_without_a_step_each_call_is_the_step_after_the_last() -> None:
+    table = a_table(last_step=41)
+    for _ in range(2):
+        table.add(Logged(None, 1.0, {"loss": 0.5}))
+    assert list(values(table.take())) == [42, 43]
+
+
+def test_a_program_that_invents_names_gets_a_limited_number_of_curves_and_a_warning() -> None:
+    told = Told()
+    table = a_table(told=told)
+    for step in range(MAX_NAMES + 10):
+        table.add(Logged(step, 1.0, {f"loss_{step}": 1.0}))
+    table.add(Logged(9999, 1.0, {"x" * 201: 1.0, "": 1.0, "loss_0": 2.0}))
+    found = values(table.take())
+    assert len(found) == MAX_NAMES + 1
+    assert found[9999] == {"loss_0": 2.0}
+    assert told == [("warning", "the program logs numbers under more than 1,000 names; left some out")]
+
+
+def test_of_very_many_numbers_only_some_are_kept_but_all_of_a_name_that_is_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("packtrain.node.metrics._KEPT_NUMBERS", 20 * 100)
+    table = a_table()
+    for step in range(10_000):
+        table.add(Logged(step, 1.0, {"loss": 1.0, **({"val/loss": 1.0} if step % 1000 == 0 else {})}))
+    found = values(table.take())
+    assert 100 < sum("loss" in one for one in found.values()) < 1000
+    assert sum("val/loss" in one for one in found.values()) == 10
+
+
+def test_every_point_can_be_read_again_whatever_was_logged() -> None:
+    table = a_table()
+    for moment in (math.nan, -1.0, 1e300):
+        table.add(Logged(3, moment, {"loss": math.nan, "x": math.inf, "\x1b[31m\n": 1.0, "start_seconds": 1e300}))
+    (point,) = table.take()
+    again = decode(Point, json.dumps(vars(point)).encode(), "it")
+    assert again.values.keys() == {"loss", "x", "\x1b[31m\n"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b"null", b'{"step": -1, "time": 1, "values": {}}', b'{"step": 1.5, "time": 1, "values": {}}',
+     b'{"step": 1, "time": 1, "values": {"a": "x"}}', b'{"step": 1e999, "time": 1, "values": {"a": 1}}',
+     b"[" * 100_000, b'{"step": "1", "time": 1, "values": {"a": 1}}'],
+)  # fmt: skip
+def test_a_line_that_is_not_of_packtrain_is_passed_over(line: bytes) -> None:
+    assert parse_line(line) is None
+
+
+# Event files.
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """An event file with numbers, a text and a histogram."""
+    with SummaryWriter(str(tmp_path / "runs")) as writer:
+        writer.add_text("words", "hello")
+        for step in range(3):
+            writer.add_scalar("loss", 1 / (step + 1), step)
+        writer.add_scalar("new style", 0.5, 4, new_style=True)
+        writer.add_scalar("broken", math.nan, 5)
+    return next((tmp_path / "runs").iterdir())
+
+
+def test_numbers_are_read_and_everything_else_is_passed_over(written: Path) -> None:
+    found = [(one.tag, one.step, one.value) for one in EventFile(written).read()]
+    assert found[:4] == [("loss", 0, 1.0), ("loss", 1, 0.5), ("loss", 2, pytest.approx(1 / 3)), ("new style", 4, 0.5)]
+    assert found[4][:2] == ("broken", 5)
+    assert math.isnan(found[4][2])
+
+
+def test_a_file_that_is_being_written_is_read_record_by_record(written: Path, tmp_path: Path) -> None:
+    data, growing = written.read_bytes(), tmp_path / "growing"
+    file, found = EventFile(growing), []
+    for end in range(0, len(data) + 1, 7):
+        growing.write_bytes(data[:end])
+        found += list(file.read())
+    growing.write_bytes(data)
+    found += list(file.read())
+    assert [(one.tag, one.step) for one in found] == [(one.tag, one.step) for one in EventFile(written).read()]
+    assert list(file.read()) == []
+
+
+@pytest.mark.parametrize("place", [3, 9, 20, -2])
+def test_a_damaged_record_ends_the_reading_of_its_file(written: Path, place: int) -> None:
+    data = bytearray(written.read_bytes())
+    data[place] ^= 0xFF
+    written.write_bytes(bytes(data))
+    file = EventFile(written)
+    found = list(file.read())
+    assert file.is_damaged
+    assert len(found) == (4 if place < 0 else 0)
+    assert list(file.read()) == []
+
+
+def test_a_record_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    length = struct.pack("<Q", 2**62)
+    (tmp_path / "it").write_bytes(length + struct.pack("<I", masked_crc32c(length)) + b"x" * 100)
+    assert list(EventFile(tmp_path / "it").read()) == []
+
+
+def test_files_are_found_in_folders_and_where_a_worker_has_them_open(tmp_path: Path) -> None:
+    (tmp_path / "code" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "code" / "deep" / "events.out.tfevents.1").touch()
+    (tmp_path / "code" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "events.out.tfevents.2").touch()
+    assert found_event_files([tmp_path / "code"]) == [tmp_path / "code" / "deep" / "events.out.tfevents.1"]
+    script = "import sys; file = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
+    starter = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], env={'RANK': '1'})"
+    command = [sys.executable, "-c", starter, script, str(tmp_path / "elsewhere" / "events.out.tfevents.2")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        assert open_event_files(launcher.pid) == [(tmp_path / "elsewhere" / "events.out.tfevents.2", "1")]
+        assert launcher.stdin is not None
+        launcher.stdin.close()
+    assert open_event_files(None) == []
+
+
+# The metrics of a run.
+
+
+def a_resumed_generation(number: int) -> Generation:
+    return Generation(number, a_generation(number).members, 29500, "resumed", step=1)
+
+
+Begun = tuple[Run, ProgramMetrics, Callable[[int], Control]]
+
+
+@pytest.fixture
+def begun(directory_store: Store, tmp_path: Path) -> Begun:
+    run = new_run(directory_store)
+    metrics = ProgramMetrics(run, [tmp_path / "code"], Told())
+
+    def begin(number: int) -> Control:
+        control = Control(tmp_path / f"control-{number}")
+        metrics.begin(a_generation(1) if number == 1 else a_resumed_generation(number), control, lambda: None)
+        return control
+
+    return run, metrics, begin
+
+
+def log(control: Control, *steps: int | None, **numbers: float) -> None:
+    with control.numbers.open("a") as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "time": time.time(), "values": numbers}) + "\n")
+
+
+def test_a_line_counts_once_it_is_complete(begun: Begun) -> None:
+    run, metrics, begin = begun
+    control = begin(1)
+    log(control, 0, 1, loss=1.0)
+    with control.numbers.open("a") as file:
+        file.write('{"step": 2, "time": 1.0,')
+        file.flush()
+        metrics.flush()
+        assert list(values(run.metrics())) == [0, 1]
+        file.write(' "values": {"loss": 0.5}}\n')
+    metrics.flush()
+    assert values(run.metrics())[2] == {"loss": 0.5}
+
+
+def test_a_generation_replaces_what_an_earlier_one_did_after_its_checkpoint(begun: Begun) -> None:
+    run, metrics, begin = begun
+    log(begin(1), *range(10), loss=1.0)
+    metrics.flush()
+    control = begin(2)
+    log(control, 0, parameters=5.0)  # before it has read its checkpoint
+    log(control, 6, 7, loss=2.0)
+    metrics.flush()
+    found = values(run.metrics())
+    assert [found[step]["loss"] for step in sorted(found)] == [1.0] * 6 + [2.0] * 2
+
+
+def test_calls_without_a_step_continue_after_a_restart(begun: Begun) -> None:
+    run, metrics, begin = begun
+    log(begin(1), None, None, loss=1.0)
+    metrics.flush()
+    log(begin(2), None, loss=2.0)
+    metrics.flush()
+    assert {step: one["loss"] for step, one in values(run.metrics()).items()} == {0: 1.0, 1: 1.0, 2: 2.0}
+
+
+def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(begun: Begun, tmp_path: Path) -> None:
+    run, metrics, begin = begun
+    with SummaryWriter(str(tmp_path / "code" / "old")) as writer:
+        writer.add_scalar("loss", 9.0, 1)
+    control = begin(1)
+    with SummaryWriter(str(tmp_path / "code" / "train")) as writer:
+        writer.add_scalar("loss", 1.0, 1)
+    metrics.flush()
+    with SummaryWriter(str(tmp_path / "code" / "validation")) as writer:
+        writer.add_scalar("loss", 2.0, 1)
+    log(control, 1, accuracy=0.5)
+    metrics.flush(is_last=True)
+    assert values(run.metrics()) == {1: {"loss": 1.0, "validation/loss": 2.0, "accuracy": 0.5}}
+
+
+def test_numbers_wait_for_a_store_that_is_away(directory_store: Store, tmp_path: Path) -> None:
+    store = FaultyStore(directory_store)
+    run = new_run(store)
+    metrics = ProgramMetrics(run, [], Told())
+    controls = [Control(tmp_path / f"control-{number}") for number in (1, 2)]
+    store.refuse("put")
+    for number, control in enumerate(controls, start=1):  # the second generation begins before the first is written
+        metrics.begin(a_generation(number), control, lambda: None)
+        log(control, number, loss=1.0)
+        with pytest.raises(StoreError):
+            metrics.flush()
+    store.refuse()
+    metrics.flush()
+    assert list(values(run.points().read())) == [1, 2]
