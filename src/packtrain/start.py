@@ -31,9 +31,9 @@ from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
-from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.code import CodeSnapshot, archive, git_commit, snapshot
 from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
-from packtrain.run.records import Event, FleetLaunch
+from packtrain.run.records import Event, FleetLaunch, JobSource
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.store import Store, open_store
@@ -105,6 +105,7 @@ class NewRun:
     job: Job
     code: bytes
     pack: Manifest | None
+    source: JobSource
 
     @property
     def pack_name(self) -> str | None:
@@ -112,6 +113,7 @@ class NewRun:
 
     def create(self) -> Run:
         run = create_run(self.store, self.job, self.code, self.pack_name)
+        run.put_source(self.source)
         remember(run)
         if self.pack is not None:
             _put_forecast(run, self.pack)
@@ -158,7 +160,8 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    return NewRun(store, job.model_copy(update=updates), code.archive, packed)
+    source = JobSource(loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code))
+    return NewRun(store, job.model_copy(update=updates), code.archive, packed, source)
 
 
 def _put_forecast(run: Run, packed: Manifest) -> None:
@@ -289,6 +292,8 @@ def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] 
     fleet_of(job.fleet.kind).check(job, run.store, say)
     if changes:
         run = _change(run, job, changes, say)
+        if (source := run.source()) is not None:
+            run.put_source(replace(source, overrides=(*source.overrides, *overrides)))
         if is_own:
             remember(run)
     elif (result := run.result()) is not None and result.status == "finished":

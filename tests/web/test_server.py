@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.run.checkpoint import commit
-from packtrain.run.records import Event, LogLine, Notes, Result, Sample, Telemetry, TelemetrySample
+from packtrain.run.records import Event, JobSource, LogLine, Notes, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.dashboard import (
@@ -152,6 +152,16 @@ def test_a_run_is_listed(shown: RunningDashboard, directory_store: Store) -> Non
     assert row_of(shown)["sparkline"][0] == 10.0
 
 
+def test_the_job_of_a_run_is_told_as_it_was_written(shown: RunningDashboard, directory_store: Store) -> None:
+    Run(directory_store, "job-1").put_source(
+        JobSource("mine.yaml", "# why\nname: job\n", ("train.seed=2",), "a" * 40, 3)
+    )
+    told = shown.get("/api/runs/job-1")["source"]
+    assert (told["file"], told["text"]) == ("mine.yaml", "# why\nname: job\n")
+    assert (told["commit"], told["uncommitted"]) == ("a" * 40, 3)
+    assert told["command"].startswith("packtrain run mine.yaml --set train.seed=2")
+
+
 def test_a_run_is_told_in_full(shown: RunningDashboard, directory_store: Store, tmp_path: Path) -> None:
     run = Run(directory_store, "job-1")
     run.propose(a_generation(1, "a"))
@@ -164,7 +174,7 @@ def test_a_run_is_told_in_full(shown: RunningDashboard, directory_store: Store, 
     assert (checkpoint["step"], checkpoint["bytes"], checkpoint["score"]) == (20, 5, 12.5)
     assert checkpoint["files"] == [{"name": "model.safetensors", "bytes": 5}]
     assert told["result"]["status"] == "finished"
-    assert "recipe: translate" in told["job_file"] and "null" not in told["job_file"]
+    assert "recipe: translate" in told["source"]["text"]
     assert "train.loss" in told["names"]
     assert told["goodput"]["seconds"] >= 0
 

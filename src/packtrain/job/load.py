@@ -156,6 +156,12 @@ class LoadedJob:
     job: Job
     directory: Path
     document: Document
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The name of the file, without its directory."""
+        return Path(self.document.name).name
 
     @property
     def text(self) -> str:
@@ -206,4 +212,4 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})
         job = job.model_copy(update={"report": report})
-    return LoadedJob(job, directory, document)
+    return LoadedJob(job, directory, document, tuple(overrides))

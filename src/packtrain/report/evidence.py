@@ -18,6 +18,7 @@ from packtrain.run.records import (
     Event,
     Forecast,
     Generation,
+    JobSource,
     Lease,
     Point,
     Result,
@@ -67,6 +68,7 @@ class Evidence:
     code_digest: str = ""
     store: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    source: JobSource | None = None
 
     @cached_property
     def points(self) -> list[Point]:
@@ -184,6 +186,7 @@ def gather(run: Run) -> Evidence:
         code_digest=_or_nothing(lambda: run.code_digest),
         store=run.store.url,
         versions=_versions(run, checkpoints),
+        source=run.source(),
     )
 
 

@@ -9,6 +9,7 @@ from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.render import MARKS, TOPICS, newest_samples
+from packtrain.report.sample_view import confusions
 from packtrain.run.records import Sample
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
@@ -35,6 +36,9 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     samples = newest_samples(evidence)
     if samples:
         yield from ("", "## Samples", "", *_table(_samples(samples)))
+        confused = confusions(samples)
+        if confused is not None:
+            yield from ("", "Most often confused, among these samples:", "", *_table(confused))
 
 
 def _evidence(finding: Finding) -> Iterator[str]:

@@ -227,10 +227,13 @@ def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
     if not samples:
         return ""
     confused = confusions(samples)
-    intro = "Words that differ from the reference are underlined." if not any(one.picture for one in samples) else ""
+    intro = "Words that differ from the reference are underlined."
+    if any(one.attention for one in samples):
+        intro = "For each word, the picture is bright where the model looked when it wrote the word."
+    elif any(one.picture for one in samples):
+        intro = "Pictures that were taken for another class come first, with how sure the model was."
     return (
-        "<h2>Samples</h2>"
-        + (f'<p class="dim">{intro}</p>' if intro else "")
+        f'<h2>Samples</h2><p class="dim">{intro}</p>'
         + samples_html(samples, pictures)
         + (f'<p class="dim">Most often confused, among these samples</p>{_table(confused)}' if confused else "")
     )

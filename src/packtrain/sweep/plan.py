@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.errors import Mistake
@@ -151,8 +151,12 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         packed.add(data)
         # One copy in memory: runs of one sweep mostly share their code.
         code = codes.setdefault(hashlib.sha256(made.code).digest(), made.code)
-        new.append(NewRun(made.store, made.job, code, made.pack))
+        new.append(replace(made, code=code))
     sweep.put_plan(plan)
     for trial, made in zip(plan.trials, new, strict=True):
-        remember(create_trial_run(sweep, trial, made.job.model_dump_json(indent=1).encode(), made.code, made.pack_name))
+        job_data = made.job.model_dump_json(indent=1).encode()
+        run = create_trial_run(sweep, trial, job_data, made.code, made.pack_name)
+        if run.source() is None:
+            run.put_source(made.source)
+        remember(run)
     return sweep

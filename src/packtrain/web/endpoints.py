@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,7 +25,9 @@ from starlette.routing import Route
 from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job.changes import FieldChange
 from packtrain.report.goodput import LABELS, Goodput
+from packtrain.report.origin import command_of, generated_source
 from packtrain.run.checkpoint import committed, manifest_key
+from packtrain.run.liveness import attempt
 from packtrain.run.records import Event, Generation, Lease
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -137,7 +138,7 @@ class DashboardEndpoints:
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
             "result": None if result is None else {**vars(result), "samples": []},
-            "job_file": _part(lambda: _job_file(run), str, problems),
+            "source": _part(lambda: _source(run), dict, problems),
             "names": reader.names(),
         }
         if problems:
@@ -361,6 +362,7 @@ def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, 
         "workers": lease.workers if lease else None,
         "state": "working" if is_alive else "left" if has_left else "lost",
         "now": telemetry,
+        "facts": lease.facts if lease else None,
         **_over_time(reader, node, points),
     }
 
@@ -401,16 +403,11 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _job_file(run: Run) -> str:
-    """Return the job as YAML, without what it does not say."""
-    document = _without_nulls(run.job.model_dump(mode="json"))
-    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+def _source(run: Run) -> dict[str, Any]:
+    """Return the job as it was written, and the command that starts the same run again."""
+    source = run.source() or generated_source(run.job)
+    pack = attempt(run.pack_name) if run.job.recipe is not None else ""
+    return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "")}
 
 
 def _difference(runs: Sequence[Run]) -> list[dict[str, Any]]:
