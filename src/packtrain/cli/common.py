@@ -82,6 +82,16 @@ def find_run(location: str | None, name: str | None) -> Run:
     return open_run(find_store(location), name)
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write a file that `-o` names."""
+    from packtrain.errors import Mistake
+
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise Mistake(f"-o {path}: cannot write it: {error.strerror}") from None
+
+
 def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
     where = store_option(run.store)
