@@ -12,7 +12,7 @@ from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text,
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import POLICY, Series, line_chart, page
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
-from packtrain.report.sample_view import confusions, samples_html, wide
+from packtrain.report.sample_view import confusions, cut, samples_html, wide
 from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Sample
 from packtrain.units import counted, show_count, show_dollars, show_seconds
@@ -243,13 +243,13 @@ def _events(events: Sequence[Event]) -> str:
     rows = "".join(
         f'<tr class="{"warning" if one.display == "warning" else ""}">'
         f"<td class=time>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
-        f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
+        f"<td>{escape(one.kind)}</td><td>{cut(one.text)}</td></tr>"
         for one in events[-_MAX_EVENTS:]
     )
     if not rows:
         return ""
-    cut = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
+    shown = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
     return (
-        f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{cut}</span></summary>'
+        f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{shown}</span></summary>'
         f'<div class="evidence">{wide(rows)}</div></details>'
     )

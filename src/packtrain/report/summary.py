@@ -17,6 +17,7 @@ from packtrain.run.run import Run, surviving
 from packtrain.units import counted
 
 _RECENT_STEPS = 50
+_MAX_TEXT = 2000  # characters of a reason or a command: whoever writes the store may write millions
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
 
@@ -143,8 +144,8 @@ def _overview_fields(
     return {
         "run": run.name,
         "state": state,
-        "reason": result.reason if result else "",
-        "description": " ".join(job.program)
+        "reason": result.reason[:_MAX_TEXT] if result else "",
+        "description": " ".join(job.program)[:_MAX_TEXT]
         if job.program is not None
         else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
         "step": _step(run, steps, result),

@@ -42,6 +42,7 @@ _RECENT_STEPS = 50
 _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
+_MAX_TAGS, _MAX_NOTE = 50, 2000  # as many as `packtrain tag` allows; the store may have more
 _PART = 64  # runs that are read before pages are told
 _STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
@@ -311,7 +312,7 @@ def _notes(run: Run) -> Row:
         if is_away(error):
             raise
         notes = Notes()
-    return {"tags": list(notes.tags), "note": notes.text}
+    return {"tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE]}
 
 
 def _finite(number: float | None) -> float | None:
