@@ -230,7 +230,7 @@ function showImage() {
     if (!chosen) return;
     const own = (newest += 1);
     const limit = model.packtrain.limits.max_bytes;
-    look(stage, null);
+    stage.classList.remove("looking"); // the map of the picture before
     URL.revokeObjectURL(picture.src);
     picture.src = URL.createObjectURL(chosen);
     stage.hidden = false;
