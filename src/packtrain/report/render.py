@@ -10,9 +10,9 @@ from html import escape
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
-from packtrain.report.page import POLICY, Series, line_chart, page
+from packtrain.report.page import POLICY, Series, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
-from packtrain.report.sample_view import confusions, cut, samples_html, wide
+from packtrain.report.sample_view import confusions, cut, samples_html
 from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Sample
 from packtrain.units import counted, show_count, show_dollars, show_seconds
@@ -64,7 +64,7 @@ details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; 
   margin: .8rem 0; }
 .charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
   min-width: 0; }
-.wide { overflow-x: auto; margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
+.wide { margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
 td { font-variant-numeric: tabular-nums; }
 .bar { display: flex; height: 1.5rem; border-radius: 7px; overflow: hidden; margin: .8rem 0 .5rem; }
 .bar span { background: currentColor; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
@@ -194,9 +194,7 @@ def _bar(shares: Shares) -> str:
 
 
 def _table(rows: Rows) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in rows.heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows.rows)
-    return wide(f"<tr>{head}</tr>{body}")
+    return html_table(rows.heads, [[escape(one) for one in row] for row in rows.rows])
 
 
 # Curves, samples, events.

@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from html import escape
 
 from packtrain.report.finding import Rows
+from packtrain.report.page import wide
 from packtrain.run.records import Sample
 
 STYLE = """
@@ -80,11 +81,6 @@ def _shape(jpeg: bytes) -> str:
 def cut(text: str) -> str:
     """Return a text as HTML, without the end of a long one."""
     return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
-
-
-def wide(rows: str) -> str:
-    """Return a table that scrolls sideways where it does not fit, by keyboard, too."""
-    return f'<div class="wide" tabindex="0" role="group" aria-label="table"><table>{rows}</table></div>'
 
 
 def _texts(samples: Sequence[Sample]) -> str:

@@ -9,10 +9,10 @@ from html import escape
 
 from packtrain.errors import PacktrainError
 from packtrain.job.part import is_name
-from packtrain.report.compare_render import STYLE, html_table, show_score
+from packtrain.report.compare_render import STYLE, show_score
 from packtrain.report.finding import Rows
 from packtrain.report.markdown import plain, table_lines
-from packtrain.report.page import page
+from packtrain.report.page import html_table, page
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run
 from packtrain.run.sweeps import RungResult, Sweep, SweepPlan, Trial, is_paused
