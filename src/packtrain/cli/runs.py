@@ -275,7 +275,8 @@ def report(
 def _run_text(run: Run, form: str) -> str:
     from packtrain.cli.common import json_text
     from packtrain.report import report_json, report_page
-    from packtrain.report.findings import findings_of, gather
+    from packtrain.report.evidence import gather
+    from packtrain.report.findings import findings_of
     from packtrain.report.markdown import markdown
 
     if form == "page":

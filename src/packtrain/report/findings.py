@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from packtrain.report import account, learning, origin, speed
-from packtrain.report.evidence import Evidence, gather
+from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding
-
-__all__ = ["QUESTIONS", "Evidence", "Finding", "findings_of", "gather"]
 
 QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
     learning.trained,

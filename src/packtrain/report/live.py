@@ -16,7 +16,7 @@ from typing import Literal
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.job import Job
-from packtrain.recipes import RECIPES, Recipe, recipe_class
+from packtrain.recipes import Recipe, built_in
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
@@ -130,8 +130,7 @@ class History:
 
     def __init__(self, job: Job) -> None:
         self._unit = job.train.batch.unit if job.recipe is not None else ""
-        # Showing a run must not execute the user's code: a recipe of their own names its score in the job.
-        recipe = recipe_class(job.recipe) if job.recipe is not None and job.recipe in RECIPES else Recipe
+        recipe = built_in(job.recipe) or Recipe  # a recipe of the user's own names its score in the job
         self._measure = str(job.checkpoint.best_by or getattr(recipe, "best_metric", ""))
         self._sign = -1 if self._measure in recipe.lower_is_better else 1
         self._curves: defaultdict[str, GrowingLine] = defaultdict(GrowingLine)

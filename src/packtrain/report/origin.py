@@ -10,7 +10,7 @@ import yaml
 
 from packtrain.job import Job
 from packtrain.job.job import expand
-from packtrain.recipes import RECIPES, recipe_class
+from packtrain.recipes import built_in
 from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text, unknown
 from packtrain.run.records import GpuModel, JobSource, Lease, MachineFacts
@@ -160,11 +160,9 @@ def job_text(job: Job) -> str:
     """
     full = job.model_dump(mode="json")
     short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
-    known: Mapping[str, Any] = full
-    if job.recipe is None:
-        known = {}
-    elif job.recipe in RECIPES:
-        known = expand(recipe_class(job.recipe).defaults)
+    known: Mapping[str, Any] = full if job.recipe is not None else {}
+    if (recipe := built_in(job.recipe)) is not None:
+        known = expand(recipe.defaults)
     for section, fields in known.items():
         own = full.get(section)
         if isinstance(fields, Mapping) and isinstance(own, Mapping):

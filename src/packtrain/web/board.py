@@ -20,7 +20,7 @@ from typing import Any
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.recipes import RECIPES, recipe_class
+from packtrain.recipes import built_in
 from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.summary import Overview, is_evaluated, overview_of, units_per_second
@@ -295,8 +295,7 @@ def _scores(listed: ListedRun, seen: Overview) -> Row:
 def _find_best(listed: ListedRun, seen: Overview) -> None:
     """Keep the best score of the validation split: at first that of the best checkpoint."""
     job, measure = listed.run.job, seen.measure
-    known = recipe_class(job.recipe) if job.recipe and job.recipe in RECIPES else Recipe
-    is_low = measure in known.lower_is_better
+    is_low = measure in (built_in(job.recipe) or Recipe).lower_is_better
     found = [point.values[measure] for point in listed.points if point.kind == "valid" and measure in point.values]
     if listed.best is None and measure and (job.checkpoint.best_by or measure) == measure:
         scores = [one.score for one in committed(listed.run) if is_scored(one) and one.score is not None]
