@@ -17,6 +17,7 @@ import psutil
 from packtrain.identity import identity
 from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, WorkerUse
 from packtrain.system import usable_cores
+from packtrain.train.control import WORKER_NAME
 
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
 _PROCESSOR = re.compile(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", re.MULTILINE)
@@ -91,7 +92,7 @@ class TelemetrySampler:
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
-        """Return the use of each worker with its children, which have its rank in their environment."""
+        """Return the use of each worker with its children."""
         launcher = self._launcher
         if launcher is None:
             return ()
@@ -105,7 +106,9 @@ class TelemetrySampler:
             try:
                 # The process object is kept: its CPU time is measured from the previous call.
                 if process.pid not in workers:
-                    workers[process.pid] = (int(process.environ().get("RANK", "-1")), process)
+                    if (found := rank_of(process)) is None:  # or not yet: it has only just started
+                        continue
+                    workers[process.pid] = (found, process)
                 rank, known = workers[process.pid]
                 cpu, resident = known.cpu_percent() / 100, known.memory_info().rss
                 peak = max(resident, _peak_bytes(process.pid))
@@ -113,7 +116,14 @@ class TelemetrySampler:
                 continue
             before = sums.get(rank, (0.0, 0, 0))
             sums[rank] = (before[0] + cpu, before[1] + resident, before[2] + peak)
-        return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()) if rank >= 0)
+        return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()))
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a worker or of what it started: forked ones have it in their name, others in a variable."""
+    name = process.name()
+    rank = name.removeprefix(WORKER_NAME) if name.startswith(WORKER_NAME) else process.environ().get("RANK", "")
+    return int(rank) if rank.isdecimal() else None
 
 
 def _traffic() -> tuple[int, int, int, int]:

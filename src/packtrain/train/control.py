@@ -24,6 +24,7 @@ CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
 DATA_VARIABLE = "PACKTRAIN_DATA"
 SUBMIT_VARIABLE = "PACKTRAIN_SUBMIT_DIR"
 
+WORKER_NAME = "packtrain-"  # with the rank, the name of a worker's process
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 WorkerCause = Literal["program", "memory", "disk", "store", "hang", "number", "mistake"]

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,15 +46,15 @@ _STAGE_SECONDS = 30.0  # between two lines about how far staging is
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def main(stop_signal: StopSignal, started: float) -> NoReturn:
+def main(stop_signal: StopSignal, started: float) -> None:
     """Train until the run is finished or stopped; a failure is reported to the node in one line, and logged."""
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     trainer: Trainer | None = None
-    code = 1
+    succeeded = False
     try:
         trainer = build_trainer(control, stop_signal, started)
         trainer.train()
-        code = 0
+        succeeded = True
     except Exception as error:
         if not isinstance(error, PacktrainError):
             traceback.print_exc()
@@ -63,7 +64,11 @@ def main(stop_signal: StopSignal, started: float) -> NoReturn:
         fatal = cause in ("number", "mistake")
         control.report_error(WorkerError(int(os.environ["RANK"]), text, fatal, time.time(), cause, step))
     finally:
-        end_process(code)
+        if not succeeded:
+            end_process(1)
+    # The launcher waits for this function to return, and then for the process to end, which comes here first. The
+    # trainer is kept until then (see end_process).
+    Finalize(None, lambda _kept: end_process(0), (trainer,), exitpriority=0)
 
 
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
