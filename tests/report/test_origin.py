@@ -10,7 +10,7 @@ from packtrain.recipes import recipe_defaults
 from packtrain.report import finding_json
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.origin import command_of, job_text, machines, reproduce
-from packtrain.run.records import GpuModel, JobSource, Lease, MachineFacts
+from packtrain.run.records import Event, GpuModel, JobSource, Lease, MachineFacts
 from parts.runs import a_lease, program_job, recipe_job
 from report.made import evidence_of, steps_of
 
@@ -103,6 +103,15 @@ def test_the_job_is_shown_as_it_was_written_with_what_was_set_on_top() -> None:
     assert rows[:2] == (("--set", "train.seed=7"), ("--set", "train.duration=9 steps"))
     assert ("git commit", f"{'c' * 40} and 2 changed files") in rows
     assert "2 files were changed since the commit." in found.evidence
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_repeated_with_the_last_ones() -> None:
+    source = JobSource("job.yaml", "", ("train.duration=9 steps", "train.seed=7", "train.duration=20 steps"))
+    changed = Event(1.0, "changed", "train.duration: 9 steps -> 20 steps")
+    found = reproduce(evidence_of(steps_of(), recipe_job(), source=source, events=[changed]))
+    assert command_of(source) == "packtrain run job.yaml --set train.seed=7 --set 'train.duration=20 steps'"
+    assert "bit for bit" not in found.answer
+    assert "It was resumed with other settings" in found.evidence[0]
 
 
 def test_a_long_command_has_a_line_for_each_part() -> None:

@@ -107,7 +107,7 @@ def reproduce(evidence: Evidence) -> Finding:
     run, job = evidence.summary.run, evidence.job
     source = evidence.source or generated_source(job)
     rows = [
-        *(("--set", one) for one in source.overrides),
+        *(("--set", one) for one in _last_of_each(source.overrides)),
         ("git commit", _commit(source)),
         ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
         ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
@@ -117,9 +117,12 @@ def reproduce(evidence: Evidence) -> Finding:
         *([("seed", str(job.train.seed))] if job.recipe is not None else []),
     ]
     answer = f"Save the job below as {source.file}, and run it on the same number of workers."
-    if job.recipe is not None:
+    is_changed = any(event.kind == "changed" for event in evidence.events)
+    if job.recipe is not None and not is_changed:
         answer += " Every loss is then the same, bit for bit, on the same hardware and versions."
     facts = []
+    if is_changed:
+        facts.append("It was resumed with other settings (see the events); a new run has them from its start.")
     if evidence.source is None:
         facts.append("The file was not kept: the job below has the same fields, without comments.")
     if source.uncommitted:
@@ -138,10 +141,16 @@ def reproduce(evidence: Evidence) -> Finding:
 
 def command_of(source: JobSource, pack: str = "") -> str:
     """Return the command that starts the same run again, with a line for each part if it is long."""
-    overrides = [*source.overrides, *([f"data.pack={pack}"] if pack else [])]
+    overrides = _last_of_each([*source.overrides, *([f"data.pack={pack}"] if pack else [])])
     parts = [shlex.join(["packtrain", "run", source.file]), *(shlex.join(["--set", one]) for one in overrides)]
     line = " ".join(parts)
     return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(parts)
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that count: a field that is set again, as by `resume`, has its last value."""
+    last = {override.partition("=")[0]: place for place, override in enumerate(overrides)}
+    return [overrides[place] for place in sorted(last.values())]
 
 
 def _commit(source: JobSource) -> str:
