@@ -45,7 +45,8 @@ _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# NCCL takes every interface whose name begins so, unless there is an equals sign.
+_INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 _OF_FORKED_WORKERS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # below, torch only warns of options that we chose and of peers that are gone
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs otherwise makes them unusable after a fork
@@ -111,7 +112,7 @@ def worker_environment(
     return {
         **_defaults(member.workers),
         **kept,
-        **dict.fromkeys(bound, interface),
+        **{name: _INTERFACE_VARIABLES[name].format(interface) for name in bound},
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
         STORE_ID_VARIABLE: run.store.identity or "",

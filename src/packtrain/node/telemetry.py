@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 from packtrain.identity import identity
 from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, WorkerUse
 from packtrain.system import usable_cores
-from packtrain.train.control import WORKER_NAME
+from packtrain.train.control import VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
 _PROCESSOR = re.compile(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", re.MULTILINE)
@@ -160,6 +161,24 @@ class GpuSampler:
         except pynvml.NVMLError:  # no driver, or no GPU
             return
 
+    def identifiers(self) -> list[str]:
+        """Return the UUIDs of all GPUs; of one that is divided, those of its parts."""
+        return [name for handle in self._handles for name in self._parts(handle) or [self._uuid(handle)]]
+
+    def _parts(self, handle: Any) -> list[str]:
+        nvml = self._nvml
+        parts = []
+        if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0):
+            for index in range(self._ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0)):
+                part = self._ask(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index), None)
+                if part is not None:
+                    parts.append(self._uuid(part))
+        return parts
+
+    def _uuid(self, handle: Any) -> str:
+        found = self._ask(lambda: self._nvml.nvmlDeviceGetUUID(handle), "")
+        return found.decode() if isinstance(found, bytes) else str(found)
+
     def sample(self) -> tuple[Gpu, ...]:
         return tuple(self._one(handle) for handle in self._handles)
 
@@ -191,5 +210,21 @@ class GpuSampler:
             return otherwise
 
 
-def gpu_count() -> int:
-    return len(GpuSampler().sample())
+def visible_gpus(given: str | None, present: Sequence[str]) -> list[str]:
+    """Return the GPUs that workers may use, by CUDA_VISIBLE_DEVICES: numbers or UUIDs, up to the first that is none."""
+    if given is None:
+        return list(present)
+    visible = []
+    for word in (word.strip() for word in given.split(",")):
+        found = [one for one in present if word and one.startswith(word)]
+        if word.isdecimal() and int(word) < len(present):
+            found = [present[int(word)]]
+        if len(found) != 1:
+            break
+        visible.append(found[0])
+    return visible
+
+
+def gpus_of_workers(environment: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the GPUs, or of their parts (MIG), that this machine has for workers."""
+    return visible_gpus(environment.get(VISIBLE_GPUS_VARIABLE), GpuSampler().identifiers())
