@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,20 @@ def test_only_fields_that_differ_are_listed() -> None:
         "(workers)": ("1", "2"),
     }
     assert differing_fields([one, one]) == ()
+
+
+def test_scores_and_what_differs_are_not_cut() -> None:
+    paths = [f"/home/person/projects/translation/data/of-the-experiment/{one}/train.tsv" for one in ("first", "second")]
+    runs = [made(letter, bleu=[1.0, 20.25]) for letter in "AB"]
+    jobs = [recipe_job(data={"train": [{"bitext": path}]}) for path in paths]
+    named = [
+        replace(run, name=f"en-de-with-a-long-name-{run.letter}", job=job) for run, job in zip(runs, jobs, strict=True)
+    ]
+    head, first, *rest = text_lines(compare_runs(named))
+    assert head.endswith("tokens/s  valid bleu")
+    assert first.endswith("20.25")
+    assert any("first/train.tsv" in line for line in rest)
+    assert any("second/train.tsv" in line for line in rest)
 
 
 def test_the_text_fits_80_columns_and_the_page_escapes_everything() -> None:

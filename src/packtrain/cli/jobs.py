@@ -11,6 +11,7 @@ import typer
 
 from packtrain.cli.common import (
     JobArgument,
+    QuietOption,
     RunArgument,
     SetOption,
     StoreOption,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
-
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
 ChangeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -157,7 +156,7 @@ def _print_expected(created: Run) -> None:
 
     found = created.forecast()
     for line in lines_of(found, created.job) if found is not None else ():
-        console().say(("plan", "dim"), f"  {line}")
+        console().say_row("plan", "dim", line)
 
 
 def resume(

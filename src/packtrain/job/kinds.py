@@ -126,6 +126,11 @@ class FleetKind(Part):
         return None if variable in os.environ else f"{variable} is not set here; export it before the run"
 
     @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        """Return what this machine lacks to start such a fleet, each with how to get it. Asks nobody."""
+        return {}
+
+    @classmethod
     def providers(cls, places: Sequence[str]) -> Sequence[Any]:  # noqa: ARG003
         """Return a `Provider` for each of the places, or for the default ones, of a kind that rents its machines.
 

@@ -10,14 +10,14 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.job import Job
 from packtrain.recipes import Recipe, built_in
-from packtrain.report.cost import seconds_to_goal
+from packtrain.report.cost import seconds_to_goal, share_done
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import Overview, overview_of, step_seconds, units_per_second
@@ -223,7 +223,7 @@ class LiveRun:
         overview = overview_of(self._run, state, self._history.points, result, self._watch.leases)
         return RunView(
             overview=overview,
-            progress=1.0 if state == "finished" else _progress(job, steps),
+            progress=1.0 if state == "finished" else share_done(job, steps[-1] if steps else None),
             units_per_second=units_per_second(steps, overview.unit) if overview.unit else None,
             seconds_left=seconds_to_goal(job, steps) if state == "running" else None,
             budget_seconds_left=self._budget_left() if state == "running" else None,
@@ -260,17 +260,6 @@ class LiveRun:
             "left" if lease.left or is_over else "lost" if lost else "working" if member else "starting"
         )
         return MachineView(lease.node, lease.hostname, lease.workers, state, lease.telemetry)
-
-
-def _progress(job: Job, steps: Sequence[Point]) -> float | None:
-    """Return the share of a recipe's duration that is done; a program does not tell."""
-    if job.recipe is None:
-        return None
-    if not steps:
-        return 0.0
-    last, goal = steps[-1], job.train.duration
-    done = {"steps": last.step, "epochs": last.values["epoch"], "seconds": last.values["elapsed_seconds"]}[goal.unit]
-    return min(1.0, done / goal.value)
 
 
 class RunWatcher:

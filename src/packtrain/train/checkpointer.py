@@ -19,6 +19,7 @@ from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
 from packtrain.train.state import Description, Snapshot, SnapshotCopier, check, restore, take, versions
 from packtrain.train.world import World
+from packtrain.units import show_seconds
 
 Scored = tuple[Snapshot, float | None]
 
@@ -227,7 +228,7 @@ class BackgroundCommitter:
             self._recorder.flush_points()
             checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
         self.commit_seconds = time.monotonic() - started
-        self._recorder.event("checkpoint", f"committed {checkpoint.name} in {self.commit_seconds:.1f} s")
+        self._recorder.event("checkpoint", f"committed {checkpoint.name} in {show_seconds(self.commit_seconds)}")
         try:
             prune(self._run, self._settings.keep_last, self._settings.keep_best)
         except StoreError as error:
