@@ -430,6 +430,8 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
         ("job", summary.description),
     ]
+    if run.job.parent is not None:
+        rows.append(("from", run.job.parent.identified))
     goal = f" of {summary.goal:,}" if summary.goal else ""
     # A program does not report its steps; only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))

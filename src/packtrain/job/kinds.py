@@ -215,6 +215,10 @@ class ScheduleKind(Part):
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
 
+    def fitted(self, written: Duration, now: Duration) -> ScheduleKind:  # noqa: ARG002
+        """Return the schedule for a run of another length than it was written for: what would not fit shrinks."""
+        return self
+
     @property
     @abstractmethod
     def in_words(self) -> str:

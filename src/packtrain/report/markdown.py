@@ -23,6 +23,8 @@ def markdown(evidence: Evidence, findings: Sequence[Finding]) -> str:
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     summary = evidence.summary
     yield from (f"# {plain(summary.run)}", "", f"**{plain(summary.outcome)}**, {plain(summary.description)}")
+    if evidence.job.parent is not None:
+        yield from ("", f"Started from {plain(evidence.job.parent.identified)}.")
     if summary.scores:
         scores = sorted(summary.scores.items())
         yield from ("", *table_lines(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))

@@ -93,7 +93,7 @@ def overview(run: Run, state: State) -> Overview:
 
 def is_evaluated(job: Job) -> bool:
     """True if the validation split is measured now and then."""
-    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
+    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.has_valid)
 
 
 def overview_of(
@@ -148,7 +148,8 @@ def _overview_fields(
         "reason": result.reason[:_MAX_TEXT] if result else "",
         "description": " ".join(job.program)[:_MAX_TEXT]
         if job.program is not None
-        else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
+        else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch"
+        + (f", {job.data.share} held out to validate" if job.data.held_out else ""),
         "step": _step(run, steps, result),
         "goal": goal_step(job, steps[-1] if steps else None),
         "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,

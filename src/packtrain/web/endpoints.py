@@ -140,6 +140,7 @@ class DashboardEndpoints:
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
             "result": None if result is None else {**vars(result), "samples": []},
+            "parent": _part(lambda: _parent(run), str, problems),
             "names": reader.names(),
         }
         source = _part(lambda: _source(run), dict, problems)
@@ -412,6 +413,11 @@ def _source(run: Run) -> dict[str, Any]:
     source = run.source() or generated_source(run.job)
     pack = attempt(run.pack_name) if run.job.recipe is not None else ""
     return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "")}
+
+
+def _parent(run: Run) -> str:
+    """Return the checkpoint that the run started from, in words; empty if it started from nothing."""
+    return "" if run.job.parent is None else f"started from {run.job.parent.identified}"
 
 
 def _difference(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ export class Job {
     this.result = make("div");
     this.differences = card("Differences", this.result);
     this.differences.head.append(this.chooser);
+    this.parent = make("p", "readout");
+    job.head.append(this.parent);
     place.append(job, again, this.differences);
     this.#fill();
     this.#compare();
@@ -47,8 +49,9 @@ export class Job {
     this.#fill();
   }
 
-  detailed({ source }) {
+  detailed({ source, parent }) {
     const { file = "", text = "", command = "", commit = "", uncommitted = 0 } = source ?? {};
+    setText(this.parent, short(parent ?? "", 200));
     setText(this.source.firstChild, clean(text, 200_000));
     setText(this.command.firstChild, clean(command, 20_000));
     setText(this.file, short(file, 80));
