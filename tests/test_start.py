@@ -13,10 +13,10 @@ from packtrain.pack.build import PlainProgress
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.inputs import staged
-from packtrain.run.records import Result
+from packtrain.run.records import JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import dry_run, load, prepare, prepare_run, reopen
+from packtrain.start import create, dry_run, load, prepare, prepare_run, reopen
 from packtrain.store import Store, open_store
 from parts.runs import a_lease, new_run, recipe_job, write_files
 
@@ -45,6 +45,20 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
     assert str(changed.job.train.duration) == "20 steps"
     events = changed.events().read()
     assert [(event.kind, event.text.partition(" (by ")[0]) for event in events] == [("changed", line) for line in said]
+
+
+def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path) -> None:
+    text = "# why\nname: job  # a name\nprogram: [train.py]\nstore: ./store\n"
+    write_files(tmp_path, {"mine.yaml": text.encode(), "train.py": b""})
+    run = create(load(tmp_path / "mine.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None))
+    assert run.source() == JobSource("mine.yaml", text, ("fleet.workers=2",))
+
+
+def test_what_is_set_when_a_run_continues_joins_what_was_set_before(directory_store: Store, tmp_path: Path) -> None:
+    run = ended_run(directory_store, tmp_path)
+    run.put_source(JobSource("job.yaml", "# mine", ("train.seed=1",)))
+    changed = reopen(run, refuse, lambda _: None, ["train.duration=20 steps"])
+    assert changed.source() == JobSource("job.yaml", "# mine", ("train.seed=1", "train.duration=20 steps"))
 
 
 @pytest.mark.parametrize(

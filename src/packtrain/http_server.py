@@ -40,6 +40,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+SHARED_PAGE = Path(__file__).parent / "page"
+"""The directory of files that the pages of several servers use."""
 CLIENT_LEFT = 499
 """The status in the log if the client left, as nginx has it."""
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}

@@ -34,9 +34,9 @@ from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
-from packtrain.run.code import CodeSnapshot, archive, snapshot
+from packtrain.run.code import CodeSnapshot, archive, git_commit, snapshot
 from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_input
-from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch
+from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSource
 from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
@@ -114,6 +114,7 @@ class NewRun:
     job: Job
     code: bytes
     pack: Manifest | None
+    source: JobSource
     inheritance: Inheritance | None = None
     recipe: type[Recipe] | None = None
     notes: Sequence[tuple[str, str]] = ()
@@ -150,6 +151,8 @@ class NewRun:
             except BaseException:
                 self.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
                 raise
+        if run.source() is None:  # a run of a sweep may have been left half made
+            run.put_source(self.source)
         remember(run)
         return run
 
@@ -217,7 +220,8 @@ def prepare_run(
     notes = [("note", line) for line in loaded.notes]
     if packed is not None and job.recipe is not None:
         notes += [("warning", line) for line in too_large(job, packed, store)]
-    made = NewRun(store, job.model_copy(update=updates), code.archive, packed, notes=notes)
+    source = JobSource(loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code))
+    made = NewRun(store, job.model_copy(update=updates), code.archive, packed, source, notes=notes)
     if parent is None or beginning is None:
         return made
     inheritance = inherit(parent, beginning.name.choice, made.job, made.code, packed, beginning.fresh)
@@ -390,6 +394,8 @@ def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] 
     fleet_of(job.fleet.kind).check(job, run.store, say)
     if changes:
         run = _change(run, job, changes, say)
+        if (source := run.source()) is not None:
+            run.put_source(replace(source, overrides=(*source.overrides, *overrides)))
         if is_own:
             remember(run)
     elif (result := run.result()) is not None and result.status == "finished":

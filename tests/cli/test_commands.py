@@ -24,6 +24,7 @@ from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, Result
+from packtrain.run.sweeps import Sweep, SweepPlan, Trial
 from packtrain.start import load
 from packtrain.store import Store
 from parts.runs import a_generation, a_lease, new_run, recipe_job, write_files
@@ -235,7 +236,7 @@ def test_a_report_is_a_page_markdown_or_json_in_the_store_in_a_file_or_on_the_sc
     assert CliRunner().invoke(app, place).stdout == f"{directory_store.url}/{run.key('report.html')}\n"
     assert CliRunner().invoke(app, [*place, "--markdown"]).stdout.startswith("# job-1\n")
     answers = json.loads(CliRunner().invoke(app, [*place, "--json"]).stdout)
-    assert {"key", "topic", "question", "answer", "verdict", "evidence", "numbers", "tables"} == set(
+    assert {"key", "topic", "question", "answer", "verdict", "evidence", "numbers", "tables", "texts"} == set(
         answers["findings"][0]
     )
     for options, start in (([], "<!doctype html>"), (["--markdown"], "# job-1"), (["--json"], "{")):
@@ -244,10 +245,23 @@ def test_a_report_is_a_page_markdown_or_json_in_the_store_in_a_file_or_on_the_sc
         assert file.read_text().startswith(start)
 
 
+def test_a_sweep_has_a_report_in_the_same_forms(directory_store: Store, tmp_path: Path) -> None:
+    plan = SweepPlan("s", "job", "d", ("train.seed",), (Trial(1, "s-1", {"train.seed": "1"}),), 1, {})
+    Sweep(directory_store, "s").put_plan(plan)
+    place = ["report", "s", "--store", directory_store.url]
+    assert CliRunner().invoke(app, place).stdout == f"{directory_store.url}/sweeps/s/report.html\n"
+    assert "| s-1 | not started | 1 | 0 |" in CliRunner().invoke(app, [*place, "--markdown"]).stdout
+    assert json.loads(CliRunner().invoke(app, [*place, "--json"]).stdout)["rows"][0]["run"] == "s-1"
+    assert CliRunner().invoke(app, [*place, "-o", str(tmp_path / "s.html")]).stdout == f"{tmp_path / 's.html'}\n"
+    assert (tmp_path / "s.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_report_that_cannot_be_written_is_refused_in_one_line(directory_store: Store, tmp_path: Path) -> None:
     place = ("report", new_run(directory_store).name, "--store", directory_store.url)
     missing = str(tmp_path / "nowhere" / "report.html")
-    assert_refused(packtrain(*place, "-o", missing, cwd=tmp_path), 2, "nowhere/report.html: No such file or directory")
+    assert_refused(
+        packtrain(*place, "-o", missing, cwd=tmp_path), 2, "nowhere/report.html: cannot write it: No such file"
+    )
     assert_refused(packtrain(*place, "--markdown", "--json", cwd=tmp_path), 2, "pass one of them")
 
 

@@ -416,7 +416,7 @@ def test_with_a_token_everything_but_the_page_and_health_needs_it(
     recipes: Callable[[str], Recipe], echo: EchoText
 ) -> None:
     with serving(recipes("translate"), echo, TOKEN) as one, one.client() as client:
-        for path in ("/", "/page.js", "/style.css", "/icon.svg", "/healthz", "/readyz"):
+        for path in ("/", "/page.js", "/attention.js", "/style.css", "/icon.svg", "/healthz", "/readyz"):
             assert client.get(path).status_code == 200, path
         for path in ("/v1/models", "/v1/models/greetings-1", "/metrics", "/openapi.json", "/v1/predict", "/nothing"):
             for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer \xe9"):
@@ -681,7 +681,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(shared: h
     for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         assert path.startswith("/"), path
         assert shared.get(path).status_code == 200, path
-    texts = [shared.get(path).text for path in ("/", "/page.js", "/style.css")]
+    texts = [shared.get(path).text for path in ("/", "/page.js", "/attention.js", "/style.css")]
     assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write", "".join(texts))
     assert " style=" not in page.text, "the policy forbids it"
     assert "<script>" not in page.text

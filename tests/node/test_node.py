@@ -24,6 +24,7 @@ from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISH
 from packtrain.node.causes import FAILURE
 from packtrain.node.node import Node
 from packtrain.node.program import ProgramCheckpoints
+from packtrain.node.telemetry import machine_facts
 from packtrain.run.checkpoint import committed, fetch_newest
 from packtrain.run.records import Result
 from packtrain.run.run import Run
@@ -164,7 +165,8 @@ def test_a_program_that_exits_with_code_0_finishes_the_run(machine: Machine) -> 
     assert (result.status, result.reason) == ("finished", "the program exited with code 0")
     assert said(run) == [(0, "I am 0 of 2 at 0"), (1, "I am 1 of 2 at 1")]
     assert committed_files(run, machine.directory / "back") == {"0": b"x", "1": b"x"}
-    assert [node.left for node in run.leases()] == [True]
+    [lease] = run.leases()
+    assert (lease.left, lease.facts) == (True, machine_facts())
     assert machine.processes() == []
     assert list((machine.directory / "cache" / "nodes").iterdir()) == []
 

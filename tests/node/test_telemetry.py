@@ -4,18 +4,21 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 
+from packtrain.identity import identity
 from packtrain.node.lease import LeaseRenewer
-from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpus_of_workers, visible_gpus
-from packtrain.run.records import Gpu, TelemetrySample
+from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpus_of_workers, machine_facts, visible_gpus
+from packtrain.run.records import Gpu, GpuModel, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store
-from parts.runs import a_lease
+from packtrain.system import usable_cores
+from parts.runs import a_lease, write_files
 
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -51,6 +54,7 @@ def fake_nvml(count: int, parts: int = 0) -> ModuleType:
         NVMLError=NVMLError,
         NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "570.1",
         nvmlDeviceGetCount=lambda: count,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda _: b"Tesla V100",
@@ -106,6 +110,18 @@ def test_a_divided_gpu_counts_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_visible_gpus_follow_cudas_variable(given: str | None, visible: list[str]) -> None:
     assert visible_gpus(given, ["GPU-a1", "GPU-a2", "GPU-b1"]) == visible
+
+
+def test_a_machine_says_what_it_is_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
+    write_files(tmp_path, {"torch/__init__.py": b"1 / 0", "torch/version.py": b"cuda: Optional[str] = '12.8'\n"})
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    facts = machine_facts()
+    assert facts.gpus == (GpuModel("Tesla V100", 16_000),) * 2
+    assert facts.cores == usable_cores() and facts.memory_bytes == psutil.virtual_memory().total
+    assert (facts.versions["cuda"], facts.versions["driver"]) == ("12.8", "570.1")
+    assert (facts.versions["packtrain"], facts.versions["torch"]) == (identity(), version("torch"))
 
 
 def test_each_worker_is_measured(tmp_path: Path) -> None:

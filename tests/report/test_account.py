@@ -1,31 +1,18 @@
-"""Answers about the run: faults and their cost, money, predictions, data, checkpoints, how to repeat it."""
+"""Answers about the run: faults and their cost, money, predictions, data, checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from pack.corpus import job_of
-from packtrain.job.load import load_job
 from packtrain.pack.manifest import FORMAT, Drops, Manifest, ShardFile, Split
-from packtrain.recipes import recipe_defaults
-from packtrain.report.account import (
-    checkpoints,
-    compared,
-    data_set,
-    faults,
-    forecast,
-    job_text,
-    money,
-    reproduce,
-)
+from packtrain.report.account import checkpoints, compared, data_set, faults, forecast, money
 from packtrain.report.cost import Cost
-from packtrain.report.finding import Finding, Rows, Text
+from packtrain.report.finding import Finding, Rows
 from packtrain.run.checkpoint import Checkpoint, StoredFile
 from packtrain.run.records import Event, Forecast, Point, TimeSpent
-from parts.runs import a_lease, program_job, recipe_job
+from parts.runs import a_lease, program_job
 from report.made import evidence_of, generation_of, steps_of, telemetry_of, trained
 
 PLAN = Forecast(
@@ -194,37 +181,3 @@ def test_a_run_without_checkpoints_says_so() -> None:
     assert checkpoints(evidence_of()).verdict == "bad"
     assert checkpoints(evidence_of(job=program_job())).verdict == "note"
     assert checkpoints(evidence_of(summary={"state": "running"})).verdict == "unknown"
-
-
-# How to repeat it.
-
-
-def test_the_job_in_the_report_is_the_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path, fleet={"local": {}, "workers": 2}, checkpoint={"every": "1 min"})
-    (tmp_path / "job.yaml").write_text(job_text(job))
-    assert load_job(tmp_path / "job.yaml", (), recipe_defaults).job == job
-    assert job.evaluate.every is None
-    assert "every: null" in job_text(job), "the recipe's default is not"
-    own = job.model_copy(update={"recipe": "mine:Mine"})
-    (tmp_path / "own.yaml").write_text(job_text(own))
-    assert load_job(tmp_path / "own.yaml", (), lambda *_: {"train": {"clip": 5.0}}).job == own
-
-
-def test_a_run_is_repeated_with_its_pack_and_its_digests() -> None:
-    evidence = evidence_of(
-        steps_of(), recipe_job(), workers=(2, 2), pack="job-abc", job_digest="1" * 64, code_digest="2" * 64,
-        versions={"torch": "2.13"},
-    )  # fmt: skip
-    found = reproduce(evidence)
-    command = next(one for one in found.figures if isinstance(one, Text))
-    assert command.text == "packtrain run job.yaml --set data.pack=job-abc"
-    assert dict(rows_of(found)) == {
-        "job": f"sha256 {'1' * 64}", "job and code": f"sha256 {'2' * 64}", "data": "job-abc", "torch": "2.13",
-        "fleet": "2 machines, 4 workers in all", "seed": "1",
-    }  # fmt: skip
-
-
-def test_the_code_of_a_program_is_in_the_store() -> None:
-    found = reproduce(evidence_of(job=program_job()))
-    assert any("runs/job-1/code.tar.zst" in fact for fact in found.evidence)
-    assert "bit for bit" not in found.answer

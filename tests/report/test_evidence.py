@@ -75,7 +75,7 @@ def test_a_damaged_manifest_does_not_keep_a_report_from_being_written(directory_
 def test_the_run_of_a_program_has_answers(directory_store: Store) -> None:
     evidence = gather(new_run(directory_store))
     assert [finding.key for finding in findings_of(evidence)] == [
-        "duration", "devices", "faults", "money", "checkpoints", "reproduce",
+        "duration", "devices", "faults", "money", "checkpoints", "machines", "reproduce",
     ]  # fmt: skip
 
 

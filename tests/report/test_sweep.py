@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-from packtrain.report.sweep import SweepRow, SweepTable, as_json, axis_of, sweep_page
+from packtrain.report.sweep import SweepRow, SweepTable, as_json, axis_of, find_sweep, sweep_markdown, sweep_page
+from packtrain.run.sweeps import Sweep, SweepPlan, Trial
+from packtrain.store import Store
+from parts.runs import new_run
 from report.pages import Page
 
 EVIL = "<script>alert(1)</script>"
@@ -48,6 +51,29 @@ def test_the_page_escapes_everything_and_fetches_nothing() -> None:
     page = Page(sweep_page(table))
     assert not {"script", "link", "img", "iframe", "a"} & set(page.tags)
     assert "".join(page.text).count(EVIL) > 5
+
+
+def test_markdown_has_the_table_and_the_best_run_and_escapes_everything() -> None:
+    rows = (a_row(2, 9.0, rate="0.1", size="*|"), a_row(1, None, rate=EVIL, size="base"))
+    lines = sweep_markdown(a_table(*rows)).splitlines()
+    assert lines[0] == "# s"
+    assert lines[4] == r"Best so far: s-2, bleu 9.00, with rate = 0.1, size = \*\|."
+    assert lines[6:] == [
+        "| run | state | rate | size | step | bleu |",
+        "| --- | --- | --- | --- | --- | --- |",
+        r"| s-2 | finished | 0.1 | \*\| | 10 | 9.00 |",
+        r"| s-1 | finished | \<script\>alert(1)\</script\> | base | 10 |  |",
+    ]
+
+
+def test_a_name_is_that_of_a_run_before_it_is_that_of_a_sweep(directory_store: Store) -> None:
+    assert [find_sweep(directory_store, name) for name in (None, "s", "../s")] == [None, None, None]
+    Sweep(directory_store, "job-1").put_plan(
+        SweepPlan("job-1", "job", "d", ("a",), (Trial(1, "x", {"a": "1"}),), 1, {})
+    )
+    assert find_sweep(directory_store, "job-1") == "job-1"
+    assert new_run(directory_store).name == "job-1"
+    assert find_sweep(directory_store, "job-1") is None
 
 
 def test_a_sweep_without_scores_has_a_page_and_json() -> None:

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run.code import archive, snapshot, unpack
+from packtrain.run.code import archive, git_commit, snapshot, unpack
 from parts.runs import read_files, write_files
 
 
@@ -66,6 +66,35 @@ def test_the_same_files_give_the_same_bytes_whatever_their_times_and_order(tmp_p
     write_files(tmp_path / "other", dict(reversed(files.items())))
     os.utime(tmp_path / "other" / "b.py", (1, 1))
     assert snapshot(tmp_path / "one").archive == snapshot(tmp_path / "other").archive
+
+
+def test_the_commit_of_code_is_known_and_how_many_files_have_changed(repository: Path) -> None:
+    write_files(repository, {"train.py": b"", "lib/model.py": b""})
+    assert git_commit(repository) == ("", 0), "nothing is committed yet"
+    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@here"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    write_files(repository, {"new.py": b""})
+    assert git_commit(repository / "lib") == (commit, 0), "a file that git does not track is no change"
+    write_files(repository, {"train.py": b"1", "lib/model.py": b"2"})
+    assert git_commit(repository) == (commit, 2)
+
+
+def test_asking_for_the_commit_runs_no_program_of_the_repository(repository: Path, tmp_path: Path) -> None:
+    write_files(repository, {"train.py": b"", ".gitattributes": b"*.py filter=evil\n"})
+    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@here"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    for key in ("filter.evil.clean", "core.fsmonitor"):
+        subprocess.run([*git, "config", key, f"touch {tmp_path / 'ran'}; cat"], check=True)
+    write_files(repository, {"train.py": b"changed"})
+    assert git_commit(repository)[1] == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_a_repository_there_is_no_commit(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) == ("", 0)
 
 
 def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -> None:

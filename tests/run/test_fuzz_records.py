@@ -33,8 +33,11 @@ from packtrain.run.records import (
     Forecast,
     Generation,
     Gpu,
+    GpuModel,
+    JobSource,
     Lease,
     LogLine,
+    MachineFacts,
     Member,
     MirroredRun,
     NodeReport,
@@ -129,7 +132,9 @@ def write_records(run: Run) -> None:
     report = NodeReport(1, "program", "exited with code 1", 7, False)
     run.propose(Generation(1, (Member("a", "10.0.0.1", 1),), 29500, "start", 0, "start", 1, 1.0, 60.0, "a"))
     given = {"address": "10.0.0.1", "port": 29500, "workers": 1, "joined": 1, "used_seconds": 60.0, "machine": "m"}
-    run.renew(Lease("a", "host-of-a", renewal=9, machine_seconds=60.0, report=report, telemetry=telemetry, **given))
+    facts = MachineFacts("Linux", "EPYC", 8, 1 << 30, (GpuModel("A100", 1 << 30),), {"torch": "2.13.0"})
+    given |= {"machine_seconds": 60.0, "report": report, "telemetry": telemetry, "facts": facts}
+    run.renew(Lease("a", "host-of-a", renewal=9, **given))  # type: ignore[arg-type]
     now = time.time()
     values = {"loss": 2.5, "rate": 0.1, "gradient_norm": 1.0, "tokens": 64.0, "epoch": 0.5, "elapsed_seconds": 9.0}
     spans = {"step_seconds": 1.0, "forward_seconds": 0.5, "start_seconds": 0.1}
@@ -148,6 +153,7 @@ def write_records(run: Run) -> None:
         writer.flush()
     run.put_forecast(Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
     run.put_notes(Notes(("tag",), "a sentence"))
+    run.put_source(JobSource("job.yaml", "name: job", ("train.seed=2",), "0" * 40, 1))
     run.put_mirrored(MirroredRun("0" * 64, "of mlflow"))
     run.store.put(run.key("proposers/000001-000.txt"), b"a")
     old = time.time() - 3600  # one look is enough to see that no machine is left

@@ -153,6 +153,8 @@ def test_the_table_of_a_sweep_is_for_people_scripts_and_pages(killed: tuple[Sand
     assert "best: both-2  --set train.schedule.noam.peak=0.01" in shown
     found = json.loads(CliRunner().invoke(app, ["sweep", "both", "--json", *where]).stdout)
     assert (found["best"], found["rows"][0]["values"]) == ("both-2", {"train.schedule.noam.peak": "0.01"})
+    source = Run(open_store(sandbox.store), "both-2").source()
+    assert source is not None and source.overrides == ("train.schedule.noam.peak=0.01",), "as a person would write it"
     [listed] = json.loads(CliRunner().invoke(app, ["sweep", "--json", *where]).stdout)
     assert listed == {"name": "both", "job": "toy", "runs": 2, "finished": 2, "best": "both-2"}
     done = CliRunner().invoke(app, ["sweep", "both", *where])

@@ -6,6 +6,9 @@ anything that is not this server. Screenshots are in a directory of pytest's.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import math
 import re
 import threading
@@ -17,6 +20,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from packtrain.run.records import (
@@ -106,7 +110,7 @@ def machines_and_words(run: Run) -> None:
     for number in range(600):
         logs.append(LogLine(STARTED + number, 1, "node-a", number % 2, "out", f"step {number}: loss 1.5"))
     logs.append(LogLine(STARTED + 700, 1, "node-a", 1, "err", f"needle {HOSTILE}"))
-    logs.append(LogLine(STARTED + 701, 1, "node-a", None, "err", "A" * 1_000_000))
+    logs.append(LogLine(STARTED + 701, 1, "node-a", None, "err", "A" * 10_000_000))
     logs.flush()
     for node in ("node-a", "node-b"):
         writer = run.telemetry_writer(node)
@@ -122,7 +126,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     first = a_run(made, "alpha")
     machines_and_words(first)
     first.put_notes(Notes(("baseline", SCRIPT[:60]), f"the first one {SCRIPT}"))
-    a_run(made, "beta", 1000, 2.0)
+    huge = a_run(made, "beta", 1000, 2.0).point_writer("000001-rank-1")
+    huge.append(Point("test", 1, 1000, STARTED + 125, {"l" * 200: 1.0}, (Sample("I", "R", "P" * 10_000_000),)))
+    huge.flush()
     a_run(made, "gamma", 500, 3.0, status="failed")
     new_run(made, recipe_job("delta"))
     return made
@@ -377,12 +383,47 @@ def test_samples_show_what_differs_over_time(open_page: OpenPage, pictures: Path
     page.screenshot(path=pictures / "samples.png")
 
 
+def test_a_sample_of_10_megabytes_is_cut(open_page: OpenPage) -> None:
+    page = open_page("#/run/beta-1/samples")
+    expect(page.locator(".sample .prediction")).to_contain_text("PPPP")
+    assert len(page.locator(".sample").inner_text()) < 100_000
+
+
+def test_where_a_model_looked_is_drawn_over_the_picture(
+    open_page: OpenPage, network: QuietNetwork, tmp_path: Path
+) -> None:
+    store = open_store(str(tmp_path / "store"), create=True)
+    run = a_run(store, "caption", 10)
+    image = io.BytesIO()
+    Image.new("RGB", (64, 48), "white").save(image, "JPEG")
+    run.put_picture(image.getvalue())
+    picture = hashlib.sha256(image.getvalue()).hexdigest()
+    grids = tuple(base64.b64encode(bytes(cells)).decode() for cells in ((255, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 255)))
+    points = run.point_writer("000001-rank-1")
+    sample = Sample("image 1", "a dog", "a cat", picture, ("a", "cat"), grids, (2, 3))
+    points.append(Point("valid", 1, 10, STARTED, {"loss": 1.0}, (sample,)))
+    points.flush()
+    with served(store, network) as shown:
+        page = open_page("#/run/caption-1/samples", shown.url)
+        page.get_by_role("button", name="cat").hover()
+        expect(page.locator(".stage.looking")).to_have_count(1)
+        look = "one => [...one.getContext('2d').getImageData(0, 0, one.width, one.height).data]"
+        pixels = page.locator(".stage canvas").evaluate(look)
+        assert sum(pixels[-4:-1]) > sum(pixels[:3]), "bright where the model looked"
+        page.keyboard.press("Tab")
+        page.get_by_role("button", name="a", exact=True).focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".words .now")).to_have_text("cat")
+        page.close()
+
+
 def test_jobs_are_compared_and_checkpoints_and_answers_have_their_places(open_page: OpenPage) -> None:
     page = open_page("#/run/alpha-1/job")
     page.get_by_label("Compare with").select_option("beta-1")
     expect(page.locator("table.listing")).to_contain_text("train.duration")
     expect(page.locator("table.listing")).to_contain_text("1000 steps")
-    expect(page.locator("pre.source")).to_contain_text("name: alpha")
+    expect(page.get_by_label("Job file")).to_contain_text("name: alpha")
+    expect(page.get_by_label("Command")).to_contain_text("packtrain run job.yaml")
     page.keyboard.press("6")
     expect(page.locator(".quiet")).to_contain_text("No checkpoint")
     page.keyboard.press("2")

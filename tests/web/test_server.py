@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import ssl
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.run.checkpoint import commit
-from packtrain.run.records import Event, LogLine, Notes, Result, Sample, Telemetry, TelemetrySample
+from packtrain.run.records import Event, JobSource, LogLine, Notes, Point, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.dashboard import (
@@ -152,6 +153,35 @@ def test_a_run_is_listed(shown: RunningDashboard, directory_store: Store) -> Non
     assert row_of(shown)["sparkline"][0] == 10.0
 
 
+def test_texts_of_10_megabytes_make_short_answers(shown: RunningDashboard, directory_store: Store) -> None:
+    run, huge = Run(directory_store, "job-1"), "A" * 10_000_000
+    logs, points, events = run.log_writer("a"), run.point_writer("000001-rank-1"), run.event_writer("a")
+    logs.append(LogLine(1.0, 1, "a", 0, "out", huge))
+    points.append(Point("test", 1, 20, 1.0, {"loss": 1.0}, (Sample("in", "right", huge),)))
+    events.append(Event(1.0, "warning", huge))
+    for writer in (logs, points, events):
+        writer.flush()
+    run.put_notes(Notes(("t" * 200,) * 1000, huge[:3_000_000]))
+    wait_until(lambda: row_of(shown)["note"], "the note is read")
+    told = [
+        json.dumps(shown.get("/api/runs")),
+        json.dumps(shown.get("/api/runs/job-1")),
+        json.dumps(shown.get("/api/logs", run="job-1")),
+        json.dumps(shown.get("/api/samples", run="job-1", step=20)),
+    ]
+    assert ["A" * 1000 in answer and len(answer) < 100_000 for answer in told] == [True] * 4
+
+
+def test_the_job_of_a_run_is_told_as_it_was_written(shown: RunningDashboard, directory_store: Store) -> None:
+    Run(directory_store, "job-1").put_source(
+        JobSource("mine.yaml", "# why\nname: job\n", ("train.seed=2",), "a" * 40, 3)
+    )
+    told = shown.get("/api/runs/job-1")["source"]
+    assert (told["file"], told["text"]) == ("mine.yaml", "# why\nname: job\n")
+    assert (told["commit"], told["uncommitted"]) == ("a" * 40, 3)
+    assert told["command"].startswith("packtrain run mine.yaml --set train.seed=2")
+
+
 def test_a_run_is_told_in_full(shown: RunningDashboard, directory_store: Store, tmp_path: Path) -> None:
     run = Run(directory_store, "job-1")
     run.propose(a_generation(1, "a"))
@@ -164,7 +194,7 @@ def test_a_run_is_told_in_full(shown: RunningDashboard, directory_store: Store, 
     assert (checkpoint["step"], checkpoint["bytes"], checkpoint["score"]) == (20, 5, 12.5)
     assert checkpoint["files"] == [{"name": "model.safetensors", "bytes": 5}]
     assert told["result"]["status"] == "finished"
-    assert "recipe: translate" in told["job_file"] and "null" not in told["job_file"]
+    assert "recipe: translate" in told["source"]["text"]
     assert told["parent"] == ""
     assert "train.loss" in told["names"]
     assert told["goodput"]["seconds"] >= 0

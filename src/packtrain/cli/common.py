@@ -41,6 +41,8 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run. Default: the newest run."),
 ]
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; the default is for this machine alone.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job file.")]
 SetOption = Annotated[
     list[str] | None,
@@ -97,6 +99,42 @@ def find_run(location: str | None, name: str | None) -> Run:
     from packtrain.run.run import open_run
 
     return open_run(find_store(location), name)
+
+
+@contextmanager
+def needing(command: str, extra: str) -> Iterator[None]:
+    """Turn the failed import of a package into the advice to install the extra that a command needs."""
+    try:
+        yield
+    except ImportError as error:
+        from packtrain.errors import Mistake
+        from packtrain.identity import install_command
+
+        raise Mistake(f"{command} needs {error.name}; run `{install_command(extra)}`") from error
+
+
+def check_host(host: str, is_protected: bool, advice: str) -> None:
+    """Refuse an address that other machines can reach, unless the server is protected."""
+    from packtrain.errors import Mistake, printable
+    from packtrain.http_server import is_loopback
+
+    if not is_protected and not is_loopback(host):
+        raise Mistake(f"--host {printable(host)}: other machines may reach this address; {advice}")
+
+
+def log_request(line: str) -> None:
+    """Print a line of a server's log."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that `-o` names."""
+    from packtrain.errors import Mistake
+
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise Mistake(f"-o {path}: cannot write it: {error.strerror}") from None
 
 
 def hints(run: Run, *words: str) -> list[str]:

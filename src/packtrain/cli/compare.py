@@ -16,6 +16,7 @@ from packtrain.cli.common import (
     find_store,
     print_json,
     trusting,
+    write_output,
 )
 from packtrain.errors import Mistake
 
@@ -67,10 +68,7 @@ def compare(
     tests = _paired_tests(runs, found, trust_code) if resample else {}
     comparison = compare_runs(found, tests)
     if output is not None:
-        try:
-            output.write_text(compare_page(comparison))
-        except OSError as error:
-            raise Mistake(f"-o {output}: cannot write it: {error.strerror}") from None
+        write_output(output, compare_page(comparison))
     if as_json:
         print_json(plain(comparison))
         return

@@ -29,6 +29,7 @@ from packtrain.cli.common import (
     hints,
     print_json,
     trusting,
+    write_output,
 )
 from packtrain.units import counted, parse_moment
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from packtrain.errors import PacktrainError
     from packtrain.report.summary import About, Overview
+    from packtrain.report.sweep import SweepTable
     from packtrain.run.liveness import State
     from packtrain.run.run import Run
 
@@ -47,6 +49,7 @@ _STOP_POLL_SECONDS = 1.0
 _COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time", "cost", "tags", "job")
 _LEFT_OUT = ("loss", "job", "tags", "time", "cost", "step", "queue", "score", "started")  # of a narrow list, in order
 _LEAST_JOB = 12
+_REPORTED = "Run, job or sweep; a job stands for its newest run. Default: the newest run."
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 
 
@@ -347,7 +350,7 @@ def stop(name: RunArgument = None, store: StoreOption = None, yes: YesOption = F
 
 
 def report(
-    name: RunArgument = None,
+    name: Annotated[str | None, typer.Argument(metavar="RUN|SWEEP", help=_REPORTED)] = None,
     store: StoreOption = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
@@ -355,37 +358,54 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to the store.")
     ] = None,
 ) -> None:
-    """Answer questions about a run, with evidence, on one page.
+    """Answer questions about a run, or show a sweep, on one page.
 
-    The page is in the run's folder. It is written when a run ends, and by this command at any time.
+    The page is in the folder of the run or sweep. It is written when that ends, and by this command at any time.
     """
-    from packtrain.cli.common import json_text
     from packtrain.errors import Mistake
-    from packtrain.report import report_json, report_page, write_report
-    from packtrain.report.findings import findings_of, gather
-    from packtrain.report.markdown import markdown
+    from packtrain.report import write_report
+    from packtrain.report.sweep import find_sweep, sweep_table, write_sweep_report
+    from packtrain.run.run import open_run
 
     if as_markdown and as_json:
         raise Mistake("--markdown and --json: pass one of them")
-    run = find_run(store, name)
-    if as_markdown:
-        evidence = gather(run)
-        text = markdown(evidence, findings_of(evidence))
-    elif as_json:
-        text = json_text(report_json(gather(run))) + "\n"
-    elif output is not None:
-        text = report_page(run)
-    else:
-        print(write_report(run))
+    form = "markdown" if as_markdown else "json" if as_json else "page"
+    found = find_store(store)
+    sweep = find_sweep(found, name)
+    if form == "page" and output is None:
+        table = None if sweep is None else sweep_table(found, sweep)
+        print(write_report(open_run(found, name)) if table is None else write_sweep_report(found, table))
         return
+    text = _run_text(open_run(found, name), form) if sweep is None else _sweep_text(sweep_table(found, sweep), form)
     if output is None:
         print(text, end="")
-        return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise Mistake(f"{output}: {error.strerror}") from error
-    print(output)
+    else:
+        write_output(output, text)
+        print(output)
+
+
+def _run_text(run: Run, form: str) -> str:
+    from packtrain.cli.common import json_text
+    from packtrain.report import report_json, report_page
+    from packtrain.report.evidence import gather
+    from packtrain.report.findings import findings_of
+    from packtrain.report.markdown import markdown
+
+    if form == "page":
+        return report_page(run)
+    evidence = gather(run)
+    if form == "markdown":
+        return markdown(evidence, findings_of(evidence))
+    return json_text(report_json(evidence)) + "\n"
+
+
+def _sweep_text(table: SweepTable, form: str) -> str:
+    from packtrain.cli.common import json_text
+    from packtrain.report.sweep import as_json, sweep_markdown, sweep_page
+
+    if form == "page":
+        return sweep_page(table)
+    return sweep_markdown(table) if form == "markdown" else json_text(as_json(table)) + "\n"
 
 
 def mirror(

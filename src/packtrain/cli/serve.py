@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from packtrain.cli.common import HostOption, PortOption, check_host, log_request, needing
 from packtrain.errors import Mistake, printable
 
 if TYPE_CHECKING:
@@ -24,16 +25,14 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     folder: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model.")],
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; other than loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free.")
-    ] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file", metavar="FILE", help=f"File with the token of clients. Default: ${TOKEN_VARIABLE}."
+            "--token-file",
+            metavar="FILE",
+            help=f"File with the token; needed for other machines. Default: ${TOKEN_VARIABLE}.",
         ),
     ] = None,
     threads: Annotated[
@@ -47,28 +46,21 @@ def serve(
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",
 ) -> None:
     """Serve an exported model over HTTP, with a page to try it."""
-    try:
+    with needing("serve", "home"):
         from packtrain.export.serve import serve as serve_model
-        from packtrain.http_server import is_loopback, listening, url_of
-    except ImportError as error:
-        from packtrain.identity import install_command
-
-        raise Mistake(f"serve needs {error.name}; run `{install_command('home')}`") from error
+        from packtrain.http_server import listening, url_of
     from packtrain.export.model import read_model
     from packtrain.export.service import ServedModel, ServiceSettings
     from packtrain.units import parse_bytes, parse_seconds
 
     token = _token(token_file)
-    if token is None and not is_loopback(host):
-        raise Mistake(
-            f"--host {printable(host)}: other machines may reach this address; set ${TOKEN_VARIABLE} or --token-file"
-        )
+    check_host(host, token is not None, f"set ${TOKEN_VARIABLE} or --token-file")
     size, seconds = _parsed("--max-bytes", parse_bytes, max_bytes), _parsed("--timeout", parse_seconds, timeout)
     settings = ServiceSettings(batch, queue, int(size), float(seconds))
     model = ServedModel.of(read_model(folder), threads)
     listener = listening(host, port)
     print(f"{model.name} ({model.form} {model.precision}): {url_of(listener)}  Ctrl-C stops it.", flush=True)
-    if serve_model(model, settings, listener, token, lambda line: print(line, file=sys.stderr, flush=True)):
+    if serve_model(model, settings, listener, token, log_request):
         raise KeyboardInterrupt  # it ends as every command does
 
 

@@ -22,6 +22,7 @@ from packtrain.cli.common import (
     print_json,
     store_option,
     trusting,
+    write_output,
 )
 from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake
 
@@ -178,16 +179,12 @@ def _still_running(names: list[str]) -> str:
 def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
     """Print the table, and write its page to the store and wherever the user wants it."""
     from packtrain.report.sweep import as_json as plain
-    from packtrain.report.sweep import sweep_page, sweep_table
+    from packtrain.report.sweep import sweep_page, sweep_table, write_sweep_report
     from packtrain.store import StoreError
 
     table = sweep_table(sweep.store, sweep.name)
-    written = sweep_page(table)
     if output is not None:
-        try:
-            output.write_text(written)
-        except OSError as error:
-            raise Mistake(f"-o {output}: cannot write it: {error.strerror}") from None
+        write_output(output, sweep_page(table))
     if as_json:
         print_json(plain(table))
         return table
@@ -197,10 +194,9 @@ def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
     if (best := table.best) is not None:
         values = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in best.values.items())
         screen.say("best: ", (best.run, "bold"), f"  {values}")
-    key = sweep.key("report.html")
     with suppress(StoreError):  # a person who may only read the store still sees the table
-        sweep.store.put(key, written.encode())
-        screen.say(f"report: {output or f'{sweep.store.url}/{key}'}")
+        written = write_sweep_report(sweep.store, table)
+        screen.say(f"report: {output or written}")
     return table
 
 

@@ -9,8 +9,17 @@ from typing import Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, check_exists, default_store
-from packtrain.errors import Mistake, printable
+from packtrain.cli.common import (
+    HostOption,
+    PortOption,
+    StoreOption,
+    check_exists,
+    check_host,
+    default_store,
+    log_request,
+    needing,
+)
+from packtrain.errors import Mistake
 
 _TOKEN_BYTES = 24
 _OUTAGE_SECONDS = 4.0
@@ -22,14 +31,11 @@ def register(app: typer.Typer) -> None:
 
 def ui(
     store: StoreOption = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; other than loopback needs --certificate.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free.")
-    ] = 8265,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8265,
     certificate: Annotated[
-        Path | None, typer.Option("--certificate", metavar="FILE", help="TLS certificate, as PEM.")
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="TLS certificate, as PEM; needed for other machines."),
     ] = None,
     key: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="Private key of the certificate, if not in its file.")
@@ -37,22 +43,17 @@ def ui(
     browse: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show all runs of a store in the browser, live."""
-    try:
-        from packtrain.http_server import check_certificate, is_loopback, listening, url_of
+    with needing("ui", "ui"):
+        from packtrain.http_server import check_certificate, listening, url_of
         from packtrain.web.server import DashboardServer
-    except ImportError as error:
-        from packtrain.identity import install_command
-
-        raise Mistake(f"ui needs {error.name}; run `{install_command('ui')}`") from error
     import secrets
 
     from packtrain.store import open_store
 
     if key is not None and certificate is None:
         raise Mistake("--key: needs --certificate")
-    if certificate is None and not is_loopback(host):
-        advice = "set --certificate and --key, or listen on 127.0.0.1 and use `ssh -L`"
-        raise Mistake(f"--host {printable(host)}: other machines may reach this address; {advice}")
+    advice = "set --certificate and --key, or listen on 127.0.0.1 and use `ssh -L`"
+    check_host(host, certificate is not None, advice)
     if certificate is not None:
         check_certificate(certificate, key)
     # Pages want an answer now: they show that a store is away, and ask again.
@@ -61,7 +62,7 @@ def ui(
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     options = {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": key and str(key)}
-    server = DashboardServer(found, listener, token, lambda line: print(line, file=sys.stderr, flush=True), **options)
+    server = DashboardServer(found, listener, token, log_request, **options)
     url = f"{url_of(listener, 'https' if certificate else 'http')}/?token={token}"
     print(f"Dashboard of {found.url}: {url}  Ctrl-C stops it.", flush=True)
     if browse:

@@ -68,6 +68,7 @@ from packtrain.export.service import Answer, Manner, Question, ServedModel, Serv
 from packtrain.http_server import (
     CLIENT_LEFT,
     HEADERS,
+    SHARED_PAGE,
     Token,
     is_from_elsewhere,
     log_line,
@@ -82,10 +83,11 @@ Asked = TypeVar("Asked", bound=OpenAiRequest)
 
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/style.css": ("style.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/": (_PAGE / "index.html", "text/html"),
+    "/page.js": (_PAGE / "page.js", "text/javascript"),
+    "/attention.js": (SHARED_PAGE / "attention.js", "text/javascript"),
+    "/style.css": (_PAGE / "style.css", "text/css"),
+    "/icon.svg": (SHARED_PAGE / "icon.svg", "image/svg+xml"),
 }
 # Without a token: the page has no secrets, and whoever asks for health does not have one.
 _OPEN = {*_FILES, "/healthz", "/readyz"}
@@ -221,7 +223,7 @@ def application(service: Service, token: str | None) -> ASGIApp:
     """Return what is behind the door."""
     endpoints = Endpoints(service, token is not None)
     routes = [
-        *(Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()),
+        *(Route(path, _file(file, kind)) for path, (file, kind) in _FILES.items()),
         Route("/healthz", endpoints.health),
         Route("/readyz", endpoints.readiness),
         Route("/metrics", endpoints.metrics),
@@ -251,8 +253,8 @@ def application(service: Service, token: str | None) -> ASGIApp:
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_fault))
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    content = (_PAGE / name).read_bytes()
+def _file(path: Path, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    content = path.read_bytes()
 
     async def endpoint(_: Request) -> Response:
         return Response(content, media_type=kind)

@@ -158,6 +158,12 @@ class LoadedJob:
     directory: Path
     document: Document
     notes: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The name of the file, without its directory."""
+        return Path(self.document.name).name
 
     @property
     def text(self) -> str:
@@ -210,7 +216,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})
         job = job.model_copy(update={"report": report})
-    return LoadedJob(job, directory, document, notes)
+    return LoadedJob(job, directory, document, notes, tuple(overrides))
 
 
 def _fitted(written: Document, document: Document, overrides: Sequence[str]) -> tuple[Document, tuple[str, ...]]:

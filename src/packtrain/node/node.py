@@ -34,7 +34,7 @@ from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.mirror import MirrorProcess
 from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
 from packtrain.node.program import ProgramCheckpoints
-from packtrain.node.telemetry import TelemetrySampler
+from packtrain.node.telemetry import TelemetrySampler, machine_facts
 from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
 from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
@@ -100,7 +100,7 @@ class Node:
             machine = "" if self._job.fleet.kind.shares_machines else machine_id()
         lease = Lease(
             self.name, socket.gethostname(), address, free_port(), workers, joined, 0, 0.0, machine,
-            job=run.job_digest, dollars_per_hour=self._job.fleet.dollars_per_hour or 0.0,
+            job=run.job_digest, dollars_per_hour=self._job.fleet.dollars_per_hour or 0.0, facts=machine_facts(),
         )  # fmt: skip
         sampler = sampler or TelemetrySampler(self.directory.path)
         # A store client of its own: the node's may wait a minute for an answer, and the lease expires after 12 s.

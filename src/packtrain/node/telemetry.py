@@ -1,20 +1,60 @@
-"""Telemetry of this machine, its GPUs and its workers."""
+"""This machine, its GPUs and its workers: what they are, and how busy."""
 
 from __future__ import annotations
 
+import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from packtrain.run.records import Gpu, Telemetry, WorkerUse
+from packtrain.identity import identity
+from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, WorkerUse
+from packtrain.system import usable_cores
 from packtrain.train.control import VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
+_PROCESSOR = re.compile(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", re.MULTILINE)
+_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+
+def machine_facts() -> MachineFacts:
+    """Return what this machine is, and the versions of what trains on it."""
+    gpus = GpuSampler()
+    found = _PROCESSOR.search(_text(Path("/proc/cpuinfo")))
+    return MachineFacts(
+        system=f"{platform.system()} {platform.release()}, {platform.machine()}"[:200],
+        processor=(found[1].strip() if found else platform.processor())[:200],
+        cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=tuple(GpuModel(one.name[:200], one.memory_bytes) for one in gpus.sample()),
+        versions={name: text[:200] for name, text in {**_versions(), "driver": gpus.driver()}.items() if text},
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Packtrain, Python, torch and its CUDA; torch is not imported, which would take seconds."""
+    found = {"packtrain": identity(), "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        found["torch"] = version("torch")
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        cuda = _CUDA.search(_text(Path(torch.origin).with_name("version.py")))
+        found["cuda"] = cuda[1] if cuda else ""
+    return found
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
 class TelemetrySampler:
@@ -141,6 +181,13 @@ class GpuSampler:
 
     def sample(self) -> tuple[Gpu, ...]:
         return tuple(self._one(handle) for handle in self._handles)
+
+    def driver(self) -> str:
+        """Return the version of the driver; "" if there is none."""
+        if self._nvml is None:
+            return ""
+        found = self._ask(self._nvml.nvmlSystemGetDriverVersion, "")
+        return found.decode() if isinstance(found, bytes) else str(found)
 
     def _one(self, handle: Any) -> Gpu:
         nvml = self._nvml

@@ -49,6 +49,11 @@ _REQUIRED_ATTRIBUTES = ("defaults", "unit", "contents", "kind", "best_metric")
 _searched: Path | None = None  # the directory of users' recipes that is on Python's path now
 
 
+def built_in(name: str | None) -> type[Recipe] | None:
+    """Return the class of a recipe of Packtrain, None for any other: to show a run must not execute its user's code."""
+    return recipe_class(name) if name is not None and name in RECIPES else None
+
+
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
     """Return the class of a recipe. `code` is searched first for a user's recipe; None searches only Python's path."""
     if ":" in name:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from packtrain.report.evidence import Evidence, gather
-from packtrain.report.finding import Finding, Rows
+from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.findings import findings_of
 from packtrain.report.render import newest_samples, render
 from packtrain.report.sample_view import MAX_SAMPLES
@@ -35,6 +35,8 @@ def report_json(evidence: Evidence) -> dict[str, Any]:
     return {
         **asdict(evidence.summary),
         "findings": [finding_json(finding) for finding in findings_of(evidence)],
+        "source": asdict(evidence.source) if evidence.source else None,
+        "hardware": [{"node": one.node, "hostname": one.hostname, **asdict(one.facts)} for one in evidence.leases],
         "samples": [asdict(sample) for sample in newest_samples(evidence)],
     }
 
@@ -43,7 +45,8 @@ def finding_json(finding: Finding) -> dict[str, Any]:
     """Return one answer as plain values, without its series."""
     tables = [asdict(figure) for figure in finding.figures if isinstance(figure, Rows)]
     known = {name: value for name, value in vars(finding).items() if name != "figures"}
-    return {**known, "tables": tables}
+    texts = [asdict(figure) for figure in finding.figures if isinstance(figure, Text)]
+    return {**known, "tables": tables, "texts": texts}
 
 
 def report_url(run: Run) -> str:

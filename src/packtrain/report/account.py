@@ -1,21 +1,15 @@
-"""Questions about the run as a whole: faults, money, what was expected, data, checkpoints, how to repeat it."""
+"""Questions about the run as a whole: faults, money, what was expected, data, checkpoints."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-import yaml
-
-from packtrain.job import Job
-from packtrain.job.job import expand
-from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.evidence import Evidence
-from packtrain.report.finding import Finding, Rows, Text, Verdict, unknown
+from packtrain.report.finding import Finding, Rows, Verdict, unknown
 from packtrain.report.goodput import lost_seconds, recovery_seconds
 from packtrain.report.speed import graded
 from packtrain.report.summary import step_seconds
@@ -273,59 +267,3 @@ def checkpoints(evidence: Evidence) -> Finding:
         key, "run", question, answer, "good", tuple(facts), (Rows(("file", "size", "what it is"), rows),),
         {"bytes": float(size), "kept": float(len(kept))},
     )  # fmt: skip
-
-
-# How to repeat it.
-
-
-def reproduce(evidence: Evidence) -> Finding:
-    """The job as written, digests of code and data, versions, the command."""
-    run, job = evidence.summary.run, evidence.job
-    rows = [
-        ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
-        ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
-        ("data", evidence.pack),
-        *((name, value) for name, value in sorted(evidence.versions.items())),
-        ("fleet", f"{counted(evidence.machines, 'machine')}, {counted(evidence.workers, 'worker')} in all"),
-        *([("seed", str(job.train.seed))] if job.recipe is not None else []),
-    ]
-    command = "packtrain run job.yaml" + (f" --set data.pack={evidence.pack}" if evidence.pack else "")
-    answer = "Save the job below as job.yaml, and run it on the same number of workers."
-    if job.recipe is not None:
-        answer += " Every loss is then the same, bit for bit, on the same hardware and versions."
-    facts = [f"Store: {evidence.store}."] if evidence.store else []
-    if job.has_own_code:
-        facts.append(f"The code that ran is in runs/{run}/code.tar.zst of the store; unpack it beside the job.")
-    if evidence.pack:
-        facts.append("With data.pack the pack in the store is used as it is, without the raw data.")
-    return Finding(
-        "reproduce", "run", "How can I repeat it?", answer, "good", tuple(facts),
-        (Text("command", command), Rows(("what", "which"), tuple(row for row in rows if row[1])),
-         Text("job.yaml", job_text(job))),
-    )  # fmt: skip
-
-
-def job_text(job: Job) -> str:
-    """Return the job as a file: what differs from the defaults, without fields that are not set.
-
-    What a recipe has defaults of its own for is always written; for a user's recipe, which is not asked, everything is.
-    """
-    full = job.model_dump(mode="json")
-    short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
-    known: Mapping[str, Any] = full
-    if job.recipe is None:
-        known = {}
-    elif job.recipe in RECIPES:
-        known = expand(recipe_class(job.recipe).defaults)
-    for section, fields in known.items():
-        own = full.get(section)
-        if isinstance(fields, Mapping) and isinstance(own, Mapping):
-            for field in fields:
-                short.setdefault(section, {}).setdefault(field, _without_nulls(own[field]))
-    return yaml.safe_dump(short, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -18,20 +18,19 @@ from packtrain.report.compare import (
     units_per_second,
 )
 from packtrain.report.goodput import LABELS
-from packtrain.report.page import Series, line_chart, nice_ticks, page, thin
+from packtrain.report.page import Series, html_table, line_chart, nice_ticks, page, thin
 from packtrain.units import show_count, show_score, show_seconds
 
 WIDTH = 80
 _CHART_HEIGHT = 12
 _MAX_VALUE = 60  # characters of a value in the text
-_SHORT = 20  # characters of a cell that does not wrap
+_SHORT = 20  # characters of what values share that stay before what differs
 
 STYLE = """
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; } .wide { overflow-x: auto; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
 .bar { display: flex; height: 1.2rem; } .bar span { background: currentColor; } .label { color: var(--ink); }
-.value { white-space: nowrap; }
 code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
 .s4 { color: #b8860b; } .s5 { color: #c2185b; } .s6 { color: #00838f; } .s7 { color: #6d4c41; } .s8 { color: #7b8794; }
 .s9 { color: #558b2f; }
@@ -219,15 +218,6 @@ def compare_page(found: RunComparison) -> str:
         _time_section(found),
     ]
     return page(title, "".join(sections), STYLE)
-
-
-def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that scrolls on a narrow screen; cells are HTML already."""
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    # Short values stay on one line: a number that is apart from its unit is hard to read.
-    lines = ["".join(f"<td{' class=value' if len(cell) <= _SHORT else ''}>{cell}</td>" for cell in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _named(found: RunComparison, letter: str) -> str:

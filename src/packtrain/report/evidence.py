@@ -10,7 +10,7 @@ from functools import cached_property
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.pack.manifest import Manifest, find_manifest
-from packtrain.recipes import RECIPES, Recipe, recipe_class
+from packtrain.recipes import Recipe, built_in
 from packtrain.report.summary import Summary, summary_of
 from packtrain.run.checkpoint import Checkpoint, committed, file_key
 from packtrain.run.liveness import state_of
@@ -18,6 +18,7 @@ from packtrain.run.records import (
     Event,
     Forecast,
     Generation,
+    JobSource,
     Lease,
     Point,
     Result,
@@ -67,6 +68,7 @@ class Evidence:
     code_digest: str = ""
     store: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    source: JobSource | None = None
 
     @cached_property
     def points(self) -> list[Point]:
@@ -92,9 +94,7 @@ class Evidence:
 
     @property
     def lower_is_better(self) -> frozenset[str]:
-        # The code of a user's own recipe is not executed to look at a run.
-        own = self.job.recipe not in RECIPES
-        return (Recipe if own or self.job.recipe is None else recipe_class(self.job.recipe)).lower_is_better
+        return (built_in(self.job.recipe) or Recipe).lower_is_better
 
     @cached_property
     def workers(self) -> int:
@@ -189,6 +189,7 @@ def gather(run: Run) -> Evidence:
         code_digest=_or_nothing(lambda: run.code_digest),
         store=run.store.url,
         versions=_versions(run, checkpoints),
+        source=run.source(),
     )
 
 

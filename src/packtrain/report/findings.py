@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from packtrain.report import account, learning, speed
-from packtrain.report.evidence import Evidence, gather
+from packtrain.report import account, learning, origin, speed
+from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding
-
-__all__ = ["QUESTIONS", "Evidence", "Finding", "findings_of", "gather"]
 
 QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
     learning.trained,
@@ -27,7 +25,8 @@ QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
     account.forecast,
     account.data_set,
     account.checkpoints,
-    account.reproduce,
+    origin.machines,
+    origin.reproduce,
 )
 """Each is a pure function; None if the question does not apply to the run."""
 

@@ -16,12 +16,12 @@ from typing import Literal
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.job import Job
-from packtrain.recipes import RECIPES, Recipe, recipe_class
+from packtrain.recipes import Recipe, built_in
 from packtrain.report.cost import seconds_to_goal, share_done
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import Overview, overview_of, step_seconds, units_per_second
-from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch, State, state_now, without_nodes
+from packtrain.run.liveness import State, StateWatch
 from packtrain.run.records import Event, Generation, Lease, LogLine, Point, Telemetry
 from packtrain.run.run import Run
 from packtrain.store import StoreError
@@ -132,8 +132,7 @@ class History:
 
     def __init__(self, job: Job) -> None:
         self._unit = job.train.batch.unit if job.recipe is not None else ""
-        # Showing a run must not execute the user's code: a recipe of their own names its score in the job.
-        recipe = recipe_class(job.recipe) if job.recipe is not None and job.recipe in RECIPES else Recipe
+        recipe = built_in(job.recipe) or Recipe  # a recipe of the user's own names its score in the job
         self._measure = str(job.checkpoint.best_by or getattr(recipe, "best_metric", ""))
         self._sign = -1 if self._measure in recipe.lower_is_better else 1
         self._curves: defaultdict[str, GrowingLine] = defaultdict(GrowingLine)
@@ -215,10 +214,8 @@ class LiveRun:
         self._line_stream = run.log_lines().skip(but=_LOG_CHUNKS)
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._lines: deque[LogLine] = deque(maxlen=_KEPT_LINES)
-        self._leases, self._lease_watch = list[Lease](), LeaseWatch()
-        self._leases_at = float("-inf")
+        self._watch = StateWatch(run)
         self._generation: Generation | None = None
-        self._state: State | None = None
 
     def look(self) -> RunView:
         started = time.monotonic()
@@ -228,24 +225,22 @@ class LiveRun:
             self._events.extend(replace(one, text=one.text[:_KEPT_CHARACTERS]) for one in events)
         for lines in self._line_stream.chunks():
             self._lines.extend(replace(one, text=one.text[:_KEPT_CHARACTERS]) for one in lines)
-        if started - self._leases_at >= LEASE_SECONDS:
-            self._leases, self._leases_at = self._run.leases(), started
-            self._lease_watch.observe(self._leases, started)
-            self._generation = self._run.latest_generation(self._generation)
-        self._state = self._judged(started) if result is None else result.status
+        judged = self._watch.look()
+        state: State = judged if result is None else result.status
+        self._generation = self._run.latest_generation(self._generation)
         job, steps = self._run.job, self._history.steps
-        overview = overview_of(self._run, self._state, self._history.points, result, self._leases)
+        overview = overview_of(self._run, state, self._history.points, result, self._watch.leases)
         return RunView(
             overview=overview,
-            progress=1.0 if self._state == "finished" else share_done(job, steps[-1] if steps else None),
+            progress=1.0 if state == "finished" else share_done(job, steps[-1] if steps else None),
             units_per_second=units_per_second(steps, overview.unit) if overview.unit else None,
-            seconds_left=seconds_to_goal(job, steps) if self._state == "running" else None,
-            budget_seconds_left=self._budget_left() if self._state == "running" else None,
+            seconds_left=seconds_to_goal(job, steps) if state == "running" else None,
+            budget_seconds_left=self._budget_left() if state == "running" else None,
             best=self._history.best,
             curves=self._history.curves(),
             spans=self._history.spans(),
             generation=self._generation.number if self._generation else 0,
-            machines=tuple(self._machine(lease, started, result is not None) for lease in self._leases),
+            machines=tuple(self._machine(lease, result is not None) for lease in self._watch.leases),
             events=tuple(sorted(self._events, key=lambda one: one.time)),
             lines=tuple(sorted(self._lines, key=lambda one: (one.generation, one.time))),
             is_complete=is_complete,
@@ -260,16 +255,6 @@ class LiveRun:
                 return False
         return True
 
-    def _judged(self, now: float) -> State:
-        """Return the state of a run without a result: at first as `packtrain ls` judges it, then by its leases."""
-        if self._lease_watch.count_alive(now):
-            return "running"
-        if self._state is None:
-            return state_now(self._run)
-        if self._leases and not self._lease_watch.count_remaining(now):
-            return without_nodes(self._run)
-        return self._state
-
     def _budget_left(self) -> float | None:
         started, generation = self._history.started, self._generation
         if started is None or generation is None or generation.seconds_left is None:
@@ -277,8 +262,8 @@ class LiveRun:
         steps = self._history.steps
         return max(0.0, generation.seconds_left - ((steps[-1].time if steps else started.time) - started.time))
 
-    def _machine(self, lease: Lease, now: float, is_over: bool) -> MachineView:
-        lost = self._lease_watch.lost(lease.node, now)
+    def _machine(self, lease: Lease, is_over: bool) -> MachineView:
+        lost = not self._watch.is_alive(lease.node)
         member = self._generation is not None and self._generation.rank_of(lease.node) is not None
         state: Literal["working", "starting", "lost", "left"] = (
             "left" if lease.left or is_over else "lost" if lost else "working" if member else "starting"

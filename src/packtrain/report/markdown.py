@@ -9,6 +9,7 @@ from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.render import MARKS, TOPICS, newest_samples
+from packtrain.report.sample_view import confusions
 from packtrain.run.records import Sample
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
@@ -21,44 +22,48 @@ def markdown(evidence: Evidence, findings: Sequence[Finding]) -> str:
 
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     summary = evidence.summary
-    yield from (f"# {_plain(summary.run)}", "", f"**{_plain(summary.outcome)}**, {_plain(summary.description)}")
+    yield from (f"# {plain(summary.run)}", "", f"**{plain(summary.outcome)}**, {plain(summary.description)}")
     if evidence.job.parent is not None:
-        yield from ("", f"Started from {_plain(evidence.job.parent.identified)}.")
+        yield from ("", f"Started from {plain(evidence.job.parent.identified)}.")
     if summary.scores:
         scores = sorted(summary.scores.items())
-        yield from ("", *_table(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))
+        yield from ("", *table_lines(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))
     for topic, title in TOPICS.items():
         own = [finding for finding in findings if finding.topic == topic]
         if own:
             yield from ("", f"## {title}")
         for finding in own:
-            yield from ("", f"### {MARKS[finding.verdict]} {_plain(finding.question)}", "", _plain(finding.answer))
+            yield from ("", f"### {MARKS[finding.verdict]} {plain(finding.question)}", "", plain(finding.answer))
             yield from _evidence(finding)
     samples = newest_samples(evidence)
     if samples:
-        yield from ("", "## Samples", "", *_table(_samples(samples)))
+        yield from ("", "## Samples", "", *table_lines(_samples(samples)))
+        confused = confusions(samples)
+        if confused is not None:
+            yield from ("", "Most often confused, among these samples:", "", *table_lines(confused))
 
 
 def _evidence(finding: Finding) -> Iterator[str]:
     if finding.evidence:
         yield ""
-        yield from (f"- {_plain(fact)}" for fact in finding.evidence)
+        yield from (f"- {plain(fact)}" for fact in finding.evidence)
     for figure in finding.figures:
         if isinstance(figure, Rows):
-            yield from ("", *_table(figure))
+            yield from ("", *table_lines(figure))
         elif isinstance(figure, Text):
-            yield from ("", f"{_plain(figure.title)}:", "", *_fenced(figure.text))
+            yield from ("", f"{plain(figure.title)}:", "", *_fenced(figure.text))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Return text on one line that Markdown shows as it is."""
     return _SPECIAL.sub(r"\\\1", harmless(text.replace("\n", " ")))
 
 
-def _table(rows: Rows) -> Iterator[str]:
-    yield f"| {' | '.join(map(_plain, rows.heads))} |"
+def table_lines(rows: Rows) -> Iterator[str]:
+    """Yield a table, line by line."""
+    yield f"| {' | '.join(map(plain, rows.heads))} |"
     yield f"|{' --- |' * len(rows.heads)}"
-    yield from (f"| {' | '.join(map(_plain, row))} |" for row in rows.rows)
+    yield from (f"| {' | '.join(map(plain, row))} |" for row in rows.rows)
 
 
 def _fenced(text: str) -> Iterator[str]:

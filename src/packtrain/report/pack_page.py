@@ -18,7 +18,7 @@ from packtrain.errors import printable
 from packtrain.pack.manifest import Split
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
-from packtrain.report.page import POLICY, WIDTH, page
+from packtrain.report.page import POLICY, WIDTH, page, wide
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _NAMES_WIDTH, _ROW_HEIGHT, _NAME_LENGTH, _COUNT_WIDTH = 190, 17, 30, 60
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _STYLE = """
 h1 { overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; } .wide { overflow-x: auto; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 td, th { padding: .3rem 1.2rem .3rem 0; overflow-wrap: anywhere; } .text { width: 48%; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 1rem;
@@ -175,7 +175,7 @@ def _html(table: StatsTable) -> str:
         return f"<tr>{''.join(cells)}</tr>"
 
     rows = "".join(line("td", row) for row in table.rows)
-    return f'<div class="wide"><table>{line("th", table.heads)}{rows}</table></div>'
+    return wide(line("th", table.heads) + rows)
 
 
 def _charts(split: SplitStats) -> str:

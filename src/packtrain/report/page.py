@@ -7,7 +7,7 @@ light and in dark mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
@@ -32,11 +32,13 @@ figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: bloc
 .tick { font-size: 11px; fill: var(--dim); }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
+.wide { overflow-x: auto; } .value { white-space: nowrap; }
 .key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
 .key::before { content: "\\25CF  "; opacity: var(--fade, 1); }
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
 _MAX_POINTS = 300
+_SHORT = 20  # characters of a cell that does not wrap
 _MIN_TICK = 1e-300  # below it, floats run out of digits
 
 
@@ -49,6 +51,19 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
         f"<title>{escape(title)} - Packtrain</title><style>{_STYLE}{extra_style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
+
+
+def wide(rows: str) -> str:
+    """Return a table that scrolls sideways where it does not fit, by keyboard, too."""
+    return f'<div class="wide" tabindex="0" role="group" aria-label="table"><table>{rows}</table></div>'
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; cells are HTML already, heads are text."""
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    # Short values stay on one line: a number that is apart from its unit is hard to read.
+    lines = ["".join(f"<td{' class=value' if len(cell) <= _SHORT else ''}>{cell}</td>" for cell in row) for row in rows]
+    return wide(f"<tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}")
 
 
 @dataclass(frozen=True)
@@ -75,55 +90,73 @@ def line_chart(
     drawn = [one for one in finite if one.points]  # a run that has just started has no evaluations
     if not drawn:
         return ""
-    lines = [thin(one.points) for one in drawn]  # a page of a million steps stays small
-    xs = [x for line in lines for x, _ in line]
-    ys = [y for line in lines for _, y in line]
-    x_low, x_high = min(xs), max(xs)
-    y_ticks = nice_ticks(min(ys), max(ys))
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / ((x_high - x_low) or 1)  # a single point has no range
-        up = (y - y_low) / ((y_high - y_low) or 1)
-        return (
-            round(_LEFT + across * (WIDTH - _LEFT - _RIGHT), 1),
-            round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),
-        )
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for tick in y_ticks:
-        _, y = place(x_low, tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>')
-    for tick in nice_ticks(x_low, x_high):
-        if x_low <= tick <= x_high:
-            x, _ = place(tick, y_low)
-            parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
-    parts.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
-    for x_mark, name in marks:
-        if x_low <= x_mark <= x_high:
-            x, _ = place(x_mark, y_low)
-            # Its name beside it, on the side that has room.
-            anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
-            parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-            parts.append(f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>')
-    colors = [place if one.color is None else one.color for place, one in enumerate(drawn)]
-    for number, one, points in zip(colors, drawn, lines, strict=True):
-        places = [place(x, y) for x, y in points]
-        line = " ".join(f"{across},{down}" for across, down in places)
-        parts.append(f'<polyline class="line s{number}" points="{line}"/>')
-        if one.marked:
-            parts += [
-                f'<circle class="dot s{number}" cx="{across}" cy="{down}" r="3">'
-                f"<title>{escape(x_label)} {x:,g}: {_number(y)}</title></circle>"
-                for (across, down), (x, y) in zip(places, points, strict=True)
-            ]
-    parts.append("</svg>")
+    colored = [replace(one, color=place if one.color is None else one.color) for place, one in enumerate(drawn)]
+    lines = [replace(one, points=thin(one.points)) for one in colored]  # a page of a million steps stays small
+    scale = Scale.around([point for one in lines for point in one.points])
+    parts = [*_axes(scale, x_label), *(_mark(scale, x, name) for x, name in marks if scale.left <= x <= scale.right)]
+    parts += [_line(scale, one, x_label) for one in lines]
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     legend = "".join(
-        f'<span class="key s{number}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
-        for number, one in zip(colors, drawn, strict=True)
+        f'<span class="key s{one.color}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
+        for one in colored
     )
-    return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{''.join(parts)}</figure>"
+    return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{svg}</figure>"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where values are in a chart: those of the x axis from `left` to `right`, the others between its outer ticks."""
+
+    left: float
+    right: float
+    ticks: Sequence[float]
+
+    @classmethod
+    def around(cls, points: Sequence[tuple[float, float]]) -> Scale:
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        return cls(min(xs), max(xs), nice_ticks(min(ys), max(ys)))
+
+    def across(self, x: float) -> float:
+        share = (x - self.left) / ((self.right - self.left) or 1)  # a single point has no range
+        return round(_LEFT + share * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def down(self, y: float) -> float:
+        share = (y - self.ticks[0]) / ((self.ticks[-1] - self.ticks[0]) or 1)
+        return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _axes(scale: Scale, x_label: str) -> Iterator[str]:
+    for tick in scale.ticks:
+        y = scale.down(tick)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
+        yield f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>'
+    for tick in nice_ticks(scale.left, scale.right):
+        if scale.left <= tick <= scale.right:
+            x = scale.across(tick)
+            yield f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>'
+    yield f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>'
+
+
+def _mark(scale: Scale, x_mark: float, name: str) -> str:
+    x = scale.across(x_mark)
+    # Its name beside it, on the side that has room.
+    anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
+    return (
+        f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>'
+        f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>'
+    )
+
+
+def _line(scale: Scale, one: Series, x_label: str) -> str:
+    places = [(scale.across(x), scale.down(y)) for x, y in one.points]
+    line = " ".join(f"{across},{down}" for across, down in places)
+    dots = [
+        f'<circle class="dot s{one.color}" cx="{across}" cy="{down}" r="3">'
+        f"<title>{escape(x_label)} {x:,g}: {_number(y)}</title></circle>"
+        for (across, down), (x, y) in zip(places, one.points, strict=True)
+        if one.marked
+    ]
+    return f'<polyline class="line s{one.color}" points="{line}"/>{"".join(dots)}'
 
 
 def _number(value: float) -> str:

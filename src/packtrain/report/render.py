@@ -11,9 +11,9 @@ from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
-from packtrain.report.page import POLICY, Series, line_chart, page
+from packtrain.report.page import POLICY, Series, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
-from packtrain.report.sample_view import confusions, samples_html, wide
+from packtrain.report.sample_view import confusions, cut, samples_html
 from packtrain.report.summary import Summary, score_name, step_seconds
 from packtrain.run.records import Event, Point, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
@@ -67,7 +67,7 @@ details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; 
   margin: .8rem 0; }
 .charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
   min-width: 0; }
-.wide { overflow-x: auto; margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
+.wide { margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
 td { font-variant-numeric: tabular-nums; }
 .bar { display: flex; height: 1.5rem; border-radius: 7px; overflow: hidden; margin: .8rem 0 .5rem; }
 .bar span { background: currentColor; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
@@ -198,9 +198,7 @@ def _bar(shares: Shares) -> str:
 
 
 def _table(rows: Rows) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in rows.heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows.rows)
-    return wide(f"<tr>{head}</tr>{body}")
+    return html_table(rows.heads, [[escape(one) for one in row] for row in rows.rows])
 
 
 # Curves, samples, events.
@@ -240,10 +238,13 @@ def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
     if not samples:
         return ""
     confused = confusions(samples)
-    intro = "Words that differ from the reference are underlined." if not any(one.picture for one in samples) else ""
+    intro = "Words that differ from the reference are underlined."
+    if any(one.attention for one in samples):
+        intro = "For each word, the picture is bright where the model looked when it wrote the word."
+    elif any(one.picture for one in samples):
+        intro = "Pictures that were taken for another class come first, with how sure the model was."
     return (
-        "<h2>Samples</h2>"
-        + (f'<p class="dim">{intro}</p>' if intro else "")
+        f'<h2>Samples</h2><p class="dim">{intro}</p>'
         + samples_html(samples, pictures)
         + (f'<p class="dim">Most often confused, among these samples</p>{_table(confused)}' if confused else "")
     )
@@ -253,13 +254,13 @@ def _events(events: Sequence[Event]) -> str:
     rows = "".join(
         f'<tr class="{"warning" if one.display == "warning" else ""}">'
         f"<td class=time>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
-        f"<td>{escape(one.kind)}</td><td>{escape(one.text)}</td></tr>"
+        f"<td>{escape(one.kind)}</td><td>{cut(one.text)}</td></tr>"
         for one in events[-_MAX_EVENTS:]
     )
     if not rows:
         return ""
-    cut = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
+    shown = f"last {_MAX_EVENTS} of {len(events):,}" if len(events) > _MAX_EVENTS else counted(len(events), "event")
     return (
-        f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{cut}</span></summary>'
+        f'<h2>Events (UTC)</h2><details class="plain"><summary><span>{shown}</span></summary>'
         f'<div class="evidence">{wide(rows)}</div></details>'
     )

@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from html import escape
 
 from packtrain.report.finding import Rows
+from packtrain.report.page import wide
 from packtrain.run.records import Sample
 
 STYLE = """
@@ -77,20 +78,16 @@ def _shape(jpeg: bytes) -> str:
         return ""
 
 
-def _text(text: str) -> str:
+def cut(text: str) -> str:
+    """Return a text as HTML, without the end of a long one."""
     return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
-
-
-def wide(rows: str) -> str:
-    """Return a table that scrolls sideways where it does not fit, by keyboard, too."""
-    return f'<div class="wide" tabindex="0" role="group" aria-label="table"><table>{rows}</table></div>'
 
 
 def _texts(samples: Sequence[Sample]) -> str:
     rows = "".join(
-        f'<tr><td class="text" dir="auto">{_text(one.input)}</td>'
+        f'<tr><td class="text" dir="auto">{cut(one.input)}</td>'
         f'<td class="text" dir="auto">{_marked(one.prediction, one.reference)}</td>'
-        f'<td class="text" dir="auto">{_text(one.reference)}</td></tr>'
+        f'<td class="text" dir="auto">{cut(one.reference)}</td></tr>'
         for one in samples
     )
     heads = "<tr><th>input</th><th>prediction</th><th>reference</th></tr>"
@@ -100,7 +97,7 @@ def _texts(samples: Sequence[Sample]) -> str:
 def _marked(prediction: str, reference: str) -> str:
     """Underline the words that the reference does not have there."""
     if max(len(prediction), len(reference)) > _TEXT_LENGTH:  # comparing takes the square of the length
-        return _text(prediction)
+        return cut(prediction)
     said, meant = prediction.split(), reference.split()
     parts = []
     for kind, start, end, _, _ in SequenceMatcher(None, said, meant, autojunk=False).get_opcodes():
@@ -113,9 +110,9 @@ def _marked(prediction: str, reference: str) -> str:
 def _classified(number: int, one: Sample) -> str:
     sure = f" ({one.confidence:.0%})" if one.confidence is not None else ""
     right = one.reference == one.prediction
-    said = f"{_text(one.prediction)}{sure}"
+    said = f"{cut(one.prediction)}{sure}"
     caption = f'<span class="said">{said}</span>' if right else f'<span class="said other">{said}</span>'
-    truth = "" if right else f'<span class="truth">is {_text(one.reference)}</span>'
+    truth = "" if right else f'<span class="truth">is {cut(one.reference)}</span>'
     label = escape(f"{one.reference}, taken for {one.prediction}" if not right else one.reference)
     return (
         f'<figure><span class="picture p{number}" role="img" aria-label="{label}"></span>'
@@ -130,9 +127,9 @@ def _caption(number: int, one: Sample) -> str:
         looks.append(
             f'<figure><span class="picture p{number}" role="img" aria-label="{label}">'
             f'<img alt="" src="data:image/png;base64,{_veil(grid, one.attention_shape)}"></span>'
-            f'<figcaption dir="auto">{_text(word)}</figcaption></figure>'
+            f'<figcaption dir="auto">{cut(word)}</figcaption></figure>'
         )
-    said, meant = _text(one.prediction), _text(one.reference)
+    said, meant = cut(one.prediction), cut(one.reference)
     return (
         f'<div class="caption"><span class="picture p{number}" role="img" aria-label="{said}"></span>'
         f'<div><p class="said" dir="auto">{said}</p><p class="dim" dir="auto">{meant}</p>'

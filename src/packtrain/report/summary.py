@@ -22,6 +22,7 @@ _RECENT_STEPS = 50
 _LOSSES = ("loss", "train/loss", "train_loss", "loss/train")  # what programs call it, as do the tools they use
 _RATES = ("rate", "lr", "learning_rate", "train/learning_rate", "train/lr")
 _EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
+_MAX_TEXT = 2000  # characters of a reason or a command: whoever writes the store may write millions
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
 
@@ -176,8 +177,8 @@ def _overview_fields(
     return {
         "run": run.name,
         "state": state,
-        "reason": result.reason if result else "",
-        "description": " ".join(job.program)
+        "reason": result.reason[:_MAX_TEXT] if result else "",
+        "description": " ".join(job.program)[:_MAX_TEXT]
         if job.program is not None
         else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch"
         + (f", {job.data.share} held out to validate" if job.data.held_out else ""),

@@ -1,4 +1,4 @@
-"""The table of a sweep, and its page with a plot of parallel coordinates."""
+"""The table of a sweep, as Markdown, and as a page with a plot of parallel coordinates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 from packtrain.errors import PacktrainError
-from packtrain.report.compare_render import STYLE, html_table
-from packtrain.report.page import page
+from packtrain.job.part import is_name
+from packtrain.report.compare_render import STYLE
+from packtrain.report.finding import Rows
+from packtrain.report.markdown import plain, table_lines
+from packtrain.report.page import html_table, page
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run
 from packtrain.run.sweeps import RungResult, Sweep, SweepPlan, Trial, is_paused
@@ -133,6 +136,44 @@ def as_json(table: SweepTable) -> dict[str, object]:
     return {**asdict(table), "finished": table.finished, "best": None if best is None else best.run}
 
 
+def find_sweep(store: Store, name: str | None) -> str | None:
+    """Return the name if it is that of a sweep, and not that of a run."""
+    is_known = name is not None and is_name(name) and not store.exists(f"runs/{name}/job.json")
+    return name if is_known and name is not None and store.exists(f"sweeps/{name}/plan.json") else None
+
+
+def write_sweep_report(store: Store, table: SweepTable) -> str:
+    """Put the page of a sweep into the store, and return its URL."""
+    key = Sweep(store, table.name).key("report.html")
+    store.put(key, sweep_page(table).encode())
+    return f"{store.url}/{key}"
+
+
+# Markdown.
+
+
+def sweep_markdown(table: SweepTable) -> str:
+    """Return the table for a pull request, a wiki or a mail. No plot."""
+    lines = [f"# {plain(table.name)}", "", f"{plain(table.job)}: {plain(table.rungs)}."]
+    if table.best is not None:
+        lines += ["", f"Best so far: {plain(_best_in_words(table, table.best))}"]
+    rows = tuple(
+        (row.run, row.standing, *(row.values.get(name, "-") for name in table.parameters), f"{row.step:,}",
+         "" if row.score is None else show_score(row.score))
+        for row in table.rows
+    )  # fmt: skip
+    return "\n".join([*lines, "", *table_lines(Rows(_heads(table), rows)), ""])
+
+
+def _heads(table: SweepTable) -> tuple[str, ...]:
+    return ("run", "state", *table.parameters, "step", table.measure)
+
+
+def _best_in_words(table: SweepTable, best: SweepRow) -> str:
+    values = ", ".join(f"{name} = {value}" for name, value in best.values.items())
+    return f"{best.run}, {table.measure} {show_score(best.score or 0.0)}, with {values}."
+
+
 # The page.
 
 
@@ -140,9 +181,8 @@ def sweep_page(table: SweepTable) -> str:
     best = table.best
     lines = [f"<h1>{escape(table.name)}</h1>", f'<p class="dim">{escape(table.job)}: {escape(table.rungs)}.</p>']
     if best is not None:
-        values = ", ".join(f"{name} = {value}" for name, value in best.values.items())
-        score = f"{table.measure} {show_score(best.score or 0.0)}"
-        lines.append(f"<p>Best so far: <b>{escape(best.run)}</b>, {escape(score)}, with {escape(values)}.</p>")
+        name, comma, rest = _best_in_words(table, best).partition(",")
+        lines.append(f"<p>Best so far: <b>{escape(name)}</b>{comma}{escape(rest)}</p>")
     lines.append(parallel_coordinates(table))
     rows = [
         [
@@ -154,7 +194,7 @@ def sweep_page(table: SweepTable) -> str:
         ]
         for row in table.rows
     ]
-    lines.append(f"<h2>Runs</h2>{html_table(['run', 'state', *table.parameters, 'step', table.measure], rows)}")
+    lines.append(f"<h2>Runs</h2>{html_table(_heads(table), rows)}")
     return page(table.name, "".join(lines), STYLE + _PLOT_STYLE)
 
 

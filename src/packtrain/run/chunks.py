@@ -86,6 +86,7 @@ class ChunkReader(Generic[Record]):
         self._store, self._stream = store, stream
         self._record = record
         self._seen: dict[str, str] = {}
+        self._follower: ChunkFollower | None = None
 
     def read(self, writers: Iterable[str] | None = None) -> list[Record]:
         chosen = self._writers() if writers is None else writers
@@ -102,12 +103,14 @@ class ChunkReader(Generic[Record]):
         return records
 
     def chunks(self) -> Iterator[list[Record]]:
-        """Yield what is new chunk by chunk, for readers that keep little of it; what is not consumed stays new."""
-        for writer in self._writers():
-            for entry in self._entries(writer, self._seen.get(writer)):
-                records = self._parse(entry.key)
-                self._seen[writer] = entry.key
-                yield records
+        """Yield what is new chunk by chunk, for readers that stay and keep little; what is not consumed stays new.
+
+        Begins after what `read` or `skip` has taken, and goes on independently of them.
+        """
+        if self._follower is None:
+            self._follower = ChunkFollower(self._store, self._stream, self._seen.values())
+        for key, data in self._follower.take():
+            yield self._decoded(data, f"{key} in {self._store.url}")
 
     def skip(self, but: int = 0) -> ChunkReader[Record]:
         """Take what is there as read, except the last `but` chunks of each writer, and return the reader."""
@@ -156,7 +159,10 @@ class ChunkReader(Generic[Record]):
         return [one for one in self._store.list(folder, after) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
 
     def _parse(self, key: str) -> list[Record]:
-        return decode_many(self._record, lines_of(self._store.get(key)), f"{key} in {self._store.url}")
+        return self._decoded(self._store.get(key), f"{key} in {self._store.url}")
+
+    def _decoded(self, data: bytes, what: str) -> list[Record]:
+        return decode_many(self._record, lines_of(data), what)
 
 
 @dataclass

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -316,14 +317,30 @@ def _git_ignores(rules: Mapping[Path, GitIgnoreSpec], path: Path, is_folder: boo
     return False
 
 
+def git_commit(directory: Path) -> tuple[str, int]:
+    """Return the commit that a directory is at, and how many of its tracked files differ; "" and 0 without git."""
+    commit = _git(directory, "rev-parse", "--verify", "--quiet", "HEAD")
+    if commit is None or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit.strip()):
+        return "", 0
+    # A repository's own configuration may name programs as filters, which git would run to compare files.
+    named = _git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\..*\.(clean|process)$") or ""
+    no_filters = [part for name in named.split("\0") if name for part in ("-c", f"{name}=")]
+    changed = _git(directory, "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", before=no_filters)
+    return commit.strip(), len([one for one in (changed or "").split("\0") if one])
+
+
 def _git_files(directory: Path, *which: str) -> list[str] | None:
     """Return the files that git lists; None if it is not installed, or the directory is not in a repository."""
+    listed = _git(directory, "ls-files", "-z", *which)
+    return None if listed is None else [name for name in listed.split("\0") if name]
+
+
+def _git(directory: Path, *words: str, before: Sequence[str] = ()) -> str | None:
+    """Return what git prints; None if it is not installed, or refuses."""
     # A repository's own configuration may name a program as its file system monitor, which git would run.
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), "ls-files", "-z", *which]
+    command = ["git", "-c", "core.fsmonitor=false", *before, "-C", str(directory), *words]
     try:
-        listed = subprocess.run(command, capture_output=True, check=False)
+        done = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         return None
-    if listed.returncode != 0:
-        return None
-    return [name for name in os.fsdecode(listed.stdout).split("\0") if name]
+    return os.fsdecode(done.stdout) if done.returncode == 0 else None

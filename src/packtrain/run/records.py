@@ -213,6 +213,29 @@ class TelemetrySample:
 
 
 @dataclass(frozen=True)
+class GpuModel:
+    """A kind of GPU."""
+
+    name: Label
+    memory_bytes: Count
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """A machine and the programs on it: what does not change while its node runs. Empty where nothing is known.
+
+    `versions` are those of packtrain, python and, where they are installed, torch, cuda (of torch) and the GPU driver.
+    """
+
+    system: Label = ""
+    processor: Label = ""
+    cores: Count = 0
+    memory_bytes: Count = 0
+    gpus: Many[GpuModel] = ()
+    versions: dict[Label, Label] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NodeReport:
     """How a generation's workers ended on one node. `fatal`: another try would end the same way."""
 
@@ -252,6 +275,7 @@ class Lease:
     job: Label = ""
     report: NodeReport | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
+    facts: MachineFacts = field(default_factory=MachineFacts)
 
 
 # Events.
@@ -412,6 +436,21 @@ class Result:
     scores: dict[Label, float] = field(default_factory=dict)
     signatures: dict[Label, str] = field(default_factory=dict)
     samples: Many[Sample] = ()
+
+
+@dataclass(frozen=True)
+class JobSource:
+    """The job as a person wrote it: the file with its comments, and what `--set` changed, in that order.
+
+    `commit` is that of the git repository that the job's code is in, and `uncommitted` the number of its files that
+    were changed since; without git it is empty.
+    """
+
+    file: Label
+    text: str
+    overrides: Many[str] = ()
+    commit: Annotated[str, Field(pattern="^([0-9a-f]{40}|[0-9a-f]{64})?$")] = ""
+    uncommitted: Count = 0
 
 
 @dataclass(frozen=True)

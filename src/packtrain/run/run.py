@@ -34,6 +34,7 @@ from packtrain.run.records import (
     FleetLaunch,
     Forecast,
     Generation,
+    JobSource,
     Lease,
     LogLine,
     MirroredRun,
@@ -268,6 +269,13 @@ class Run:
 
     def put_forecast(self, forecast: Forecast) -> None:
         self.store.put(self.key("plan.json"), encode(forecast))
+
+    def source(self) -> JobSource | None:
+        """Return the job as it was written; None if the run was not made from a file."""
+        return self._find("source.json", JobSource)
+
+    def put_source(self, source: JobSource) -> None:
+        self.store.put(self.key("source.json"), encode(source))
 
     def mirrored(self) -> MirroredRun | None:
         """Return the run of MLflow that mirrors this one, if there is one."""

@@ -20,7 +20,7 @@ from typing import Any
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.recipes import RECIPES, recipe_class
+from packtrain.recipes import built_in
 from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.summary import Overview, is_evaluated, loss_of, overview_of, units_per_second
@@ -42,6 +42,7 @@ _RECENT_STEPS = 50
 _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
+_MAX_TAGS, _MAX_NOTE = 50, 2000  # as many as `packtrain tag` allows; the store may have more
 _PART = 64  # runs that are read before pages are told
 _STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
@@ -294,8 +295,7 @@ def _scores(listed: ListedRun, seen: Overview) -> Row:
 def _find_best(listed: ListedRun, seen: Overview) -> None:
     """Keep the best score of the validation split: at first that of the best checkpoint."""
     job, measure = listed.run.job, seen.measure
-    known = recipe_class(job.recipe) if job.recipe and job.recipe in RECIPES else Recipe
-    is_low = measure in known.lower_is_better
+    is_low = measure in (built_in(job.recipe) or Recipe).lower_is_better
     found = [point.values[measure] for point in listed.points if point.kind == "valid" and measure in point.values]
     if listed.best is None and measure and (job.checkpoint.best_by or measure) == measure:
         scores = [one.score for one in committed(listed.run) if is_scored(one) and one.score is not None]
@@ -311,7 +311,7 @@ def _notes(run: Run) -> Row:
         if is_away(error):
             raise
         notes = Notes()
-    return {"tags": list(notes.tags), "note": notes.text}
+    return {"tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE]}
 
 
 def _finite(number: float | None) -> float | None:

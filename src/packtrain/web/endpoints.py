@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,9 +23,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from packtrain.errors import NotFound, PacktrainError, quoted
+from packtrain.http_server import SHARED_PAGE
 from packtrain.job.changes import FieldChange
 from packtrain.report.goodput import LABELS, Goodput
+from packtrain.report.origin import command_of, generated_source
 from packtrain.run.checkpoint import committed, manifest_key
+from packtrain.run.liveness import attempt
 from packtrain.run.records import Event, Generation, Lease
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -45,6 +47,7 @@ _READ_SECONDS = 1.0  # that a request reads of a long history, before it answers
 _FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
 _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
 _MAX_PICTURE_BYTES = 1 << 20
+_MAX_TEXT = 20_000  # characters of any text from the store, except the job
 _FILE_KINDS = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml", ".png": "image/png", ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2",
@@ -65,9 +68,9 @@ def error_answer(status: int, text: str) -> Response:
 class DashboardEndpoints:
     def __init__(self, store: Store, news: News) -> None:
         self._store, self._news, self._board = store, news, news.board
-        found = (path for path in _PAGE.rglob("*") if path.is_file() and path.suffix in _FILE_KINDS)
         self._answering = insight.Answering()
-        self._files = {path.relative_to(_PAGE).as_posix(): path for path in found}
+        found = (path for folder in (_PAGE, SHARED_PAGE) for path in folder.iterdir())
+        self._files = {path.name: path for path in found if path.suffix in _FILE_KINDS}
 
     def application(self) -> Starlette:
         routes = [
@@ -137,13 +140,13 @@ class DashboardEndpoints:
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
             "result": None if result is None else {**vars(result), "samples": []},
-            "job_file": _part(lambda: _job_file(run), str, problems),
             "parent": _part(lambda: _parent(run), str, problems),
             "names": reader.names(),
         }
+        source = _part(lambda: _source(run), dict, problems)
         if problems:
             found["problem"] = problems[0]
-        return json_answer(_clean(found))
+        return json_answer({**_clean(found), "source": source})
 
     def answers(self, request: Request) -> Response:
         """Answer with what the report says; apart from `run`, because that takes the whole run."""
@@ -306,13 +309,15 @@ def _part(read: Callable[[], Part], otherwise: Callable[[], Part], problems: lis
 
 
 def _clean(value: Any) -> Any:
-    """Return plain data that JSON can write: records as mappings, null for numbers that are not finite."""
+    """Return plain data that JSON can write: records as mappings, long texts cut, null for numbers without a value."""
     if isinstance(value, dict):
         return {str(key): _clean(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_clean(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}…"
     if hasattr(value, "__dataclass_fields__"):
         return _clean(vars(value))
     return value
@@ -362,6 +367,7 @@ def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, 
         "workers": lease.workers if lease else None,
         "state": "working" if is_alive else "left" if has_left else "lost",
         "now": telemetry,
+        "facts": lease.facts if lease else None,
         **_over_time(reader, node, points),
     }
 
@@ -402,16 +408,11 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _job_file(run: Run) -> str:
-    """Return the job as YAML, without what it does not say."""
-    document = _without_nulls(run.job.model_dump(mode="json"))
-    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+def _source(run: Run) -> dict[str, Any]:
+    """Return the job as it was written, and the command that starts the same run again."""
+    source = run.source() or generated_source(run.job)
+    pack = attempt(run.pack_name) if run.job.recipe is not None else ""
+    return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "")}
 
 
 def _parent(run: Run) -> str:

@@ -43,6 +43,7 @@ MAX_READERS = 256
 MAX_BYTES = 1 << 30
 """Of all readers together: what was looked at longest ago is forgotten, and read again if it is asked for."""
 _MAX_EVENTS = 20_000
+_MAX_EVENT_TEXT = 2000  # characters
 _KEY_BYTES = 200
 _MAX_NAMES = 1000  # of a program's numbers
 _LAST_TIME = 253402300799.0
@@ -279,7 +280,8 @@ class RunReader:
     def _take_events(self, key: str, data: bytes) -> None:
         found = decode_many(Event, lines_of(data), f"{key} in {self.run.store.url}")
         self._num_events += len(found)
-        self.events = sorted([*self.events, *found], key=lambda event: event.time)[-_MAX_EVENTS:]
+        short = (replace(one, text=one.text[:_MAX_EVENT_TEXT]) for one in found)
+        self.events = sorted([*self.events, *short], key=lambda event: event.time)[-_MAX_EVENTS:]
 
     def _take_telemetry(self, key: str, data: bytes) -> None:
         found = decode_many(TelemetrySample, lines_of(data), f"{key} in {self.run.store.url}")

@@ -1,5 +1,7 @@
 // The page of the service. Whatever comes from the model or a person is set as text, never as HTML.
 
+import { wordBar } from "/attention.js";
+
 const main = document.getElementById("main");
 const LABELS = {
   beam: ["Beam size", 1, 32, 1],
@@ -9,8 +11,6 @@ const LABELS = {
   repetition: ["Repetition penalty", 1, 100, 0.05],
   seed: ["Seed", 0, 2 ** 53, 1],
 };
-// From no attention to full attention, as in the attention maps that `packtrain predict` draws.
-const HEAT = [[24, 12, 60], [120, 28, 109], [212, 72, 66], [251, 155, 6], [252, 245, 160]];
 
 let model = null;
 
@@ -230,7 +230,7 @@ function showImage() {
     if (!chosen) return;
     const own = (newest += 1);
     const limit = model.packtrain.limits.max_bytes;
-    look(stage, null);
+    stage.classList.remove("looking"); // the map of the picture before
     URL.revokeObjectURL(picture.src);
     picture.src = URL.createObjectURL(chosen);
     stage.hidden = false;
@@ -299,76 +299,21 @@ function caption(answer, stage) {
   return parts;
 }
 
-// One button for each word: pointing at it, or walking with the arrow keys, shows where the model looked.
+// The words of a caption, which show where the model looked for each.
 function wordButtons(words, stage) {
+  const maps = words.map(({ attention }) => ({ rows: attention.length, columns: attention[0].length, values: attention.flat() }));
+  const bar = wordBar(words.map(({ word }) => word), stage, (place) => maps[place]);
   const group = make("div");
-  group.append(make("p", "dim small", "Where it looked: point at a word, or use the arrow keys."));
-  const row = group.appendChild(make("div", "words"));
-  row.setAttribute("role", "toolbar");
-  row.setAttribute("aria-label", "Words of the caption");
-  let playing = 0;
-  const buttons = words.map(({ word, attention }, number) => {
-    const button = row.appendChild(make("button", "", word));
-    button.type = "button";
-    button.tabIndex = number ? -1 : 0;
-    const show = () => {
-      clearTimeout(playing);
-      light(number);
-    };
-    button.addEventListener("pointerenter", show);
-    button.addEventListener("focus", show);
-    button.addEventListener("click", show);
-    button.attention = attention;
-    return button;
-  });
-  const light = (number) => {
-    buttons.forEach((button, at) => button.classList.toggle("now", at === number));
-    look(stage, number < 0 ? null : buttons[number].attention);
-  };
-  row.addEventListener("pointerleave", () => light(buttons.indexOf(document.activeElement)));
-  row.addEventListener("focusout", () => light(-1));
-  row.addEventListener("keydown", (event) => {
-    const at = buttons.indexOf(document.activeElement);
-    const steps = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: buttons.length - 1 };
-    const next = buttons[steps[event.key]];
-    if (!(event.key in steps) || !next) return;
-    event.preventDefault();
-    buttons.forEach((button) => { button.tabIndex = button === next ? 0 : -1; });
-    next.focus();
-  });
+  group.append(make("p", "dim small", "Where it looked: point at a word, or use the arrow keys."), bar);
   // Once by itself, word by word, so that nobody has to guess that there is something to see.
-  const play = (number) => {
-    if (!row.isConnected && number) return;
-    light(number < buttons.length ? number : -1);
-    if (number < buttons.length) playing = setTimeout(play, 650, number + 1);
+  const play = (place) => {
+    if (!bar.isConnected && place) return;
+    bar.light(place < words.length ? place : -1);
+    if (place < words.length) playing = setTimeout(play, 650, place + 1);
   };
-  playing = setTimeout(play, 300, 0);
+  let playing = setTimeout(play, 300, 0);
+  for (const event of ["pointerover", "focusin", "click"]) bar.addEventListener(event, () => clearTimeout(playing));
   return group;
-}
-
-function look(stage, attention) {
-  stage.classList.toggle("looking", attention !== null);
-  if (attention === null) return;
-  const [rows, columns] = [attention.length, attention[0].length];
-  const values = attention.flat();
-  const [least, most] = [Math.min(...values), Math.max(...values)];
-  const small = Object.assign(document.createElement("canvas"), { width: columns, height: rows });
-  const pixels = small.getContext("2d").createImageData(columns, rows);
-  values.forEach((value, at) => {
-    const share = (value - least) / Math.max(most - least, 1e-9);
-    const place = share * (HEAT.length - 1);
-    const below = Math.min(Math.floor(place), HEAT.length - 2);
-    const color = HEAT[below].map((channel, one) => channel + (HEAT[below + 1][one] - channel) * (place - below));
-    pixels.data.set([...color, 255 * (0.62 - 0.17 * share)], 4 * at);
-  });
-  small.getContext("2d").putImageData(pixels, 0, 0);
-  const canvas = stage.querySelector("canvas");
-  const image = stage.querySelector("img");
-  canvas.width = image.clientWidth;
-  canvas.height = image.clientHeight;
-  const context = canvas.getContext("2d");
-  context.imageSmoothingQuality = "high";
-  context.drawImage(small, 0, 0, canvas.width, canvas.height);
 }
 
 // Start.

@@ -10,17 +10,14 @@ export class Job {
 
   constructor(place, view) {
     Object.assign(this, { place, view, app: view.app });
-    this.source = make("pre", "source", make("code"));
-    this.source.tabIndex = 0;
-    this.source.setAttribute("role", "region");
-    this.source.setAttribute("aria-label", "Job file");
-    const copy = button("plain", "Copy", async () => {
-      await navigator.clipboard?.writeText(view.detail?.job_file ?? "");
-      setText(copy, "Copied");
-      setTimeout(() => setText(copy, "Copy"), 1500);
-    });
-    const job = card("Job", this.source);
-    job.head.append(copy);
+    this.source = listing("Job file");
+    this.command = listing("Command");
+    this.commit = make("p", "readout");
+    const again = card("Run it again", this.command);
+    again.head.append(this.commit, copier(() => view.detail?.source?.command));
+    const job = card("Job as written", this.source);
+    this.file = make("p", "readout");
+    job.head.append(this.file, copier(() => view.detail?.source?.text));
     this.chooser = select("Compare with", [["", "Choose a run"]], "", (name) => {
       adjust({ with: name });
       view.adjusted();
@@ -31,7 +28,7 @@ export class Job {
     this.differences.head.append(this.chooser);
     this.parent = make("p", "readout");
     job.head.append(this.parent);
-    place.append(this.differences, job);
+    place.append(job, again, this.differences);
     this.#fill();
     this.#compare();
   }
@@ -52,9 +49,14 @@ export class Job {
     this.#fill();
   }
 
-  detailed(detail) {
-    setText(this.parent, short(detail.parent ?? "", 200));
-    setText(this.source.firstChild, clean(detail.job_file ?? "", 200_000));
+  detailed({ source, parent }) {
+    const { file = "", text = "", command = "", commit = "", uncommitted = 0 } = source ?? {};
+    setText(this.parent, short(parent ?? "", 200));
+    setText(this.source.firstChild, clean(text, 200_000));
+    setText(this.command.firstChild, clean(command, 20_000));
+    setText(this.file, short(file, 80));
+    const changed = uncommitted ? ` and ${count(uncommitted)} changed ${uncommitted === 1 ? "file" : "files"}` : "";
+    setText(this.commit, commit ? `git ${short(commit.slice(0, 12))}${changed}` : "");
   }
 
   routed() {
@@ -91,6 +93,24 @@ export class Job {
     this.closed = true;
     this.#asker.close();
   }
+}
+
+// Text as it is to be copied, which scrolls by keyboard, too.
+function listing(label) {
+  const made = make("pre", "source", make("code"));
+  made.tabIndex = 0;
+  made.setAttribute("role", "region");
+  made.setAttribute("aria-label", label);
+  return made;
+}
+
+function copier(text) {
+  const made = button("plain", "Copy", async () => {
+    await navigator.clipboard?.writeText(text() ?? "");
+    setText(made, "Copied");
+    setTimeout(() => setText(made, "Copy"), 1500);
+  });
+  return made;
 }
 
 export class Checkpoints {

@@ -88,6 +88,7 @@ export class Machines {
       const swatch = make("i", "swatch");
       swatch.style.background = color(runColor(place));
       const name = make("span", "machine", swatch, make("span", "", make("b", "", short(node.hostname || node.node, 60)), make("small", "", devices(node))));
+      name.title = programs(node);
       const gone = !node.now || ["lost", "left"].includes(node.state);
       const cells = resources.map(([key, , show]) => {
         const value = node.now?.[key] ?? null;
@@ -118,9 +119,14 @@ export class Machines {
   }
 }
 
-function devices({ now, node }) {
-  const gpus = now?.gpus ?? [];
-  return gpus.length ? `${gpus.length} × ${short(gpus[0].name, 40)}` : short(node, 40);
+function devices({ now, node, facts }) {
+  const gpus = facts?.gpus?.length ? facts.gpus : now?.gpus ?? [];
+  if (gpus.length) return `${gpus.length} × ${short(gpus[0].name, 40)}`;
+  return facts?.cores ? `${facts.cores} cores, ${short(facts.processor, 40)}` : short(node, 40);
+}
+
+function programs({ facts }) {
+  return short(Object.entries(facts?.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", "), 200);
 }
 
 function meter(share) {

@@ -1,12 +1,11 @@
 // What the model answered at each evaluation, beside what was right.
 
 import { Asker, ask } from "./api.js";
+import { wordBar } from "./attention.js";
 import { button, make, quiet, setText } from "./dom.js";
 import { clean, count, percent, short } from "./format.js";
 import { adjust, current } from "./route.js";
 
-// From no attention to full attention, as in the attention maps that `packtrain predict` draws.
-const HEAT = [[24, 12, 60], [120, 28, 109], [212, 72, 66], [251, 155, 6], [252, 245, 160]];
 const MAX_WORDS = 400;
 const OVER_TIME = 12; // evaluations, when one sample is followed through all of them
 
@@ -118,32 +117,9 @@ export class Samples {
   #caption(sample) {
     const stage = this.#stage(sample);
     stage.querySelector("img").alt = clean(sample.reference, 300);
-    const words = make("div", "words");
-    words.setAttribute("role", "toolbar");
-    words.setAttribute("aria-label", "Words of the caption: where the model looked");
-    const light = (place) => {
-      [...words.children].forEach((one, at) => one.classList.toggle("now", at === place));
-      look(stage, place < 0 ? null : sample.attention?.[place], sample.attention_shape);
-    };
-    sample.words.slice(0, MAX_WORDS).forEach((word, place) => {
-      const made = button("", clean(word, 60), () => light(place));
-      made.tabIndex = place ? -1 : 0;
-      made.addEventListener("pointerenter", () => light(place));
-      made.addEventListener("focus", () => light(place));
-      words.append(made);
-    });
-    words.addEventListener("pointerleave", () => light([...words.children].indexOf(document.activeElement)));
-    words.addEventListener("focusout", () => light(-1));
-    words.addEventListener("keydown", (event) => {
-      const all = [...words.children];
-      const at = all.indexOf(document.activeElement);
-      const next = all[{ ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[event.key]];
-      if (!next) return;
-      event.preventDefault();
-      for (const one of all) one.tabIndex = one === next ? 0 : -1;
-      next.focus();
-    });
-    return make("article", "card sample", stage, words, make("p", "dim", clean(sample.reference, 2000)));
+    const words = sample.words.slice(0, MAX_WORDS).map((word) => clean(word, 60));
+    const bar = wordBar(words, stage, (place) => decoded(sample.attention?.[place], sample.attention_shape));
+    return make("article", "card sample", stage, bar, make("p", "dim", clean(sample.reference, 2000)));
   }
 
   #text(sample, place) {
@@ -225,36 +201,12 @@ function difference(prediction, reference) {
   return [wrong, missing];
 }
 
-function look(stage, text, shape) {
-  const canvas = stage.querySelector("canvas");
-  if (!canvas) return;
-  const values = text ? decoded(text) : null;
+// The map of a word, of which the store has one byte for each cell; null if there is none, or it is damaged.
+function decoded(text, shape) {
   const [rows, columns] = shape ?? [0, 0];
-  const shown = Boolean(values && rows > 0 && values.length === rows * columns);
-  stage.classList.toggle("looking", shown);
-  if (!shown) return;
-  const [least, most] = [Math.min(...values), Math.max(...values)];
-  const small = Object.assign(make("canvas"), { width: columns, height: rows });
-  const pixels = small.getContext("2d").createImageData(columns, rows);
-  values.forEach((value, at) => {
-    const share = (value - least) / Math.max(most - least, 1);
-    const place = share * (HEAT.length - 1);
-    const below = Math.min(Math.floor(place), HEAT.length - 2);
-    const mixed = HEAT[below].map((channel, one) => channel + (HEAT[below + 1][one] - channel) * (place - below));
-    pixels.data.set([...mixed, 255 * (0.62 - 0.17 * share)], 4 * at);
-  });
-  small.getContext("2d").putImageData(pixels, 0, 0);
-  const image = stage.querySelector("img");
-  canvas.width = image.clientWidth;
-  canvas.height = image.clientHeight;
-  const context = canvas.getContext("2d");
-  context.imageSmoothingQuality = "high";
-  context.drawImage(small, 0, 0, canvas.width, canvas.height);
-}
-
-function decoded(text) {
   try {
-    return Array.from(atob(text), (one) => one.charCodeAt(0));
+    const values = Array.from(atob(text ?? ""), (one) => one.charCodeAt(0));
+    return values.length && values.length === rows * columns ? { rows, columns, values } : null;
   } catch {
     return null; // not base64: no map is better than no page
   }

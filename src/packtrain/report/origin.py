@@ -1,0 +1,186 @@
+"""Questions about where a run comes from: its machines and their programs, its job as written, how to repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from packtrain.job import Job
+from packtrain.job.job import expand
+from packtrain.recipes import built_in
+from packtrain.report.evidence import Evidence
+from packtrain.report.finding import Finding, Rows, Text, unknown
+from packtrain.run.records import GpuModel, JobSource, Lease, MachineFacts
+from packtrain.units import counted, show_bytes
+
+_MAX_NAMES = 4  # of machines in one line
+_MAX_COLUMNS = 80
+_PROGRAMS = ("packtrain", "python", "torch", "cuda", "driver")
+_HARDWARE_HEADS = ("machine", "processor", "cores", "memory", "GPUs", "system")
+
+
+# Machines and versions.
+
+
+def machines(evidence: Evidence) -> Finding:
+    """List the machines by what they are, and the versions of what ran on them."""
+    key, question = "machines", "What did it run on?"
+    known = [lease for lease in evidence.leases if lease.facts != MachineFacts()]
+    if not known:
+        if not evidence.versions:
+            return unknown(key, "run", question, "its machines did not say what they are")
+        table = Rows(("program", "version"), tuple(sorted(evidence.versions.items())))
+        source = "The versions are those of the newest checkpoint."
+        return Finding(key, "run", question, f"{_listed(evidence.versions)}.", "good", (source,), (table,))
+    hardware, programs = _kinds(known, _hardware), _kinds(known, lambda facts: _versions(facts.versions))
+    count = len({lease.hostname for lease in known})
+    answer = counted(count, "machine")
+    if len(hardware) == 1:
+        answer += f"{', each' if count > 1 else ''} with {_in_words(known[0].facts)}"
+    else:
+        answer += f" of {len(hardware)} kinds"
+    names = [name for name in _PROGRAMS if any(name in lease.facts.versions for lease in known)]
+    different = [name for name in names if len({lease.facts.versions.get(name, "none") for lease in known}) > 1]
+    if different:
+        answer += f". They have different versions of {' and '.join(different)}, so losses may differ in a repetition."
+        versions = Rows(("machine", *names), tuple((who, *_versions_of(what, names)) for what, who in programs.items()))
+    else:
+        answer += f"; {_listed(known[0].facts.versions)}."
+        versions = Rows(("program", "version"), next(iter(programs)))
+    return Finding(
+        key, "run", question, answer, "note" if different else "good",
+        ("Each machine says what it is when it joins. Cores are those that the run could use.",),
+        (Rows(_HARDWARE_HEADS, tuple((who, *what) for what, who in hardware.items())), versions),
+        {"machines": float(count)},
+    )  # fmt: skip
+
+
+def _kinds(leases: Sequence[Lease], kind_of: Callable[[MachineFacts], Any]) -> dict[Any, str]:
+    """Return the names of the machines of each kind; a machine that came back with another kind has both."""
+    kinds: dict[Any, dict[str, None]] = {}
+    for lease in leases:
+        kinds.setdefault(kind_of(lease.facts), {})[lease.hostname] = None
+    return {kind: _some(list(names)) for kind, names in kinds.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _hardware(facts: MachineFacts) -> tuple[str, ...]:
+    memory = show_bytes(facts.memory_bytes)
+    return facts.processor or "unknown", str(facts.cores), memory, _gpus(facts.gpus) or "none", facts.system
+
+
+def _gpus(gpus: Sequence[GpuModel]) -> str:
+    models = dict.fromkeys((one.name, one.memory_bytes) for one in gpus)
+    count = {model: sum((one.name, one.memory_bytes) == model for one in gpus) for model in models}
+    return ", ".join(f"{count[name, size]} x {name} ({show_bytes(size)})" for name, size in models)
+
+
+def _in_words(facts: MachineFacts) -> str:
+    words = f"{counted(facts.cores, 'core')} ({facts.processor or 'unknown'}), {show_bytes(facts.memory_bytes)} RAM"
+    return f"{_gpus(facts.gpus)}, {words}" if facts.gpus else f"{words}, no GPU"
+
+
+def _versions(versions: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, versions[name]) for name in _PROGRAMS if name in versions)
+
+
+def _versions_of(known: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict(known).get(name, "none") for name in names)
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in _versions(versions))
+
+
+# The job, and how to repeat it.
+
+
+def reproduce(evidence: Evidence) -> Finding:
+    """The job as written, what was set on top of it, digests of code and data, the command."""
+    run, job = evidence.summary.run, evidence.job
+    source = evidence.source or generated_source(job)
+    rows = [
+        *(("--set", one) for one in _last_of_each(source.overrides)),
+        ("git commit", _commit(source)),
+        ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
+        ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
+        ("data", evidence.pack),
+        ("store", evidence.store),
+        ("fleet", f"{counted(evidence.machines, 'machine')}, {counted(evidence.workers, 'worker')} in all"),
+        *([("seed", str(job.train.seed))] if job.recipe is not None else []),
+    ]
+    answer = f"Save the job below as {source.file}, and run it on the same number of workers."
+    is_changed = any(event.kind == "changed" for event in evidence.events)
+    if job.recipe is not None and not is_changed:
+        answer += " Every loss is then the same, bit for bit, on the same hardware and versions."
+    facts = []
+    if is_changed:
+        facts.append("It was resumed with other settings (see the events); a new run has them from its start.")
+    if evidence.source is None:
+        facts.append("The file was not kept: the job below has the same fields, without comments.")
+    if source.uncommitted:
+        changed = counted(source.uncommitted, "file")
+        facts.append(f"{changed} {'was' if source.uncommitted == 1 else 'were'} changed since the commit.")
+    if job.has_own_code:
+        facts.append(f"The code that ran is in runs/{run}/code.tar.zst of the store; unpack it beside the job.")
+    if evidence.pack:
+        facts.append("With data.pack the pack in the store is used as it is, without the raw data.")
+    return Finding(
+        "reproduce", "run", "How can I repeat it?", answer, "good", tuple(facts),
+        (Text("command", command_of(source, evidence.pack)),
+         Rows(("what", "which"), tuple(row for row in rows if row[1])), Text(source.file, source.text)),
+    )  # fmt: skip
+
+
+def command_of(source: JobSource, pack: str = "") -> str:
+    """Return the command that starts the same run again, with a line for each part if it is long."""
+    overrides = _last_of_each([*source.overrides, *([f"data.pack={pack}"] if pack else [])])
+    parts = [shlex.join(["packtrain", "run", source.file]), *(shlex.join(["--set", one]) for one in overrides)]
+    line = " ".join(parts)
+    return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(parts)
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that count: a field that is set again, as by `resume`, has its last value."""
+    last = {override.partition("=")[0]: place for place, override in enumerate(overrides)}
+    return [overrides[place] for place in sorted(last.values())]
+
+
+def _commit(source: JobSource) -> str:
+    return f"{source.commit} and {counted(source.uncommitted, 'changed file')}" if source.uncommitted else source.commit
+
+
+def generated_source(job: Job) -> JobSource:
+    """Return the file of a job whose own was not kept."""
+    return JobSource("job.yaml", job_text(job))
+
+
+def job_text(job: Job) -> str:
+    """Return the job as a file: what differs from the defaults, without fields that are not set.
+
+    What a recipe has defaults of its own for is always written; for a user's recipe, which is not asked, everything is.
+    """
+    full = job.model_dump(mode="json")
+    short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
+    known: Mapping[str, Any] = full if job.recipe is not None else {}
+    if (recipe := built_in(job.recipe)) is not None:
+        known = expand(recipe.defaults)
+    for section, fields in known.items():
+        own = full.get(section)
+        if isinstance(fields, Mapping) and isinstance(own, Mapping):
+            for field in fields:
+                short.setdefault(section, {}).setdefault(field, _without_nulls(own[field]))
+    return yaml.safe_dump(short, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
