@@ -24,10 +24,11 @@ from packtrain.recipes import RECIPES, recipe_class
 from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.summary import Overview, is_evaluated, overview_of, units_per_second
+from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
-from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
+from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.records import Notes, Point, Result, decode, decode_many
+from packtrain.run.records import Notes, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
@@ -328,9 +329,7 @@ def _read_points(listed: ListedRun) -> str | None:
             listed.points = _last_points(listed)
             return None
         new = [
-            point
-            for key, data in listed.follower.take()
-            for point in decode_many(Point, lines_of(data), f"{key} in {run.store.url}")
+            point for key, data in listed.follower.take() for point in decode_points(data, f"{key} in {run.store.url}")
         ]
         if new:
             listed.points = _tail(surviving([*listed.points, *new]))
@@ -350,14 +349,15 @@ def _last_points(listed: ListedRun) -> list[Point]:
     is_sought = is_evaluated(run.job) and not (listed.result and listed.result.scores)
     missing = _RECENT_STEPS
     for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
-        data = run.store.find(key) or b""
-        # Before a line is decoded: of a long chunk most are steps, and not the last.
-        for line in reversed(data.splitlines()):
-            is_step = b'"kind": "train"' in line
-            if missing > 0 or (is_sought and not is_step):
-                found.append(decode(Point, line, f"{key} in {run.store.url}"))
-                missing -= is_step
-                is_sought = is_sought and found[-1].kind != "valid"
+        what = f"{key} in {run.store.url}"
+        for part in reversed(list(parts_of(run.store.find(key) or b"", what))):
+            is_step = part.kind == "train"
+            if not (missing > 0 or (is_sought and not is_step)):
+                continue
+            new = [part] if isinstance(part, Point) else part.points(what, last=missing if is_step else 1)
+            found += new
+            missing -= len(new) if is_step else 0
+            is_sought = is_sought and part.kind != "valid"
         if missing <= 0 and not is_sought:
             break
     return surviving(found)
@@ -380,12 +380,26 @@ def _read_sparks(listed: ListedRun) -> None:
     each = max(1, _SPARKS // max(1, len(keys)))
     live, listed.sparks = listed.sparks, Sparkline()
     for key in keys:
-        lines = (run.store.find(key) or b"").splitlines()
-        for line in lines[:: max(1, len(lines) // each)][:each]:
-            point = decode(Point, line, f"{key} in {run.store.url}")
-            if point.kind == "train":
-                listed.sparks.add(point.step, point.values["loss"])
+        losses = _losses(run.store.find(key) or b"", f"{key} in {run.store.url}")
+        for step, loss in losses[:: max(1, len(losses) // each)][:each]:
+            listed.sparks.add(step, loss)
     listed.sparks.extend(live)
+
+
+def _losses(data: bytes, what: str) -> list[tuple[int, float]]:
+    """Return the steps of a chunk, and the loss of each."""
+    found: list[tuple[int, float]] = []
+    for part in parts_of(data, what):
+        if part.kind != "train":
+            continue
+        if isinstance(part, Point):
+            found.append((part.step, part.values["loss"]))
+        else:
+            numbers = part.matrix(what)
+            found += zip(
+                numbers[:, 0].astype(int).tolist(), numbers[:, part.names.index("loss") + 2].tolist(), strict=True
+            )
+    return found
 
 
 def _add_sparks(listed: ListedRun) -> PacktrainError | None:
