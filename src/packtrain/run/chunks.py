@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from packtrain.run.records import DamagedRecord, Record, decode_many
 from packtrain.store import Entry, Store, StoreError
@@ -72,8 +73,12 @@ class ChunkWriter(Generic[Record]):
 
 
 def encode_line(record: object) -> bytes:
-    line = json.dumps(vars(record), default=vars, ensure_ascii=False)  # without the copies that asdict makes
+    line = json.dumps(vars(record), default=_plain, ensure_ascii=False)  # without the copies that asdict makes
     return f"{line}\n".encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    return b64encode(value).decode() if isinstance(value, bytes) else vars(value)
 
 
 def _joined(lines: Iterable[bytes]) -> Iterator[bytes]:
