@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from packtrain.errors import PacktrainError
@@ -43,7 +44,8 @@ _RECENT_STEPS = 50
 _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
-_PART = 64  # runs that are read before pages are told
+_FIRST_PART, _PART = 24, 64  # runs that are read before pages are told: at first those that fit a screen
+_LIST_SHARE = 0.01  # of the time, to list all runs: to look at thousands of folders takes a while
 _STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
@@ -119,6 +121,7 @@ class Board:
         self._runs: dict[str, ListedRun] = {}
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self._looked = 0.0
+        self._list_again = 0.0
         # A disk answers at once; a bucket is slow to answer one request, but answers many at the same time.
         self._pool = ThreadPoolExecutor(2 if store.is_directory else 16, thread_name_prefix="rows")
 
@@ -164,10 +167,25 @@ class Board:
             self._looked = time.monotonic()
 
     def _look(self, tell: Tell, shown: Collection[str]) -> None:
+        started = time.monotonic()
+        if started >= self._list_again:
+            due = self._list(tell, shown)
+            now = time.monotonic()
+            self._list_again = now + min(_QUIET_SECONDS, (now - started) / _LIST_SHARE)
+        else:
+            with self._lock:
+                due = [one for one in self._runs.values() if one.is_busy or one.run.name in shown]
+        self._each(due, self._refresh, tell)
+        # Last, because it is many reads: first all runs are listed.
+        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+
+    def _list(self, tell: Tell, shown: Collection[str]) -> list[ListedRun]:
+        """Find out which runs there are, and return those that may have changed, the newest first."""
         stamps = self.store.stamps("runs/", ("nodes",))
         names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
+        known = set(names)
         with self._lock:
-            gone = [name for name in self._runs if name not in set(names)]
+            gone = [name for name in self._runs if name not in known]
             for name in gone:
                 del self._runs[name]
             for name in names:
@@ -176,15 +194,12 @@ class Board:
             due = [one for one in self._runs.values() if self._is_due(one, stamps, shown)]
         if gone:
             tell([], gone)
-        due.sort(key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)  # the newest first
-        self._each(due, self._refresh, tell)
-        # Last, because it is many reads: first all runs are listed.
-        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+        return sorted(due, key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)
 
     def _each(self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell) -> None:
         """Read runs in parts, and tell what changed after each; raise the error if the store is away."""
-        for start in range(0, len(due), _PART):
-            part = due[start : start + _PART]
+        for start, end in pairwise([0, *range(_FIRST_PART, len(due), _PART), len(due)]):
+            part = due[start:end]
             before = [one.row for one in part]
             errors = [error for error in self._pool.map(read, part) if error is not None]
             absent = [one.run.name for one in part if one.row["state"] == ABSENT]

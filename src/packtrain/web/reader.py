@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packtrain.errors import PacktrainError
 from packtrain.report.goodput import Goodput, goodput
@@ -277,13 +276,20 @@ class RunReader:
         for generation, step in self._starts.items():
             yield Point("start", generation, step, self._time_of(generation), {})
         covered = {one.generation: one.step for one in sorted(spent, key=lambda one: one.time) if one.rank == 0}
-        for table in (self.tables["train"], self._lost):
-            for generation in np.unique(table.all("generation")):
-                own = table.all("generation") == generation
-                after = table.all("step") > covered.get(int(generation), -1)
-                yield from _summed(table, own & after)
-                if table is self._lost:
-                    yield from _summed(table, own & ~after)
+        # By their place, because to look at every step of a long run takes long.
+        train = self.tables["train"]
+        generations, steps = train.all("generation"), train.all("step")
+        begin = 0
+        while begin < train.rows:
+            end = int(np.searchsorted(generations, generations[begin], "right"))
+            after = begin + int(np.searchsorted(steps[begin:end], covered.get(int(generations[begin]), -1), "right"))
+            yield from _summed(train, np.arange(after, end))
+            begin = max(end, begin + 1)
+        generations, steps = self._lost.all("generation"), self._lost.all("step")
+        for generation in np.unique(generations):
+            is_after = steps > covered.get(int(generation), -1)
+            for are_meant in (is_after, ~is_after):
+                yield from _summed(self._lost, np.flatnonzero((generations == generation) & are_meant))
 
     def _time_of(self, generation: int) -> float:
         table = self.tables["train"]
@@ -324,9 +330,8 @@ class RunReader:
         return step, ()
 
 
-def _summed(table: Table, are_meant: NDArray[np.bool_]) -> Iterator[Point]:
+def _summed(table: Table, rows: Rows) -> Iterator[Point]:
     """Yield some steps as one: the last of them, with the time of all."""
-    rows = np.flatnonzero(are_meant)
     if len(rows):
         values = {
             name: float(np.nansum(column.values[rows]))

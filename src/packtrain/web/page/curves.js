@@ -11,7 +11,8 @@ const POINTS = 1000; // of a line; more than a chart has pixels would not be see
 const MAX_RUNS = 50;
 const SMOOTH = 0.6;
 const KINDS = ["train", "valid", "test"];
-const LEAST_PAUSE = 700; // milliseconds between two questions for new points
+const LEAST_PAUSE = 1500; // milliseconds between two questions for new points
+const READING_PAUSE = 100; // ... and while the server is still reading a long history
 const SLOW_PAUSE = 8000; // ... and for what can only be had as a whole: bands and clock
 // The parts of a step from the bottom: computing in blue, communication in orange, the rest apart from both.
 export const SPANS = [
@@ -30,7 +31,7 @@ function plan(names, measure) {
   const [first, ...rest] = scores;
   const score = (name) => ({ title: capital(spelled(name)), names: [name, name.replace("valid", "test")].filter(has) });
   const charts = [
-    { title: "Loss", names: ["train.loss", "valid.loss"].filter(has), log: true, wide: true },
+    { title: "Loss", names: ["train.loss", "valid.loss"].filter(has), log: true, wide: true, alone: !first },
     ...(first ? [{ ...score(first), wide: true }] : []),
     { title: "Throughput", names: ["train.throughput"].filter(has), show: compact, zero: true },
     { title: "Learning rate", names: ["train.rate"].filter(has), zero: true, plain: true },
@@ -215,7 +216,7 @@ export class Curves {
     this.#charts = charts.map((one) => {
       const seconds = one.names[0].endsWith("_seconds");
       const chart = new Chart(this.group, { title: one.title, height: one.wide ? 240 : 170, show: one.show ?? (seconds ? duration : number), zero: one.zero, log: this.log && one.log });
-      chart.element.classList.add("card", one.wide ? "wide" : breadth(small.indexOf(one), small.length));
+      chart.element.classList.add("card", one.alone ? "full" : one.wide ? "wide" : breadth(small.indexOf(one), small.length));
       if (one.removable) chart.heading.after(button("remove", "×", () => {
         adjust({ more: this.more.filter((name) => name !== one.removable).join(",") });
         this.routed();
@@ -238,7 +239,9 @@ export class Curves {
   // Where generations started, as lines through all charts.
   #mark() {
     const generations = this.view.detail?.generations ?? [];
-    this.group.marks = generations.slice(1).map(({ time, cause }) => ({ x: this.clock.x(time, this.x), bad: !["joined", "resumed", "start"].includes(cause) }));
+    const marks = generations.slice(1).map(({ time, cause }) => ({ x: this.clock.x(time, this.x), bad: !["joined", "resumed", "start"].includes(cause) }));
+    if (JSON.stringify(marks) === JSON.stringify(this.group.marks)) return;
+    this.group.marks = marks;
     this.group.refresh();
   }
 
@@ -284,7 +287,7 @@ export class Curves {
       for (const { series } of answers) for (const one of series) whole.set(`${one.run}\n${one.name}`, this.#moved(one));
       this.#cursor = range ? this.#cursor : answers[0].cursor;
       this.#draw();
-      if (answers.some(({ series }) => series.some((one) => one.complete === false))) this.#again(1000);
+      if (answers.some(({ series }) => series.some((one) => one.complete === false))) this.#again(READING_PAUSE);
     } catch (error) {
       this.#refuse(error);
     } finally {
@@ -360,8 +363,8 @@ export class Curves {
           });
         }
       }
-      this.#draw();
-      if (answer.series.some((one) => one.complete === false)) this.#again(1000);
+      this.#draw(true);
+      if (answer.series.some((one) => one.complete === false)) this.#again(READING_PAUSE);
     } catch (error) {
       this.#refuse(error);
     } finally {
@@ -371,7 +374,7 @@ export class Curves {
     }
   }
 
-  #draw() {
+  #draw(grown = false) {
     const single = this.runs.length === 1;
     for (const { chart, names, plain } of this.#charts) {
       chart.lines = [];
@@ -389,7 +392,8 @@ export class Curves {
         chart.lines.push(shown);
       }));
     }
-    this.group.refresh();
+    if (grown) this.group.grow();
+    else this.group.refresh();
   }
 
   // Bands and clock.
@@ -430,7 +434,7 @@ export class Curves {
       swatch.style.background = color(spanColor(span));
       return make("li", "", swatch, make("span", "", label), make("b", "", `${(100 * shares[at] / total).toFixed(shares[at] / total < 0.1 ? 1 : 0)}%`));
     }));
-    this.group.refresh();
+    this.bands.refresh();
   }
 
   themed() {

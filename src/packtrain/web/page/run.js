@@ -206,7 +206,7 @@ class RunView {
       if (share === undefined || share === null) return;
       const bar = dd.querySelector(".bar") ?? dd.appendChild(make("span", "bar", make("i")));
       bar.className = `bar ${STATES.includes(row.state) ? row.state : ""}`;
-      bar.firstChild.style.transform = `scaleX(${Math.max(0, Math.min(1, share))})`;
+      bar.firstChild.style.transform = `scaleX(${Math.max(0, Math.min(1, share)).toFixed(3)})`;
     });
   }
 
