@@ -45,7 +45,7 @@ _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
 _FIRST_PART, _PART = 24, 64  # runs that are read before pages are told: at first those that fit a screen
-_LIST_SHARE = 0.01  # of the time, to list all runs: to look at thousands of folders takes a while
+_LIST_SHARE, _LIST_SHARE_ASIDE = 0.01, 0.002  # of the time, to list all runs; if pages show single ones, the latter
 _STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
@@ -171,7 +171,8 @@ class Board:
         if started >= self._list_again:
             due = self._list(tell, shown)
             now = time.monotonic()
-            self._list_again = now + min(_QUIET_SECONDS, (now - started) / _LIST_SHARE)
+            share = _LIST_SHARE_ASIDE if shown else _LIST_SHARE
+            self._list_again = now + min(_QUIET_SECONDS, (now - started) / share)
         else:
             with self._lock:
                 due = [one for one in self._runs.values() if one.is_busy or one.run.name in shown]

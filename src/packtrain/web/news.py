@@ -20,14 +20,14 @@ from packtrain.web.board import Board, Row
 from packtrain.web.query import RefusedRequest
 from packtrain.web.reader import Readers
 
-_TICK_SECONDS = 1.5
+_TICK_SECONDS = 1.8
 _COMMENT_SECONDS = 15.0
 _RUN_SECONDS = 0.3  # that one look reads of a run whose history is long
 _MAX_STREAMS = 64
 
 
 class News:
-    """Looks at the store every 1.5 s while a page is open, and tells every page what has changed."""
+    """Looks at the store every 1.8 s while a page is open, and tells every page what has changed."""
 
     def __init__(self, board: Board) -> None:
         self.board, self.readers = board, Readers()

@@ -7,8 +7,8 @@ import { compact, duration, number, round, shortDuration } from "./format.js";
 const LEFT = 54; // of all charts, so that they and the time line are aligned
 const RIGHT = 20;
 const READOUT = 3; // more lines than this are listed beside the cursor
-const UNSEEN = 1 / 600; // of the width: less than that is not seen
-const STALE = 5000; // milliseconds after which a picture that has hardly changed is drawn all the same
+export const UNSEEN = 1 / 300; // of the width: less than that, a pixel or two, is hardly seen
+const STALE = 6000; // milliseconds after which a picture that has hardly changed is drawn all the same
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]
   .concat([2, 3, 7, 14, 28].map((days) => days * 86400));
 export const PADDING = { left: LEFT, right: RIGHT };
@@ -289,7 +289,6 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(bbox.left - 4 * ratio, bbox.top - 4 * ratio, bbox.width + 8 * ratio, bbox.height + 8 * ratio); // dots at the edge stay round
     ctx.clip();
-    ctx.lineJoin = "round";
     for (const mark of this.group.marks) {
       ctx.strokeStyle = color(mark.bad ? "--bad" : "--dim");
       ctx.globalAlpha = 0.45;
@@ -313,6 +312,7 @@ export class Chart {
     ctx.strokeStyle = ctx.fillStyle = color(line.color);
     ctx.lineWidth = (line.width ?? 1.6) * ratio;
     ctx.setLineDash(line.dash ? [5 * ratio, 4 * ratio] : []);
+    ctx.lineJoin = last - first > 200 ? "bevel" : "round"; // round ones take most of the time, and many are not seen
     ctx.beginPath();
     let pen = false;
     for (let at = Math.max(0, first - 1); at < Math.min(line.x.length, last + 1); at += 1) {

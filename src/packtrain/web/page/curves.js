@@ -3,7 +3,7 @@
 import { Asker, ask } from "./api.js";
 import { button, choices, debounced, make, quiet, select, setText } from "./dom.js";
 import { capital, compact, duration, number, short, spelled } from "./format.js";
-import { Chart, Group, X_KINDS, color, runColor, smoothed } from "./chart.js";
+import { Chart, Group, UNSEEN, X_KINDS, color, runColor, smoothed } from "./chart.js";
 import { adjust, current, listed } from "./route.js";
 import { Clock, Timeline } from "./timeline.js";
 
@@ -11,7 +11,8 @@ const POINTS = 1000; // of a line; more than a chart has pixels would not be see
 const MAX_RUNS = 50;
 const SMOOTH = 0.6;
 const KINDS = ["train", "valid", "test"];
-const LEAST_PAUSE = 1500; // milliseconds between two questions for new points
+const LEAST_PAUSE = 1500; // milliseconds between two questions for new points ...
+const MOST_PAUSE = 6000; // ... of a run that is so long that a second of it is less than a pixel
 const READING_PAUSE = 100; // ... and while the server is still reading a long history
 const SLOW_PAUSE = 8000; // ... and for what can only be had as a whole: bands and clock
 // The parts of a step from the bottom: computing in blue, communication in orange, the rest apart from both.
@@ -56,6 +57,8 @@ export class Curves {
   #busy = false;
   #stale = false;
   #asked = 0;
+  #pause = LEAST_PAUSE;
+  #reach = null; // how far the curves went, and when
   #lines = new Map(); // [x, y] by run and name
   #charts = [];
   #origins = new Map();
@@ -326,7 +329,7 @@ export class Curves {
   changed(what) {
     if (!what.has("points") && !what.has("events")) return;
     this.#stale = true;
-    const pause = LEAST_PAUSE - (performance.now() - this.#asked);
+    const pause = this.#pause - (performance.now() - this.#asked);
     if (pause > 0) this.#again(pause);
     else this.#append();
     if (performance.now() - this.#slow > SLOW_PAUSE) this.#loadWhole();
@@ -364,14 +367,23 @@ export class Curves {
         }
       }
       this.#draw(true);
+      this.#pace();
       if (answer.series.some((one) => one.complete === false)) this.#again(READING_PAUSE);
     } catch (error) {
       this.#refuse(error);
     } finally {
       this.#busy = false;
       this.#asked = performance.now();
-      if (this.#stale) this.#again(LEAST_PAUSE);
+      if (this.#stale) this.#again(this.#pause);
     }
+  }
+
+  // As often as a pixel changes.
+  #pace() {
+    const [[low, high], now] = [this.group.extent, performance.now()];
+    const rate = this.#reach ? (high - this.#reach.high) / (now - this.#reach.time) : 0;
+    this.#pause = rate > 0 ? Math.max(LEAST_PAUSE, Math.min(MOST_PAUSE, (UNSEEN * (high - low)) / rate)) : LEAST_PAUSE;
+    this.#reach = { high, time: now };
   }
 
   #draw(grown = false) {
