@@ -137,13 +137,15 @@ def measured(
         with served(contender, folder) as (url, _process), browsed(contender) as page:
             shown.append(seconds_until_shown(page, url + contender.first))
             picture(page, "first")
-    with served(contender, folder) as (url, process), browsed(contender) as page:
+    with served(contender, folder) as (url, _process), browsed(contender) as page:
         page.goto(url, wait_until="commit")  # with the token, of those that have one
         chosen = ids[: options.overlay]
         overlaid = seconds_until_still(
             page, _origin(url) + contender.overlay(chosen), lambda: contender.is_read(page, chosen, options.points)
         )
         picture(page, "overlay")
+    with served(contender, folder) as (url, process), browsed(contender) as page:
+        page.goto(url, wait_until="commit")
         page.goto("about:blank")
         page.goto(_origin(url) + contender.watch(ids[0]), wait_until="commit")
         page.wait_for_timeout(1000 * min(8.0, options.watch))  # not the start, which was measured above
@@ -212,6 +214,7 @@ def browsed(contender: Contender) -> Iterator[Any]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS)
         page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(1000 * _LIMIT_SECONDS)
         for key, value in contender.stored.items():
             page.add_init_script(f"try {{ localStorage.setItem({json.dumps(key)}, {json.dumps(value)}) }} catch {{}}")
         try:
