@@ -82,7 +82,7 @@ class Contender:
     stored: Mapping[str, str] = field(default_factory=dict)
     """Settings that the page keeps in the browser."""
     is_read: Callable[[Any, Sequence[str], int], bool] = lambda *_: True
-    """True if the server has read the runs to overlay; else the page is loaded again."""
+    """True if the page has all of the runs to overlay."""
 
 
 def main() -> None:
@@ -256,10 +256,8 @@ def seconds_until_still(page: Any, url: str, is_read: Callable[[], bool]) -> flo
         if seen != before:
             before, changed = seen, time.perf_counter()
         # Some ask all the time, but the answer that counts takes as long as the picture stands still.
-        elif now > changed + _QUIET_SECONDS and not open_requests:
-            if is_read():
-                return changed - started
-            page.reload(wait_until="commit")
+        elif now > changed + _QUIET_SECONDS and not open_requests and is_read():
+            return changed - started
         page.wait_for_timeout(1000 * max(0.0, _LOOK_SECONDS - (time.perf_counter() - now)))
     return None
 
@@ -330,7 +328,11 @@ def packtrain() -> Contender:
     def overlay(ids: Sequence[str]) -> str:
         return f"/#/run/{ids[0]}/curves?with={','.join(ids[1:])}"
 
-    return Contender("packtrain", make, grow, serve, "", overlay, lambda one: f"/#/run/{one}/curves")
+    def is_read(page: Any, _: Sequence[str], __: int) -> bool:
+        found: bool = page.evaluate("!document.querySelector('.grid[aria-busy=true]')")
+        return found
+
+    return Contender("packtrain", make, grow, serve, "", overlay, lambda one: f"/#/run/{one}/curves", is_read=is_read)
 
 
 def packtrain_point(run: int, step: int) -> Any:
@@ -406,7 +408,9 @@ def tensorboard() -> Contender:
         # It reads all runs in the background, and a page shows what was there when it was loaded.
         ask = "(run) => fetch(`/data/plugin/scalars/scalars?run=${run}&tag=loss`).then((one) => one.ok && one.json())"
         answers = [page.evaluate(ask, one) for one in ids]
-        return all(one and one[-1][1] >= points for one in answers)
+        if not (found := all(one and one[-1][1] >= points for one in answers)):
+            page.reload(wait_until="commit")
+        return found
 
     stored = {"_tb_global_settings": json.dumps({"autoReload": True, "autoReloadPeriodInMs": 30000})}
     return peer(

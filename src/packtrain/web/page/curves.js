@@ -58,6 +58,7 @@ export class Curves {
   #stale = false;
   #asked = 0;
   #pause = LEAST_PAUSE;
+  #reading = false; // the server has not read all of the history yet
   #reach = null; // how far the curves went, and when
   #lines = new Map(); // [x, y] by run and name
   #charts = [];
@@ -290,14 +291,14 @@ export class Curves {
       for (const { series } of answers) for (const one of series) whole.set(`${one.run}\n${one.name}`, this.#moved(one));
       this.#cursor = range ? this.#cursor : answers[0].cursor;
       this.#draw();
-      if (answers.some(({ series }) => series.some((one) => one.complete === false))) this.#again(READING_PAUSE);
+      this.#learnReading(answers);
     } catch (error) {
       this.#refuse(error);
     } finally {
       this.#busy = false;
       this.#asked = performance.now();
     }
-    if (this.#stale) this.#again(LEAST_PAUSE);
+    this.#follow(LEAST_PAUSE);
     if (range && !this.#lines.size) this.#loadExtent();
   }
 
@@ -366,16 +367,26 @@ export class Curves {
           });
         }
       }
-      this.#draw(true);
+      this.#draw(!this.#reading);
       this.#pace();
-      if (answer.series.some((one) => one.complete === false)) this.#again(READING_PAUSE);
+      this.#learnReading([answer]);
     } catch (error) {
       this.#refuse(error);
     } finally {
       this.#busy = false;
       this.#asked = performance.now();
-      if (this.#stale) this.#again(this.#pause);
+      this.#follow(this.#pause);
     }
+  }
+
+  #learnReading(answers) {
+    this.#reading = answers.some(({ series }) => series.some((one) => one.complete === false));
+    this.grid.setAttribute("aria-busy", String(this.#reading));
+  }
+
+  #follow(pause) {
+    if (this.#reading) this.#again(READING_PAUSE);
+    else if (this.#stale) this.#again(pause);
   }
 
   // As often as a pixel changes.
