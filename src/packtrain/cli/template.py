@@ -21,6 +21,7 @@ _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
 # Settings for a natural language, and for the few words of the toy data.
 _LANGUAGE = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
 _FEW_WORDS = {"vocabulary": "400", "warmup": "100 steps", "every": "100 steps"}
+_HELD_OUT = "5 %"  # where a person has no validation data
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
@@ -132,6 +133,8 @@ def write_job(request: InitRequest) -> InitResult:
             result = InitResult([*result.files, f"{data} with toy data"], f"{name} {example}")
     settings = _LANGUAGE if request.train else {**_FEW_WORDS, "duration": template.duration}
     text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
+    held_out = f"  valid: {_HELD_OUT} # of the training data, chosen by a hash of each sample\n"
+    text = text.replace("  valid: []\n", held_out)
     _write(request.path, {request.path: _aligned(text).encode(), **beside})
     return result
 
