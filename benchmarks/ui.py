@@ -1,29 +1,39 @@
 """The dashboard against TensorBoard, MLflow and Trackio, on the same series; Chromium drives each.
 
-    python benchmarks/ui.py [--json] [--runs 100 1000] [--points 20000] [--overlay 50] [--watch 60] [--only NAME...]
+    python benchmarks/ui.py [--json] [--runs 100 1000] [--points 20000] [--overlay 50] [--watch 40] [--only NAME...]
+    python benchmarks/ui.py --prepare    # make the series only, once: minutes
 
-First paint is from the address to the name of a run on the page, with a server that has just started and has not read
-anything; overlay until nothing changes anymore on a page with the losses of that many runs, which is looked at every
-0.2 s. Then one of the runs grows by ten points a second while its page is open, and the CPU time of server and
-browser is counted. Peers are installed in `~/.cache/packtrain-tests/ui-peers/NAME` (or below $PACKTRAIN_UI_PEERS), a
-virtual environment each; TensorBoard is also taken from this one.
+First paint is from the address to the name of a run on the page, with a server that has just started. Overlay is from
+the address to the last change on a page with the losses of that many runs, again with a server that has just started;
+the page is looked at every 0.2 s. Then the first run grows by ten points a second while its page is open, and the CPU
+time of server and browser is counted. Every page is the one that its users get for the task:
+
+    packtrain    the list; curves of a run with others over it; curves of a run. New points within 2 s
+    tensorboard  time series; scalars with those runs selected. New points every 30 s, which has to be switched on
+    mlflow       runs of an experiment; metric of compared runs; metrics of a run. New points every 30 s
+    trackio      all runs of a project, which has only those to overlay, or to watch. New points every second or so
+
+Peers are installed from PyPI in `~/.cache/packtrain-tests/ui-peers/NAME`, and series are kept in `ui-series` beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,15 +48,16 @@ OPTIONS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--no-first-run",
 ]  # fmt: skip
-PEERS = Path(os.environ.get("PACKTRAIN_UI_PEERS", Path.home() / ".cache/packtrain-tests/ui-peers"))
+CACHE = Path(os.environ.get("PACKTRAIN_UI_CACHE", Path.home() / ".cache/packtrain-tests"))
+PEERS, SERIES = CACHE / "ui-peers", CACHE / "ui-series"
 _CHUNK = 200  # points of a chunk: a worker flushes every 1 to 10 s
 _LIMIT_SECONDS = 180.0
 _QUIET_SECONDS = 1.5
 _LOOK_SECONDS = 0.2
 # Texts of the page, also those in shadow trees, which TensorBoard is made of.
-_HAS_TEXT = """(wanted) => {
+_HAS_RUN = """() => {
   const found = (node) => {
-    if (node.nodeType === Node.TEXT_NODE) return node.data.includes(wanted);
+    if (node.nodeType === Node.TEXT_NODE) return /^\\s*run-\\d+\\s*$/.test(node.data);
     if (node.shadowRoot && found(node.shadowRoot)) return true;
     return [...node.childNodes].some(found);
   };
@@ -54,58 +65,95 @@ _HAS_TEXT = """(wanted) => {
 }"""
 
 
+Serve = Callable[[Path, int], tuple[list[str], dict[str, str]]]
+
+
 @dataclass(frozen=True)
 class Contender:
     """One dashboard: how its series are made and grow, how its server starts, and the addresses of its pages."""
 
     name: str
-    python: str
-    make: Callable[[str, Path, argparse.Namespace, int], list[str]]
-    grow: Callable[[str, Path, float], subprocess.Popen[bytes]]
-    serve: Callable[[str, Path, int], tuple[list[str], dict[str, str]]]
+    make: Callable[[Path, argparse.Namespace, int], list[str]]
+    grow: Callable[[Path, float], subprocess.Popen[bytes]]
+    serve: Serve
+    first: str
     overlay: Callable[[Sequence[str]], str]
     watch: Callable[[str], str]
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Settings that the page keeps in the browser."""
+    is_read: Callable[[Any, Sequence[str], int], bool] = lambda *_: True
+    """True if the page has all of the runs to overlay."""
 
 
 def main() -> None:
     parser = bench.parser(__doc__)
+    parser.set_defaults(rounds=3)
     parser.add_argument("--runs", type=int, nargs="+", default=[100, 1000], help="numbers of runs")
     parser.add_argument("--points", type=int, default=20_000, help="points of each run")
     parser.add_argument("--overlay", type=int, default=50, help="runs to overlay")
-    parser.add_argument("--watch", type=float, default=60.0, help="seconds to watch a run that grows")
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="contenders to measure")
+    parser.add_argument("--watch", type=float, default=40.0, help="seconds to watch a run that grows")
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="contenders")
+    parser.add_argument("--prepare", action="store_true", help="only install peers and make the series")
+    parser.add_argument("--pictures", type=Path, help="directory for a screenshot of every page")
     options = parser.parse_args()
+    contenders = [CONTENDERS[name]() for name in options.only]
+    prepared = {(one.name, runs): prepare(one, options, runs) for one in contenders for runs in options.runs}
+    if options.prepare:
+        return
     rows: list[dict[str, object]] = []
-    notes = []
-    for name in options.only or CONTENDERS:
-        contender = CONTENDERS[name]()
-        if contender is None:
-            notes.append(f"{name} is not installed in {PEERS / name}")
-            continue
-        for runs in options.runs:
-            with tempfile.TemporaryDirectory(prefix="packtrain-ui-") as folder:
-                ids = contender.make(contender.python, Path(folder), options, runs)
-                rows.append({"contender": name, "runs": runs, **measured(contender, Path(folder), ids, options)})
-    bench.show("dashboards", rows, notes, options.json)
+    for runs in options.runs:
+        for contender in contenders:
+            folder = prepared[contender.name, runs]
+            ids = json.loads((folder / "ids.json").read_text())
+            rows.append({"contender": contender.name, "runs": runs, **measured(contender, folder, ids, options)})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    bench.show("dashboards", rows, [], options.json)
+
+
+def prepare(contender: Contender, options: argparse.Namespace, runs: int) -> Path:
+    """Make the series, unless they are there; they grow a little each time that they are watched."""
+    folder = SERIES / f"{contender.name}-{runs}x{options.points}"
+    if not (folder / "ids.json").exists():  # written last
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        started = time.perf_counter()
+        ids = contender.make(folder, options, runs)
+        (folder / "points").write_text(str(options.points))
+        (folder / "ids.json").write_text(json.dumps(ids))
+        print(f"made {folder} in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    return folder
 
 
 def measured(
     contender: Contender, folder: Path, ids: Sequence[str], options: argparse.Namespace
 ) -> dict[str, float | None]:
+    def picture(page: Any, what: str) -> None:
+        if options.pictures:
+            options.pictures.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=options.pictures / f"{contender.name}-{len(ids)}-{what}.png")
+
     shown: list[float] = []
     for _ in range(options.rounds):
-        with served(contender, folder) as (url, _process), browsed() as page:
-            # The list is sorted by each its own way: any name will do that starts as all do.
-            shown.append(seconds_until(page, url, re.sub(r"\d+$", "", ids[0]) if "run" in ids[0] else "run-"))
-    with served(contender, folder) as (url, process), browsed() as page:
+        with served(contender, folder) as (url, _process), browsed(contender) as page:
+            shown.append(seconds_until_shown(page, url + contender.first))
+            picture(page, "first")
+    with served(contender, folder) as (url, _process), browsed(contender) as page:
         page.goto(url, wait_until="commit")  # with the token, of those that have one
-        overlaid = seconds_until_still(page, _origin(url) + contender.overlay(ids[: options.overlay]))
+        chosen = ids[: options.overlay]
+        overlaid = seconds_until_still(
+            page, _origin(url) + contender.overlay(chosen), lambda: contender.is_read(page, chosen, options.points)
+        )
+        picture(page, "overlay")
+    with served(contender, folder) as (url, process), browsed(contender) as page:
+        page.goto(url, wait_until="commit")
+        page.goto("about:blank")
         page.goto(_origin(url) + contender.watch(ids[0]), wait_until="commit")
-        page.wait_for_timeout(1000 * min(5.0, options.watch))  # not the start, which was measured above
-        writer = contender.grow(contender.python, folder, options.watch)
+        page.wait_for_timeout(1000 * min(8.0, options.watch))  # not the start, which was measured above
+        writer = contender.grow(folder, options.watch)
         before = cpu_seconds(process.pid), browser_seconds()
         page.wait_for_timeout(1000 * options.watch)
         spent = cpu_seconds(process.pid) - before[0], browser_seconds() - before[1]
+        picture(page, "watch")
         writer.wait()
     minutes = options.watch / 60
     return {
@@ -117,7 +165,7 @@ def measured(
 
 
 def _origin(url: str) -> str:
-    return url.partition("/?")[0].rstrip("/")
+    return "/".join(url.split("/")[:3])
 
 
 @contextmanager
@@ -125,7 +173,7 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
     """Start a server; yields the address of its first page once it answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command, environment = contender.serve(contender.python, folder, port)
+    command, environment = contender.serve(folder, port)
     with (
         (folder / "server.log").open("w+") as log,
         subprocess.Popen(
@@ -141,7 +189,7 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
                 time.sleep(0.05)
                 found = re.search(rf"http://127.0.0.1:{port}/\?token=\S+", (folder / "server.log").read_text())
                 printed = found[0] if found else None
-            yield printed or f"http://127.0.0.1:{port}/", process
+            yield printed or f"http://127.0.0.1:{port}", process
         finally:
             for one in [*psutil.Process(process.pid).children(recursive=True), process]:
                 one.terminate()
@@ -150,39 +198,46 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
 
 def _answers(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=_LIMIT_SECONDS):
+            return True
+    except urllib.error.HTTPError:  # ours, without its token
+        return True
     except OSError:
         return False
-    return True
 
 
 @contextmanager
-def browsed() -> Iterator[Any]:
+def browsed(contender: Contender) -> Iterator[Any]:
     """Yield an empty page of a new browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(1000 * _LIMIT_SECONDS)
+        for key, value in contender.stored.items():
+            page.add_init_script(f"try {{ localStorage.setItem({json.dumps(key)}, {json.dumps(value)}) }} catch {{}}")
         try:
-            yield browser.new_page(viewport={"width": 1400, "height": 900})
+            yield page
         finally:
             browser.close()
 
 
-def seconds_until(page: Any, url: str, text: str) -> float:
-    """Return how long it takes from the address to a text on the page."""
+def seconds_until_shown(page: Any, url: str) -> float:
+    """Return how long it takes from the address to the name of a run on the page."""
     started = time.perf_counter()
     page.goto(url, wait_until="commit")
-    page.wait_for_function(_HAS_TEXT, arg=text, timeout=1000 * _LIMIT_SECONDS, polling=20)
+    page.wait_for_function(_HAS_RUN, timeout=1000 * _LIMIT_SECONDS, polling=20)
     return time.perf_counter() - started
 
 
-def seconds_until_still(page: Any, url: str) -> float:
-    """Return how long it takes from the address to the last change that is seen on the page."""
+def seconds_until_still(page: Any, url: str, is_read: Callable[[], bool]) -> float | None:
+    """Return how long it takes from the address to the last change that is seen; None if it takes too long."""
     open_requests: set[Any] = set()
 
     def begin(request: Any) -> None:
-        if request.resource_type != "eventsource":  # which is never finished
+        # A stream of events is never finished, and what leaves the machine is not waited for.
+        if request.resource_type != "eventsource" and request.url.startswith(_origin(url)):
             open_requests.add(request)
 
     def end(request: Any) -> None:
@@ -191,16 +246,20 @@ def seconds_until_still(page: Any, url: str) -> float:
     page.on("request", begin)
     page.on("requestfinished", end)
     page.on("requestfailed", end)
+    page.goto("about:blank")  # an address that differs after its # only would be the same page
+    open_requests.clear()
     started = changed = time.perf_counter()
     page.goto(url, wait_until="commit")
-    page.reload(wait_until="commit")  # an address that differs after its # only is the same page
     before = b""
-    while (now := time.perf_counter()) < min(changed + _QUIET_SECONDS, started + _LIMIT_SECONDS):
+    while (now := time.perf_counter()) < started + _LIMIT_SECONDS:
         seen = hashlib.sha256(page.screenshot()).digest()
-        if seen != before or open_requests:
+        if seen != before:
             before, changed = seen, time.perf_counter()
+        # Some ask all the time, but the answer that counts takes as long as the picture stands still.
+        elif now > changed + _QUIET_SECONDS and not open_requests and is_read():
+            return changed - started
         page.wait_for_timeout(1000 * max(0.0, _LOOK_SECONDS - (time.perf_counter() - now)))
-    return changed - started
+    return None
 
 
 def cpu_seconds(pid: int) -> float:
@@ -217,140 +276,180 @@ def browser_seconds() -> float:
 # The contenders.
 
 
+class _Unsynced:
+    """As much of a store as a writer needs, which does not wait for the disk after every chunk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def put(self, key: str, data: bytes) -> None:
+        (self._root / key).parent.mkdir(parents=True, exist_ok=True)
+        (self._root / key).write_bytes(data)
+
+
 def packtrain() -> Contender:
-    def make(_: str, folder: Path, options: argparse.Namespace, runs: int) -> list[str]:
+    def make(folder: Path, options: argparse.Namespace, runs: int) -> list[str]:
         from packtrain.job import Job
         from packtrain.run.code import archive
         from packtrain.run.records import Result
-        from packtrain.run.run import create_run
+        from packtrain.run.run import Run, create_run, worker_writer
         from packtrain.store import open_store
 
         store = open_store(str(folder / "store"), create=True)
         train = {"duration": f"{options.points} steps", "batch": "640 tokens", "schedule": {"constant": {"rate": 0.1}}}
         data = {"train": [{"bitext": ["a", "b"]}]}
         job = Job.model_validate({"name": "run", "recipe": "translate", "model": "tiny", "data": data, "train": train})
-        names = []
+        names: list[str] = []
         for number in range(runs):
             run = create_run(store, job, archive({}), None)
+            if number < options.overlay:
+                fast: Any = _Unsynced(Path(store.url))
+                writer = Run(fast, run.name).point_writer(worker_writer(1, 0))
+                for step in range(1, options.points + 1):
+                    writer.append(packtrain_point(number, step))
+                    if step % _CHUNK == 0:
+                        writer.flush()
+                writer.flush()
+            else:
+                origin = Run(store, names[number % options.overlay])
+                shutil.copytree(Path(store.url) / origin.key("metrics"), Path(store.url) / run.key("metrics"))
             names.append(run.name)
-            metrics = Path(store.url) / run.key("metrics/000001-rank-0")
-            metrics.mkdir(parents=True)
-            for chunk, start in enumerate(range(1, options.points + 1, _CHUNK)):
-                lines = packtrain_lines(number, range(start, min(start + _CHUNK, options.points + 1)))
-                (metrics / f"{chunk:08d}.jsonl").write_text(lines)
             if number:  # the first one grows
                 run.finish(Result("finished", f"reached {options.points} steps", options.points, 1.0))
         return names
 
-    def grow(python: str, folder: Path, seconds: float) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([python, __file__, "--grow", str(folder / "store"), str(seconds)])
+    def grow(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, __file__, "--grow", str(folder), str(seconds)])
 
-    def serve(python: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-        command = [python, "-m", "packtrain", "ui", "--store", str(folder / "store"), "--port", str(port), "--no-open"]
-        return command, {}
+    def serve(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [sys.executable, "-m", "packtrain", "ui", "--store", str(folder / "store"), "--port", str(port)]
+        return [*command, "--no-open"], {}
 
     def overlay(ids: Sequence[str]) -> str:
         return f"/#/run/{ids[0]}/curves?with={','.join(ids[1:])}"
 
-    return Contender("packtrain", sys.executable, make, grow, serve, overlay, lambda one: f"/#/run/{one}/curves")
+    def is_read(page: Any, _: Sequence[str], __: int) -> bool:
+        found: bool = page.evaluate("!document.querySelector('.grid[aria-busy=true]')")
+        return found
+
+    return Contender("packtrain", make, grow, serve, "", overlay, lambda one: f"/#/run/{one}/curves", is_read=is_read)
 
 
-def packtrain_lines(run: int, steps: range) -> str:
-    """Return points as a worker writes them, with all that it measures."""
+def packtrain_point(run: int, step: int) -> Any:
+    """Return a point as a worker writes it, with all that it measures."""
+    from packtrain.run.records import Point
+
     spans = {f"{span}_seconds": 0.01 for span in ("data", "forward", "backward", "communication", "wait", "optimizer")}
     given = {"rate": 0.001, "gradient_norm": 1.0, "tokens": 640.0, "step_seconds": 0.1, **spans}
-    lines = []
-    for step in steps:
-        values = {"loss": ui_series.loss(run, step), "epoch": step / 1000, "elapsed_seconds": step / 10, **given}
-        point = {"kind": "train", "generation": 1, "step": step, "time": 1.7e9 + step / 10, "values": values}
-        lines.append(json.dumps({**point, "samples": []}) + "\n")
-    return "".join(lines)
+    values = {"loss": ui_series.loss(run, step), "epoch": step / 1000, "elapsed_seconds": step / 10, **given}
+    return Point("train", 1, step, 1.7e9 + step / 10, values)
 
 
-def grow_packtrain(location: str, seconds: float) -> None:
+def grow_packtrain(folder: Path, seconds: float) -> None:
     """Add ten points a second to the first run, as a worker does."""
-    from packtrain.run.run import Run
+    from packtrain.run.chunks import chunk_keys
+    from packtrain.run.run import Run, worker_writer
     from packtrain.store import open_store
 
-    store = open_store(location)
-    run = Run(store, "run-1")
-    chunks = store.list(run.key("metrics/"))
-    step = run.recent_points(1, evaluated=False)[-1].step + 1
-    end = time.monotonic() + seconds
-    for chunk in range(len(chunks), len(chunks) + 10**6):
-        if time.monotonic() > end:
-            return
-        data = packtrain_lines(0, range(step, step + 10)).encode()
-        store.put(run.key(f"metrics/000001-rank-0/{chunk:08d}.jsonl"), data)
-        step += 10
-        time.sleep(1.0)
+    run = Run(open_store(str(folder / "store")), "run-1")
+    writer = run.point_writer(worker_writer(1, 0))
+    writer._chunk = len(chunk_keys(run.store, run.key("metrics")))
+
+    def append(steps: range) -> None:
+        for step in steps:
+            writer.append(packtrain_point(0, step))
+        writer.flush()
+
+    ui_series.keep_growing(append, folder, seconds)
 
 
-def peer(
-    name: str,
-    serve: Callable[[str, Path, int], tuple[list[str], dict[str, str]]],
-    overlay: Callable[[Sequence[str]], str],
-    watch: Callable[[str], str],
-) -> Contender | None:
-    """Return a peer, if it is installed."""
+def peer_python(name: str) -> str:
+    """Return the Python of a peer; install it at first."""
     python = PEERS / name / "bin" / "python"
-    found = str(python) if python.exists() else sys.executable if name == "tensorboard" else None
-    if found is None:
-        return None
-    script = str(Path(__file__).parent / "peers" / "ui_series.py")
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(PEERS / name)], check=True)
+        try:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", name], check=True)
+        except BaseException:
+            shutil.rmtree(PEERS / name)
+            raise
+    return str(python)
 
-    def make(python: str, folder: Path, options: argparse.Namespace, runs: int) -> list[str]:
+
+def peer(name: str, serve: Serve, first: str, overlay: Callable[[Sequence[str]], str], **more: Any) -> Contender:
+    command = [peer_python(name), str(Path(__file__).parent / "peers" / "ui_series.py"), name]
+
+    def make(folder: Path, options: argparse.Namespace, runs: int) -> list[str]:
         numbers = map(str, (runs, options.points, options.overlay))
+        environment = {**os.environ, "TRACKIO_DIR": str(folder)}
         done = subprocess.run(
-            [python, script, name, str(folder), "make", *numbers],
-            stdout=subprocess.PIPE, check=True, env={**os.environ, "TRACKIO_DIR": str(folder)},
-        )  # fmt: skip
+            [*command, str(folder), "make", *numbers], stdout=subprocess.PIPE, check=True, env=environment
+        )
         ids: list[str] = json.loads(done.stdout.splitlines()[-1])
         return ids
 
-    def grow(python: str, folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    def grow(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TRACKIO_DIR": str(folder)}
-        return subprocess.Popen([python, script, name, str(folder), "grow", str(seconds)], env=environment)
+        return subprocess.Popen([*command, str(folder), "grow", str(seconds)], env=environment)
 
-    return Contender(name, found, make, grow, serve, overlay, watch)
-
-
-def tensorboard() -> Contender | None:
-    def serve(python: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-        command = [python, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
-        return [*command, "--port", str(port), "--reload_interval", "2", "--load_fast", "false"], {}
-
-    def overlay(ids: Sequence[str]) -> str:
-        return f"/?runFilter={quote('^(' + '|'.join(ids) + ')$')}#timeseries"
-
-    return peer("tensorboard", serve, overlay, lambda one: overlay([one]))
+    return Contender(name, make, grow, serve, first, overlay, **more)
 
 
-def mlflow() -> Contender | None:
-    def serve(python: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-        command = [python, "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+def tensorboard() -> Contender:
+    def serve(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [peer_python("tensorboard"), "-m", "tensorboard.main", "--logdir", str(folder)]
         return [*command, "--host", "127.0.0.1", "--port", str(port)], {}
 
     def overlay(ids: Sequence[str]) -> str:
-        runs = quote(json.dumps(list(ids)))
-        return f'/#/metric?runs={runs}&metric="loss"&experiments=["0"]&plot_metric_keys=["loss"]'
+        chosen = base64.b64encode(json.dumps(dict.fromkeys(ids, True)).encode()).decode()
+        return f"/#scalars&runSelectionState={quote(chosen)}"
 
-    return peer("mlflow", serve, overlay, lambda one: overlay([one]))
+    def is_read(page: Any, ids: Sequence[str], points: int) -> bool:
+        # It reads all runs in the background, and a page shows what was there when it was loaded.
+        ask = "(run) => fetch(`/data/plugin/scalars/scalars?run=${run}&tag=loss`).then((one) => one.ok && one.json())"
+        answers = [page.evaluate(ask, one) for one in ids]
+        if not (found := all(one and one[-1][1] >= points for one in answers)):
+            page.reload(wait_until="commit")
+        return found
+
+    stored = {"_tb_global_settings": json.dumps({"autoReload": True, "autoReloadPeriodInMs": 30000})}
+    return peer(
+        "tensorboard", serve, "/", overlay, watch=lambda one: overlay([one]), stored=stored, is_read=is_read
+    )  # fmt: skip
 
 
-def trackio() -> Contender | None:
-    def serve(python: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-        code = "import trackio, time; trackio.show(project='bench', open_browser=False); time.sleep(1e6)"
-        environment = {"TRACKIO_DIR": str(folder), "GRADIO_SERVER_PORT": str(port), "GRADIO_ANALYTICS_ENABLED": "False"}
-        return [python, "-c", code], environment
+def mlflow() -> Contender:
+    def serve(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [peer_python("mlflow"), "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+        # Neither what it tells its makers nor its queue of jobs is part of looking at runs.
+        spared = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        return [*command, "--host", "127.0.0.1", "--port", str(port)], spared
 
-    def overlay(_: Sequence[str]) -> str:
-        return f"/?project={ui_series.FEW}&metrics=loss"
+    def overlay(ids: Sequence[str]) -> str:
+        few = {"runs": list(ids), "metric": "loss", "experiments": ["0"], "plot_metric_keys": ["loss"]}
+        return "/#/metric?" + "&".join(f"{key}={quote(json.dumps(value))}" for key, value in few.items())
 
-    return peer("trackio", serve, overlay, lambda _: overlay([]))
+    def watch(one: str) -> str:
+        return f"/#/experiments/0/runs/{one}/model-metrics"
+
+    return peer("mlflow", serve, "/#/experiments/0/runs", overlay, watch=watch)
 
 
-CONTENDERS: dict[str, Callable[[], Contender | None]] = {
+def trackio() -> Contender:
+    def serve(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+        code = "import trackio; trackio.show(open_browser=False, block_thread=True)"
+        environment = {"TRACKIO_DIR": str(folder), "GRADIO_SERVER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+        return [peer_python("trackio"), "-c", code], environment
+
+    def shown(project: str) -> str:
+        return f"/?project={project}"
+
+    return peer(
+        "trackio", serve, shown(ui_series.PROJECT), lambda _: shown(ui_series.FEW), watch=lambda _: shown(ui_series.ONE)
+    )
+
+
+CONTENDERS: dict[str, Callable[[], Contender]] = {
     "packtrain": packtrain,
     "tensorboard": tensorboard,
     "mlflow": mlflow,
@@ -359,6 +458,6 @@ CONTENDERS: dict[str, Callable[[], Contender | None]] = {
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--grow"]:
-        grow_packtrain(sys.argv[2], float(sys.argv[3]))
+        grow_packtrain(Path(sys.argv[2]), float(sys.argv[3]))
     else:
         main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,6 +222,11 @@ def _measure_of(steps: Sequence[Point]) -> str:
 def mean_loss(steps: Sequence[Point]) -> float | None:
     losses = [loss for point in steps if (loss := loss_of(point)) is not None]
     return sum(losses) / len(losses) if losses else None
+
+
+def loss_name(names: Container[str]) -> str | None:
+    """Return the name of the training loss among those of a step; None if a program has not logged it there."""
+    return next((name for name in _LOSSES if name in names), None)
 
 
 def loss_of(point: Point) -> float | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from packtrain.run.records import DamagedRecord, Record, decode_many
 from packtrain.store import Entry, Store, StoreError
@@ -44,9 +45,9 @@ class ChunkWriter(Generic[Record]):
         self._collecting, self._flushing = threading.Lock(), threading.Lock()
 
     def append(self, record: Record) -> None:
-        line = json.dumps(vars(record), default=vars, ensure_ascii=False)  # without the copies that asdict makes
+        line = encode_line(record)
         with self._collecting:
-            self._lines.append(f"{line}\n".encode(errors="replace"))
+            self._lines.append(line)
 
     def flush(self) -> None:
         """Put what was collected; what fails is kept for the next flush.
@@ -56,15 +57,28 @@ class ChunkWriter(Generic[Record]):
         with self._flushing:
             self._put_chunks()  # first what failed, under the numbers that it had
             with self._collecting:  # not held while putting: a slow store must not block `append`
-                lines, self._lines = self._lines, []
+                lines = self._take_lines()
             self._unsure.extend(_joined(lines))
             self._put_chunks()
+
+    def _take_lines(self) -> list[bytes]:
+        lines, self._lines = self._lines, []
+        return lines
 
     def _put_chunks(self) -> None:
         while self._unsure:
             self._store.put(f"{self._folder}/{self._chunk:08d}.jsonl", self._unsure[0])
             self._unsure.popleft()
             self._chunk += 1
+
+
+def encode_line(record: object) -> bytes:
+    line = json.dumps(vars(record), default=_plain, ensure_ascii=False)  # without the copies that asdict makes
+    return f"{line}\n".encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    return b64encode(value).decode() if isinstance(value, bytes) else vars(value)
 
 
 def _joined(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -364,6 +364,9 @@ class Sample:
 _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
 
 
+STEP_KINDS = ("train", "log")  # of points: a step of training, of a recipe and of a program
+
+
 @dataclass(frozen=True)
 class Point:
     """Measurements at a step. `start` marks the step that a generation resumes from.
@@ -382,7 +385,7 @@ class Point:
     @property
     def is_step(self) -> bool:
         """True for a step of training, whoever made it."""
-        return self.kind in ("train", "log")
+        return self.kind in STEP_KINDS
 
     def column(self, name: str) -> str:
         """Return the name of a measurement among those of all kinds: `valid.bleu`; a program's own stay as they are."""

@@ -23,6 +23,7 @@ from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job import Job
 from packtrain.job.document import MAX_NODES
 from packtrain.job.part import is_name
+from packtrain.run.blocks import PointReader, PointWriter
 from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
@@ -150,10 +151,10 @@ class Run:
         return ChunkWriter(self.store, self.key("events"), writer)
 
     def points(self) -> ChunkReader[Point]:
-        return ChunkReader(self.store, self.key("metrics"), Point)
+        return PointReader(self.store, self.key("metrics"))
 
     def point_writer(self, writer: str) -> ChunkWriter[Point]:
-        return ChunkWriter(self.store, self.key("metrics"), writer)
+        return PointWriter(self.store, self.key("metrics"), writer)
 
     def time_spent(self) -> ChunkReader[TimeSpent]:
         return ChunkReader(self.store, self.key("time"), TimeSpent)

@@ -19,7 +19,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -278,10 +278,8 @@ class DirectoryStore(Store):
             advice = "check its mount"
         return StoreAway(f"{self.url}: {text}; {advice}", known=self.identity is not None)
 
-    @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
-        with explained(Path(self.url) / key):
-            yield
+    def _explained(self, key: str) -> AbstractContextManager[None]:
+        return explained(f"{self.url}/{key}" if key else self.url)
 
 
 def _fingerprint(root: int) -> tuple[int, ...]:

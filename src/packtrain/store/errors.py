@@ -82,7 +82,7 @@ def explain_system(error: OSError, where: str) -> StoreError:
 
 
 @contextmanager
-def explained(where: Path) -> Iterator[None]:
+def explained(where: Path | str) -> Iterator[None]:
     """Turn an OSError inside the block into a StoreError about `where`."""
     try:
         yield

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from packtrain.errors import PacktrainError
@@ -23,11 +24,12 @@ from packtrain.job.part import is_name
 from packtrain.recipes import built_in
 from packtrain.recipes.recipe import Recipe
 from packtrain.report.cost import seconds_to_goal
-from packtrain.report.summary import Overview, is_evaluated, loss_of, overview_of, units_per_second
+from packtrain.report.summary import Overview, is_evaluated, loss_name, loss_of, overview_of, units_per_second
+from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
-from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
+from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.records import Notes, Point, Result, decode, decode_many
+from packtrain.run.records import Notes, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
@@ -43,7 +45,8 @@ _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
 _MAX_TAGS, _MAX_NOTE = 50, 2000  # as many as `packtrain tag` allows; the store may have more
-_PART = 64  # runs that are read before pages are told
+_FIRST_PART, _PART = 24, 64  # runs that are read before pages are told: at first those that fit a screen
+_LIST_SHARE, _LIST_SHARE_ASIDE = 0.01, 0.002  # of the time, to list all runs; if pages show single ones, the latter
 _STARTING_SECONDS = 3600.0
 _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ...
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
@@ -119,6 +122,7 @@ class Board:
         self._runs: dict[str, ListedRun] = {}
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self._looked = 0.0
+        self._list_again = 0.0
         # A disk answers at once; a bucket is slow to answer one request, but answers many at the same time.
         self._pool = ThreadPoolExecutor(2 if store.is_directory else 16, thread_name_prefix="rows")
 
@@ -164,10 +168,26 @@ class Board:
             self._looked = time.monotonic()
 
     def _look(self, tell: Tell, shown: Collection[str]) -> None:
+        started = time.monotonic()
+        if started >= self._list_again:
+            due = self._list(tell, shown)
+            now = time.monotonic()
+            share = _LIST_SHARE_ASIDE if shown else _LIST_SHARE
+            self._list_again = now + min(_QUIET_SECONDS, (now - started) / share)
+        else:
+            with self._lock:
+                due = [one for one in self._runs.values() if one.is_busy or one.run.name in shown]
+        self._each(due, self._refresh, tell)
+        # Last, because it is many reads: first all runs are listed.
+        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+
+    def _list(self, tell: Tell, shown: Collection[str]) -> list[ListedRun]:
+        """Find out which runs there are, and return those that may have changed, the newest first."""
         stamps = self.store.stamps("runs/", ("nodes",))
         names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
+        known = set(names)
         with self._lock:
-            gone = [name for name in self._runs if name not in set(names)]
+            gone = [name for name in self._runs if name not in known]
             for name in gone:
                 del self._runs[name]
             for name in names:
@@ -176,15 +196,12 @@ class Board:
             due = [one for one in self._runs.values() if self._is_due(one, stamps, shown)]
         if gone:
             tell([], gone)
-        due.sort(key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)  # the newest first
-        self._each(due, self._refresh, tell)
-        # Last, because it is many reads: first all runs are listed.
-        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+        return sorted(due, key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)
 
     def _each(self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell) -> None:
         """Read runs in parts, and tell what changed after each; raise the error if the store is away."""
-        for start in range(0, len(due), _PART):
-            part = due[start : start + _PART]
+        for start, end in pairwise([0, *range(_FIRST_PART, len(due), _PART), len(due)]):
+            part = due[start:end]
             before = [one.row for one in part]
             errors = [error for error in self._pool.map(read, part) if error is not None]
             absent = [one.run.name for one in part if one.row["state"] == ABSENT]
@@ -328,9 +345,7 @@ def _read_points(listed: ListedRun) -> str | None:
             listed.points = _last_points(listed)
             return None
         new = [
-            point
-            for key, data in listed.follower.take()
-            for point in decode_many(Point, lines_of(data), f"{key} in {run.store.url}")
+            point for key, data in listed.follower.take() for point in decode_points(data, f"{key} in {run.store.url}")
         ]
         if new:
             listed.points = _tail(surviving([*listed.points, *new]))
@@ -350,14 +365,14 @@ def _last_points(listed: ListedRun) -> list[Point]:
     is_sought = is_evaluated(run.job) and not (listed.result and listed.result.scores)
     missing = _RECENT_STEPS
     for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
-        data = run.store.find(key) or b""
-        # Before a line is decoded: of a long chunk most are steps, and not the last.
-        for line in reversed(data.splitlines()):
-            is_step = b'"kind": "train"' in line or b'"kind": "log"' in line
-            if missing > 0 or (is_sought and not is_step):
-                found.append(decode(Point, line, f"{key} in {run.store.url}"))
-                missing -= is_step
-                is_sought = is_sought and found[-1].kind != "valid"
+        what = f"{key} in {run.store.url}"
+        for part in reversed(list(parts_of(run.store.find(key) or b"", what))):
+            if not (missing > 0 or (is_sought and not part.is_step)):
+                continue
+            new = [part] if isinstance(part, Point) else part.points(what, last=missing if part.is_step else 1)
+            found += new
+            missing -= len(new) if part.is_step else 0
+            is_sought = is_sought and part.kind != "valid"
         if missing <= 0 and not is_sought:
             break
     return surviving(found)
@@ -380,12 +395,26 @@ def _read_sparks(listed: ListedRun) -> None:
     each = max(1, _SPARKS // max(1, len(keys)))
     live, listed.sparks = listed.sparks, Sparkline()
     for key in keys:
-        lines = (run.store.find(key) or b"").splitlines()
-        for line in lines[:: max(1, len(lines) // each)][:each]:
-            point = decode(Point, line, f"{key} in {run.store.url}")
-            if (loss := loss_of(point)) is not None and point.is_step:
-                listed.sparks.add(point.step, loss)
+        losses = _losses(run.store.find(key) or b"", f"{key} in {run.store.url}")
+        for step, loss in losses[:: max(1, len(losses) // each)][:each]:
+            listed.sparks.add(step, loss)
     listed.sparks.extend(live)
+
+
+def _losses(data: bytes, what: str) -> list[tuple[int, float]]:
+    """Return the steps of a chunk, and the loss of each."""
+    found: list[tuple[int, float]] = []
+    for part in parts_of(data, what):
+        name = loss_name(part.values if isinstance(part, Point) else part.names)
+        if name is None or not part.is_step:
+            continue
+        if isinstance(part, Point):
+            found.append((part.step, part.values[name]))
+        else:
+            numbers = part.matrix(what)
+            losses = numbers[:, part.names.index(name) + 2].tolist()
+            found += zip(numbers[:, 0].astype(int).tolist(), losses, strict=True)
+    return found
 
 
 def _add_sparks(listed: ListedRun) -> PacktrainError | None:

@@ -43,7 +43,8 @@ Part = TypeVar("Part")
 Limits = tuple[float | None, float | None]
 
 _PAGE = Path(__file__).parent / "page"
-_READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there
+_READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there, ...
+_MORE_SECONDS = 3.0  # ... and one for more of it: every answer is work, too
 _FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
 _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
 _MAX_PICTURE_BYTES = 1 << 20
@@ -163,7 +164,7 @@ class DashboardEndpoints:
         known, now = Cursor.of(query.text("since", 20_000)).runs, Cursor({})
         found: list[dict[str, Any]] = []
         is_reset = False
-        deadline = time.monotonic() + _READ_SECONDS
+        deadline = time.monotonic() + (_MORE_SECONDS if known else _READ_SECONDS)
         for place, name in enumerate(runs):
             # An equal share for each, so that all curves of many long histories begin to show at once.
             share = max(0.0, deadline - time.monotonic()) / (len(runs) - place)

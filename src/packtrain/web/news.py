@@ -1,4 +1,4 @@
-"""News of a store for pages that are open: server-sent events, from one thread that looks every second.
+"""News of a store for pages that are open: server-sent events, from one thread that looks all the time.
 
 Nobody listens, nobody asks: then nothing is read.
 """
@@ -20,14 +20,14 @@ from packtrain.web.board import Board, Row
 from packtrain.web.query import RefusedRequest
 from packtrain.web.reader import Readers
 
-_TICK_SECONDS = 1.0
+_TICK_SECONDS = 1.8
 _COMMENT_SECONDS = 15.0
 _RUN_SECONDS = 0.3  # that one look reads of a run whose history is long
 _MAX_STREAMS = 64
 
 
 class News:
-    """Looks at the store every second while a page is open, and tells every page what has changed."""
+    """Looks at the store every 1.8 s while a page is open, and tells every page what has changed."""
 
     def __init__(self, board: Board) -> None:
         self.board, self.readers = board, Readers()
@@ -128,6 +128,7 @@ class News:
                 self._tell(_event("run", {"run": name, "versions": versions}), name)
 
     def _tell_rows(self, rows: Sequence[Row], gone: Sequence[str]) -> None:
+        self._first.set()  # the newest runs, which a page shows first
         for name in gone:
             self.readers.forget(name)
         if rows or gone:

@@ -10,19 +10,16 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic_core import from_json
 
 from packtrain.errors import PacktrainError
 from packtrain.report.goodput import Goodput, goodput
+from packtrain.run.blocks import PointBlock, decode_points, parts_of
 from packtrain.run.chunks import ChunkFollower, lines_of
 from packtrain.run.records import (
-    MAX_NUMBER,
     DamagedRecord,
     Event,
     Generation,
@@ -31,12 +28,11 @@ from packtrain.run.records import (
     Telemetry,
     TelemetrySample,
     TimeSpent,
-    decode,
     decode_many,
 )
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.web.table import Floats, Rows, Table
+from packtrain.web.table import Floats, Numbers, Rows, Table
 
 KINDS = ("train", "valid", "test", "log")
 MAX_READERS = 256
@@ -46,7 +42,7 @@ _MAX_EVENTS = 20_000
 _MAX_EVENT_TEXT = 2000  # characters
 _KEY_BYTES = 200
 _MAX_NAMES = 1000  # of a program's numbers
-_LAST_TIME = 253402300799.0
+_MAX_WAITING = 256
 _EDITIONS = itertools.count(int(time.time() * 1000))
 _PLACE = ("step", "generation", "time")
 _GIVEN = {"loss": 0.0, "rate": 0.0, "epoch": 0.0, "elapsed_seconds": 0.0, "step_seconds": 0.0}
@@ -55,78 +51,23 @@ TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_rea
 Batch = dict[str, Floats]
 
 
-@dataclass(frozen=True)
-class PointChunk:
-    """The points of one chunk: steps of training as columns, of a recipe or a program, all others as records."""
-
-    kind: Literal["train", "log"]
-    steps: Batch
-    others: list[Point]
+Layout = tuple[str, int, tuple[str, ...]]
+"""Kind, generation and names of points: those that have the same are rows of one matrix."""
 
 
-def read_points(data: bytes, what: str, unit: str) -> PointChunk:
-    """Read a chunk of points a few times faster than by records, which it falls back on to name what is wrong."""
-    try:
-        found = from_json(lines_of(data))
-        kind: Literal["train", "log"] = "log" if any(one["kind"] == "log" for one in found) else "train"
-        steps = [one for one in found if one["kind"] == kind]
-        columns = _columns(steps, unit) if kind == "train" else _log_columns(steps)
-        if len(steps) == len(found):
-            return PointChunk(kind, columns, [])
-        lines = [line for line, one in zip(data.splitlines(), found, strict=True) if one["kind"] != kind]
-        return PointChunk(kind, columns, [decode(Point, line, what) for line in lines])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        decode_many(Point, lines_of(data), what)
-        raise DamagedRecord(f"{what} is damaged, or from another version") from error
-
-
-def _columns(steps: Sequence[Mapping[str, Any]], unit: str) -> Batch:
-    if not steps:
-        return {}
-    batch = _places(steps) | _by_name([one["values"] for one in steps])
-    if not np.all(np.isfinite(batch["epoch"]) & ~np.isnan(batch["step_seconds"])):
-        raise ValueError("a step lacks measurements")
-    seconds = batch["step_seconds"].copy()
-    for span in ("start", "evaluation", "save"):  # they come before a step, and are not part of it
-        seconds -= np.nan_to_num(batch.get(f"{span}_seconds", np.zeros(1)))
-    if unit in batch:
+def columns_of(numbers: Numbers, layout: Layout, unit: str) -> Batch:
+    """Return points as columns in the order of their steps. Each row has step, time, and a number for each name."""
+    kind, generation, names = layout
+    if (np.diff(numbers[:, 0]) < 0).any():
+        numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
+    batch: Batch = {name: numbers[:, place] for place, name in enumerate(names[:_MAX_NAMES], 2)}
+    batch |= {"step": numbers[:, 0], "generation": np.full(len(numbers), float(generation)), "time": numbers[:, 1]}
+    if kind == "train" and unit in batch and "step_seconds" in batch:
+        seconds = batch["step_seconds"].copy()
+        for span in ("start", "evaluation", "save"):  # they come before a step, and are not part of it
+            seconds -= batch.get(f"{span}_seconds", 0.0)
         with np.errstate(all="ignore"):
             batch["throughput"] = np.where(seconds > 0, batch[unit] / seconds, np.nan)
-    return _in_order(batch)
-
-
-def _log_columns(steps: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return the numbers of a program, as far as there is room for their names."""
-    values = _by_name([one["values"] for one in steps])
-    kept = {name: numbers for name, numbers in list(values.items())[:_MAX_NAMES] if name not in _PLACE}
-    return _in_order(kept | _places(steps))
-
-
-def _in_order(batch: Batch) -> Batch:
-    order = np.argsort(batch["step"], kind="stable")
-    return {name: numbers[order] for name, numbers in batch.items()}
-
-
-def _places(steps: Sequence[Mapping[str, Any]]) -> Batch:
-    batch: Batch = {name: np.fromiter((one[name] for one in steps), np.float64, len(steps)) for name in _PLACE}
-    ranges = (("step", MAX_NUMBER), ("generation", MAX_NUMBER), ("time", _LAST_TIME))
-    if not all(np.all((batch[name] >= 0) & (batch[name] <= most)) for name, most in ranges):
-        raise ValueError("a number is out of range")
-    return batch
-
-
-def _by_name(rows: Sequence[Mapping[str, float]]) -> Batch:
-    """Turn mappings into columns. Most have the same names in the same order: those are taken together."""
-    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for number, row in enumerate(rows):
-        alike[tuple(row)].append(number)
-    batch: Batch = {}
-    for names, numbers in alike.items():
-        values = np.array([list(rows[number].values()) for number in numbers], np.float64)
-        for column, name in enumerate(names):
-            if name not in batch:
-                batch[name] = np.full(len(rows), np.nan)
-            batch[name][numbers] = values[:, column]
     return batch
 
 
@@ -160,6 +101,8 @@ class RunReader:
         self.sample_keys: dict[tuple[str, int], str] = {}
         self.num_checkpoints = 0
         self._starts: dict[int, int] = {}
+        self._waiting: list[Numbers] = []  # rows that are yet to be added: many at once take little longer than one
+        self._layout: Layout = ("", 0, ())
         self._lost = Table()
         self._spent: dict[tuple[int, int], list[TimeSpent]] = {}
         self._num_events = 0
@@ -182,18 +125,24 @@ class RunReader:
         """Read what is new, for about that long; `complete` says if all of it was read."""
         deadline = time.monotonic() + seconds
         with self.lock:
-            for name in streams or self._streams:
-                follower, take = self._streams[name]
-                for key, data in follower.take():
-                    try:
-                        take(key, data)
-                    except PacktrainError as error:  # one damaged chunk does not hide the others
-                        self.problem = str(error)
-                    if time.monotonic() > deadline:
-                        self.complete = self.complete and name != "metrics"
-                        return
-                if name == "metrics":
-                    self.complete = True
+            try:
+                self._read_until(deadline, streams or tuple(self._streams))
+            finally:
+                self._add_waiting()
+
+    def _read_until(self, deadline: float, streams: Sequence[str]) -> None:
+        for name in streams:
+            follower, take = self._streams[name]
+            for key, data in follower.take():
+                try:
+                    take(key, data)
+                except PacktrainError as error:  # one damaged chunk does not hide the others
+                    self.problem = str(error)
+                if time.monotonic() > deadline:
+                    self.complete = self.complete and name != "metrics"
+                    return
+            if name == "metrics":
+                self.complete = True
 
     def look(self, seconds: float) -> Versions:
         """Read what is new and say which parts have changed."""
@@ -221,20 +170,29 @@ class RunReader:
     # Points.
 
     def _take_points(self, key: str, data: bytes) -> None:
-        steps = read_points(data, f"{key} in {self.run.store.url}", self.unit)
-        for point in steps.others:
-            if point.kind == "start":
-                self._start(point.generation, point.step)
-        if steps.steps:
-            self._add(steps.kind, steps.steps)
-        for point in steps.others:
-            if point.kind == "start":
-                continue
-            values = {name: np.array([value]) for name, value in point.values.items()}
-            at = {"step": point.step, "generation": point.generation, "time": point.time}
-            self._add(point.kind, {name: np.array([float(value)]) for name, value in at.items()} | values)
-            if point.samples:
-                self.sample_keys[point.kind, point.step] = key
+        what = f"{key} in {self.run.store.url}"
+        for part in parts_of(data, what):
+            if isinstance(part, PointBlock):
+                self._wait((part.kind, part.generation, part.names), part.matrix(what))
+            elif part.kind == "start":
+                self._add_waiting()
+                self._start(part.generation, part.step)
+            else:
+                row = np.array([[part.step, part.time, *part.values.values()]], np.float64)
+                self._wait((part.kind, part.generation, tuple(part.values)), row)
+                if part.samples:
+                    self.sample_keys[part.kind, part.step] = key
+
+    def _wait(self, layout: Layout, rows: Numbers) -> None:
+        if layout != self._layout or len(self._waiting) >= _MAX_WAITING:
+            self._add_waiting()
+            self._layout = layout
+        self._waiting.append(rows)
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            rows, self._waiting = np.concatenate(self._waiting), []
+            self._add(self._layout[0], columns_of(rows, self._layout, self.unit))
 
     def _start(self, generation: int, step: int) -> None:
         """Discard what a generation did not continue from."""
@@ -323,13 +281,20 @@ class RunReader:
         for generation, step in self._starts.items():
             yield Point("start", generation, step, self._time_of(generation), {})
         covered = {one.generation: one.step for one in sorted(spent, key=lambda one: one.time) if one.rank == 0}
-        for table in (self.tables["train"], self._lost):
-            for generation in np.unique(table.all("generation")):
-                own = table.all("generation") == generation
-                after = table.all("step") > covered.get(int(generation), -1)
-                yield from _summed(table, own & after)
-                if table is self._lost:
-                    yield from _summed(table, own & ~after)
+        # By their place, because to look at every step of a long run takes long.
+        train = self.tables["train"]
+        generations, steps = train.all("generation"), train.all("step")
+        begin = 0
+        while begin < train.rows:
+            end = int(np.searchsorted(generations, generations[begin], "right"))
+            after = begin + int(np.searchsorted(steps[begin:end], covered.get(int(generations[begin]), -1), "right"))
+            yield from _summed(train, np.arange(after, end))
+            begin = max(end, begin + 1)
+        generations, steps = self._lost.all("generation"), self._lost.all("step")
+        for generation in np.unique(generations):
+            is_after = steps > covered.get(int(generation), -1)
+            for are_meant in (is_after, ~is_after):
+                yield from _summed(self._lost, np.flatnonzero((generations == generation) & are_meant))
 
     def _time_of(self, generation: int) -> float:
         table = self.tables["train"]
@@ -362,14 +327,13 @@ class RunReader:
             key = keys.get((kind, step))
             data = None if key is None else self.run.store.find(key)
             if data is not None:
-                points = decode_many(Point, lines_of(data), f"{key} in {self.run.store.url}")
+                points = decode_points(data, f"{key} in {self.run.store.url}")
                 return step, next((one.samples for one in points if (one.kind, one.step) == (kind, step)), ())
         return step, ()
 
 
-def _summed(table: Table, are_meant: NDArray[np.bool_]) -> Iterator[Point]:
+def _summed(table: Table, rows: Rows) -> Iterator[Point]:
     """Yield some steps as one: the last of them, with the time of all."""
-    rows = np.flatnonzero(are_meant)
     if len(rows):
         values = {
             name: float(np.nansum(column.values[rows]))

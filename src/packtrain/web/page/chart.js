@@ -7,6 +7,8 @@ import { compact, duration, number, round, shortDuration } from "./format.js";
 const LEFT = 54; // of all charts, so that they and the time line are aligned
 const RIGHT = 20;
 const READOUT = 3; // more lines than this are listed beside the cursor
+export const UNSEEN = 1 / 300; // of the width: less than that, a pixel or two, is hardly seen
+const STALE = 6000; // milliseconds after which a picture that has hardly changed is drawn all the same
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]
   .concat([2, 3, 7, 14, 28].map((days) => days * 86400));
 export const PADDING = { left: LEFT, right: RIGHT };
@@ -46,7 +48,22 @@ export class Group {
 
   constructor(zoomed = () => {}) {
     this.zoomed = zoomed;
-    this.refresh = eachFrame(() => this.members.forEach((member) => member.refresh()));
+    this.refresh = eachFrame(() => this.#refresh());
+    this.grow = eachFrame(() => this.#grow());
+  }
+
+  #refresh() {
+    this.drawn = { range: this.shown, time: performance.now() };
+    this.members.forEach((member) => member.refresh());
+  }
+
+  // After points were added: to draw is most of the work, so it is done when a pixel changes.
+  #grow() {
+    const { range = [0, 0], time = 0 } = this.drawn ?? {};
+    const [low, high] = this.shown;
+    const more = low === range[0] ? high - range[1] : Infinity;
+    if (more > (high - low) * UNSEEN || performance.now() - time > STALE) this.#refresh();
+    else this.members.forEach((member) => member.grow?.());
   }
 
   get extent() {
@@ -140,11 +157,17 @@ export class Chart {
     });
     this.observer = new ResizeObserver(() => this.#resize());
     this.observer.observe(this.box);
+    this.seen = new IntersectionObserver((entries) => {
+      this.visible = entries.at(-1).isIntersecting;
+      if (this.visible && this.stale) this.refresh();
+    }, { rootMargin: "200px" });
+    this.seen.observe(this.element);
     group.members.add(this);
   }
 
   close() {
     this.observer.disconnect();
+    this.seen.disconnect();
     this.group.members.delete(this);
     this.#plot?.destroy();
     this.#plot = null;
@@ -214,7 +237,8 @@ export class Chart {
 
   refresh() {
     this.element.classList.toggle("bare", !this.lines.some(({ x }) => x.length));
-    if (!this.#width) return;
+    this.stale = !this.visible; // what nobody sees is drawn when it is scrolled to
+    if (!this.#width || this.stale) return;
     if (!this.#plot) this.#make();
     const [min, max] = this.group.shown;
     const [low, high] = this.#heights(min, max);
@@ -225,6 +249,14 @@ export class Chart {
     });
     this.#plot.redraw(false, true);
     this.showPoint(this.group.point);
+  }
+
+  // Shows the latest values, and draws only if one of them is outside of what is drawn.
+  grow() {
+    if (!this.#plot || this.stale) return;
+    const { min, max } = this.#plot.scales.y;
+    if (this.lines.some(({ y }) => y.length && y.at(-1) !== null && (y.at(-1) < min || y.at(-1) > max))) this.refresh();
+    else if (this.group.point === null) this.#read(null, false);
   }
 
   #heights(from, to) {
@@ -257,7 +289,6 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(bbox.left - 4 * ratio, bbox.top - 4 * ratio, bbox.width + 8 * ratio, bbox.height + 8 * ratio); // dots at the edge stay round
     ctx.clip();
-    ctx.lineJoin = "round";
     for (const mark of this.group.marks) {
       ctx.strokeStyle = color(mark.bad ? "--bad" : "--dim");
       ctx.globalAlpha = 0.45;
@@ -281,6 +312,7 @@ export class Chart {
     ctx.strokeStyle = ctx.fillStyle = color(line.color);
     ctx.lineWidth = (line.width ?? 1.6) * ratio;
     ctx.setLineDash(line.dash ? [5 * ratio, 4 * ratio] : []);
+    ctx.lineJoin = last - first > 200 ? "bevel" : "round"; // round ones take most of the time, and many are not seen
     ctx.beginPath();
     let pen = false;
     for (let at = Math.max(0, first - 1); at < Math.min(line.x.length, last + 1); at += 1) {

@@ -3,7 +3,7 @@
 import { Asker, ask } from "./api.js";
 import { button, choices, debounced, make, quiet, select, setText } from "./dom.js";
 import { capital, compact, duration, number, short, spelled } from "./format.js";
-import { Chart, Group, X_KINDS, color, runColor, smoothed } from "./chart.js";
+import { Chart, Group, UNSEEN, X_KINDS, color, runColor, smoothed } from "./chart.js";
 import { adjust, current, listed } from "./route.js";
 import { Clock, Timeline } from "./timeline.js";
 
@@ -12,7 +12,9 @@ const MAX_RUNS = 50;
 const MAX_LOGGED = 12; // charts of a program's numbers, before one asks for more
 const SMOOTH = 0.6;
 const KINDS = ["train", "valid", "test"];
-const LEAST_PAUSE = 700; // milliseconds between two questions for new points
+const LEAST_PAUSE = 1500; // milliseconds between two questions for new points ...
+const MOST_PAUSE = 6000; // ... of a run that is so long that a second of it is less than a pixel
+const READING_PAUSE = 100; // ... and while the server is still reading a long history
 const SLOW_PAUSE = 8000; // ... and for what can only be had as a whole: bands and clock
 // The parts of a step from the bottom: computing in blue, communication in orange, the rest apart from both.
 export const SPANS = [
@@ -39,7 +41,7 @@ function plan(names, measure) {
   const [first, ...rest] = scores;
   const score = (name) => ({ title: capital(spelled(name)), names: [name, name.replace("valid", "test")].filter(has) });
   const charts = [
-    { title: "Loss", names: ["train.loss", "valid.loss"].filter(has), log: true, wide: true },
+    { title: "Loss", names: ["train.loss", "valid.loss"].filter(has), log: true, wide: true, alone: !first },
     ...(first ? [{ ...score(first), wide: true }] : []),
     { title: "Throughput", names: ["train.throughput"].filter(has), show: compact, zero: true },
     { title: "Learning rate", names: ["train.rate"].filter(has), zero: true, plain: true },
@@ -65,6 +67,9 @@ export class Curves {
   #busy = false;
   #stale = false;
   #asked = 0;
+  #pause = LEAST_PAUSE;
+  #reading = false; // the server has not read all of the history yet
+  #reach = null; // how far the curves went, and when
   #lines = new Map(); // [x, y] by run and name
   #charts = [];
   #origins = new Map();
@@ -225,7 +230,7 @@ export class Curves {
     this.#charts = charts.map((one) => {
       const seconds = one.names[0].endsWith("_seconds");
       const chart = new Chart(this.group, { title: one.title, height: one.wide ? 240 : 170, show: one.show ?? (seconds ? duration : number), zero: one.zero, log: this.log && one.log });
-      chart.element.classList.add("card", one.wide ? "wide" : breadth(small.indexOf(one), small.length));
+      chart.element.classList.add("card", one.alone ? "full" : one.wide ? "wide" : breadth(small.indexOf(one), small.length));
       if (one.removable) chart.heading.after(button("remove", "×", () => {
         adjust({ more: this.more.filter((name) => name !== one.removable).join(",") });
         this.routed();
@@ -248,7 +253,9 @@ export class Curves {
   // Where generations started, as lines through all charts.
   #mark() {
     const generations = this.view.detail?.generations ?? [];
-    this.group.marks = generations.slice(1).map(({ time, cause }) => ({ x: this.clock.x(time, this.x), bad: !["joined", "resumed", "start"].includes(cause) }));
+    const marks = generations.slice(1).map(({ time, cause }) => ({ x: this.clock.x(time, this.x), bad: !["joined", "resumed", "start"].includes(cause) }));
+    if (JSON.stringify(marks) === JSON.stringify(this.group.marks)) return;
+    this.group.marks = marks;
     this.group.refresh();
   }
 
@@ -294,14 +301,14 @@ export class Curves {
       for (const { series } of answers) for (const one of series) whole.set(`${one.run}\n${one.name}`, this.#moved(one));
       this.#cursor = range ? this.#cursor : answers[0].cursor;
       this.#draw();
-      if (answers.some(({ series }) => series.some((one) => one.complete === false))) this.#again(1000);
+      this.#learnReading(answers);
     } catch (error) {
       this.#refuse(error);
     } finally {
       this.#busy = false;
       this.#asked = performance.now();
     }
-    if (this.#stale) this.#again(LEAST_PAUSE);
+    this.#follow(LEAST_PAUSE);
     if (range && !this.#lines.size) this.#loadExtent();
   }
 
@@ -333,7 +340,7 @@ export class Curves {
   changed(what) {
     if (!what.has("points") && !what.has("events")) return;
     this.#stale = true;
-    const pause = LEAST_PAUSE - (performance.now() - this.#asked);
+    const pause = this.#pause - (performance.now() - this.#asked);
     if (pause > 0) this.#again(pause);
     else this.#append();
     if (performance.now() - this.#slow > SLOW_PAUSE) this.#loadWhole();
@@ -370,18 +377,37 @@ export class Curves {
           });
         }
       }
-      this.#draw();
-      if (answer.series.some((one) => one.complete === false)) this.#again(1000);
+      this.#draw(!this.#reading);
+      this.#pace();
+      this.#learnReading([answer]);
     } catch (error) {
       this.#refuse(error);
     } finally {
       this.#busy = false;
       this.#asked = performance.now();
-      if (this.#stale) this.#again(LEAST_PAUSE);
+      this.#follow(this.#pause);
     }
   }
 
-  #draw() {
+  #learnReading(answers) {
+    this.#reading = answers.some(({ series }) => series.some((one) => one.complete === false));
+    this.grid.setAttribute("aria-busy", String(this.#reading));
+  }
+
+  #follow(pause) {
+    if (this.#reading) this.#again(READING_PAUSE);
+    else if (this.#stale) this.#again(pause);
+  }
+
+  // As often as a pixel changes.
+  #pace() {
+    const [[low, high], now] = [this.group.extent, performance.now()];
+    const rate = this.#reach ? (high - this.#reach.high) / (now - this.#reach.time) : 0;
+    this.#pause = rate > 0 ? Math.max(LEAST_PAUSE, Math.min(MOST_PAUSE, (UNSEEN * (high - low)) / rate)) : LEAST_PAUSE;
+    this.#reach = { high, time: now };
+  }
+
+  #draw(grown = false) {
     const single = this.runs.length === 1;
     for (const { chart, names, plain } of this.#charts) {
       chart.lines = [];
@@ -400,7 +426,8 @@ export class Curves {
         chart.lines.push(shown);
       }));
     }
-    this.group.refresh();
+    if (grown) this.group.grow();
+    else this.group.refresh();
   }
 
   // Bands and clock.
@@ -441,7 +468,7 @@ export class Curves {
       swatch.style.background = color(spanColor(span));
       return make("li", "", swatch, make("span", "", label), make("b", "", `${(100 * shares[at] / total).toFixed(shares[at] / total < 0.1 ? 1 : 0)}%`));
     }));
-    this.group.refresh();
+    this.bands.refresh();
   }
 
   themed() {

@@ -37,6 +37,7 @@ const app = {
 let view = null;
 let stream = null;
 let away = false;
+let loading = false;
 let meanwhile = { rows: new Map(), gone: new Set() };
 let shown = ""; // page, run and tab; a change of the rest stays within the view
 
@@ -62,7 +63,7 @@ function trouble(error) {
 function online() {
   setText(link, "live");
   link.className = "link live";
-  if (!app.loaded || away) load();
+  if (away || !(app.loaded || loading)) load();
   away = false;
 }
 
@@ -75,6 +76,7 @@ function offline() {
 // All of it once, and again after the connection was lost; else only what the stream sends.
 async function load() {
   const newer = { rows: new Map(), gone: new Set() };
+  loading = true;
   meanwhile = newer; // what the stream says while the answer is under way is newer than the answer
   try {
     const answer = await ask("/api/runs");
@@ -93,6 +95,7 @@ async function load() {
     if (error.status === 503) setTimeout(load, 3000);
     view?.failed?.(error);
   } finally {
+    loading = false;
     if (meanwhile === newer) meanwhile = { rows: new Map(), gone: new Set() };
   }
 }
@@ -218,4 +221,5 @@ try {
   theme = localStorage.getItem("theme");
 } catch { /* as above */ }
 setTheme(THEMES.includes(theme) ? theme : "auto");
+load();
 navigate();

@@ -180,11 +180,16 @@ class RunView {
   #facts() {
     const { row } = this;
     if (!row || this.missing) return;
-    this.badge.replaceChildren(stateBadge(row.state));
-    const tags = row.tags.map((tag) => make("span", "tag", short(tag, 40)));
-    const reason = row.reason && !["running", "waiting"].includes(row.state) ? `${short(row.reason, 300)} · ` : "";
-    this.line.replaceChildren(...tags, `${reason}${short(row.description, 300)} · started ${ago(row.created, this.app.now())}`);
-    if (row.note) this.line.append(make("span", "note", short(row.note, 500)));
+    const started = ago(row.created, this.app.now());
+    const words = JSON.stringify([row.state, row.tags, row.reason, row.description, row.note, started]);
+    if (words !== this.words) {
+      this.words = words;
+      this.badge.replaceChildren(stateBadge(row.state));
+      const tags = row.tags.map((tag) => make("span", "tag", short(tag, 40)));
+      const reason = row.reason && !["running", "waiting"].includes(row.state) ? `${short(row.reason, 300)} · ` : "";
+      this.line.replaceChildren(...tags, `${reason}${short(row.description, 300)} · started ${started}`);
+      if (row.note) this.line.append(make("span", "note", short(row.note, 500)));
+    }
     const best = row.best ?? row.score;
     const facts = [
       ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.unit ? "steps" : "commits", row.progress],
@@ -206,7 +211,7 @@ class RunView {
       if (share === undefined || share === null) return;
       const bar = dd.querySelector(".bar") ?? dd.appendChild(make("span", "bar", make("i")));
       bar.className = `bar ${STATES.includes(row.state) ? row.state : ""}`;
-      bar.firstChild.style.transform = `scaleX(${Math.max(0, Math.min(1, share))})`;
+      bar.firstChild.style.transform = `scaleX(${Math.max(0, Math.min(1, share)).toFixed(3)})`;
     });
   }
 
