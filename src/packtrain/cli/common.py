@@ -48,6 +48,7 @@ SetOption = Annotated[
         "--set", metavar="FIELD=VALUE", help='Override a field of the job, e.g. train.duration="100 steps"; repeatable.'
     ),
 ]
+DropsOption = Annotated[bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-code", help="Run the run's own code even if you have not run it from here before.")
 ]

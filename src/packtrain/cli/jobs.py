@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import (
+    DropsOption,
     JobArgument,
     RunArgument,
     SetOption,
@@ -91,9 +92,7 @@ def pack(
         str | None, typer.Option(metavar="ADDRESS", help="Pack on a Dask cluster, e.g. tcp://host:8786.")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics and write a page of samples.")] = False,
-    allow_drops: Annotated[
-        bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")
-    ] = False,
+    allow_drops: DropsOption = False,
 ) -> None:
     """Pack a job's raw data into its store, unless the pack exists."""
     from packtrain.cli.packs import ProgressBars, show_stats
@@ -101,10 +100,10 @@ def pack(
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
 
-    loaded = load(job, overrides or ())
+    loaded = load(job, overrides or (), allow_drops)
     store, screen = open_store(loaded.job.store, create=True), console()
     workers = Dask(dask) if dask else Processes(processes)
-    manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
+    manifest = pack_data(loaded, store, ProgressBars(screen), workers)
     if manifest is None:
         screen.say("Nothing to pack: the job runs a program.")
         return
@@ -119,6 +118,7 @@ def run(
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
     quiet: QuietOption = False,
+    allow_drops: DropsOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")
     ] = False,
@@ -136,7 +136,7 @@ def run(
     from packtrain.start import create, load, manifests
 
     _check_modes(foreground, detach)
-    loaded = load(job, overrides or ())
+    loaded = load(job, overrides or (), allow_drops)
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
     if form is not None:

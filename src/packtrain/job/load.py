@@ -151,11 +151,15 @@ def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job with the directory of its file, where its code is."""
+    """A job with the directory of its file, where its code is.
+
+    `allow_drops`: unusable samples are dropped, however many there are, where its data is packed.
+    """
 
     job: Job
     directory: Path
     document: Document
+    allow_drops: bool = False
 
     @property
     def text(self) -> str:
