@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
@@ -134,6 +134,22 @@ def _asked(review: CodeReview) -> bool:
         print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
     print("Run it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def ask(question: str, answers: Sequence[str]) -> str | None:
+    """Ask on standard error, and return the answer; None if there is nobody to ask. Enter takes the first one."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    while True:
+        print(f"{question} [{'/'.join(answers)}] ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        given = line.strip().lower()
+        fitting = [answer for answer in answers if answer.lower().startswith(given)]
+        exact = [answer for answer in fitting if answer.lower() == given]
+        if not line or not given:
+            return answers[0]
+        if exact or len(fitting) == 1:
+            return (exact or fitting)[0]
 
 
 class SafeStream(io.TextIOBase):

@@ -16,6 +16,7 @@ from packtrain.cli.common import (
     SetOption,
     StoreOption,
     TrustOption,
+    ask,
     console,
     find_run,
     hints,
@@ -59,7 +60,11 @@ def init(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="PATH", help="Training data; repeatable. Default: generate toy data."),
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Training data, or a folder with train, valid and test; repeatable. Default: generate toy data.",
+        ),
     ] = None,
     valid: Annotated[
         list[str] | None, typer.Option("--valid", metavar="PATH", help="Validation data; repeatable.")
@@ -74,9 +79,11 @@ def init(
             screen.say((f"packtrain init {word:<10}", "bold"), f" {template.about}")
         return
     job = Path(path or f"{kind}.yaml")
-    written = write_job(InitRequest(kind, job, name, data or (), valid or ()))
+    written = write_job(InitRequest(kind, job, name, data or (), valid or ()), ask)
     *first, last = written.files
     screen.say(f"Wrote {', '.join(first)}{' and ' if first else ''}{last}")
+    screen.say_lines(f"  data:    {line}" for line in written.taken)
+    screen.say_lines(f"  note:    {line}" for line in written.notes)
     screen.say("  train:   ", (shlex.join(["packtrain", "run", str(job)]), "bold"))
     if written.example:
         screen.say("  predict: ", (f"packtrain predict {written.example}", "bold"))

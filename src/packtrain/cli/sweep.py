@@ -98,9 +98,7 @@ def sweep(
         sys.exit(_drive(found, parallel, trusting(trust_code), output, as_json))
     if store is not None:
         raise Mistake("--store: a job file names its store; change it with --set store=...")
-    request = SweepRequest(
-        Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops
-    )
+    request = SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
     prepared = _prepared(request)
     if dry_run:
         _print_plan(prepared, as_json)

@@ -33,14 +33,12 @@ _FIRST_NAMES = 10
 # Left by file managers, unpackers and file systems beside what a person put there.
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"}
 # Names of what people keep beside pictures. A name without an ending, or with an unknown one, may be that of a picture.
-_OTHER_ENDINGS = tuple(
-    ".txt .text .md .rst .rtf .pdf .doc .docx .odt .tex .bib .html .htm .css .js .xml .json .jsonl .yaml .yml .toml .ini"
-    " .cfg .conf .csv .tsv .xls .xlsx .ods .log .db .sqlite .py .pyc .ipynb .m .mat .r .sh .bat .npy .npz .h5 .hdf5 .pkl"
-    " .pt .pth .parquet .arrow .md5 .sha1 .sha256 .sha512 .crc .sfv .sig .asc .lst .lnk .url .bak .mp3 .wav .mp4 .avi"
-    " .mov .mkv .webm".split()
-)
 _OTHER_NAMES = re.compile(
-    r"readme|license|licence|copying|notice|authors|changelog|changes|makefile|(md5|sha[0-9]*|check)[-_]?sums?", re.ASCII
+    r"(readme|licen[sc]e|copying|notice|authors|changelog|changes|makefile|(md5|sha[0-9]*|check)[-_]?sums?)"
+    r"|.*\.(txt|text|md|rst|rtf|pdf|docx?|odt|tex|bib|html?|css|js|xml|jsonl?|ya?ml|toml|ini|cfg|conf|csv|tsv|xlsx?|ods|log"
+    r"|db|sqlite|pyc?|ipynb|m|mat|r|sh|bat|np[yz]|h5|hdf5|pkl|pth?|parquet|arrow|md5|sha[0-9]+|crc|sfv|sig|asc|lst|lnk|url"
+    r"|bak|mp[34]|wav|avi|mov|mkv|webm)",
+    re.ASCII | re.DOTALL,
 )
 
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz")
@@ -133,8 +131,7 @@ def is_hidden(name: str) -> bool:
 
 def may_be_picture(name: str) -> bool:
     """False for the name of a file that nobody would give to a picture, such as `README.txt` or `SHA256SUMS`."""
-    name = name.lower()
-    return not (name.endswith(_OTHER_ENDINGS) or _OTHER_NAMES.fullmatch(name))
+    return _OTHER_NAMES.fullmatch(name.lower()) is None
 
 
 def file_inside(folder: str, name: str, place: str, links: bool = False) -> str | None:
