@@ -225,7 +225,8 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
     write_job(InitRequest("program", tmp_path / "program.yaml"))
     assert (tmp_path / "job.yaml").read_text() == "mine"
     assert (tmp_path / "train.py").read_text() == "mine too"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat-data", "job.yaml", "program.yaml", "train.py"]
+    kept = {"chat-data", "job.yaml", "train.py"}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "program.yaml", ".packtrain"}
 
 
 @pytest.mark.parametrize(

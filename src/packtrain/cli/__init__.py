@@ -22,6 +22,7 @@ from packtrain.cli import (
     packages,
     plan,
     runs,
+    schema,
     serve,
     sweep,
     tensorboard,
@@ -66,6 +67,7 @@ def options(
 
 for group in (
     jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
+    schema,
 ):  # fmt: skip
     group.register(app)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 
 from packtrain.cli import toy_data
+from packtrain.cli.schema import EDITOR_LINE, write_beside
 from packtrain.cli.splits import Ask, Splits, find_splits
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
@@ -145,7 +146,8 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
     text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
     if sources.get("test"):
         text = _VALID.sub(lambda valid: f"{valid[0]}  test: [{sources['test']}]\n", text)
-    _write(request.path, {request.path: _aligned(text).encode(), **beside})
+    _write(request.path, {request.path: (EDITOR_LINE + _aligned(text)).encode(), **beside})
+    write_beside(request.path)
     return result
 
 

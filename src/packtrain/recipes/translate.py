@@ -34,6 +34,7 @@ class Translate(PairRecipe):
     score_packages = ("sacrebleu",)
     forms = ("ctranslate2", "onnx")
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
+    sizes = SIZES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",

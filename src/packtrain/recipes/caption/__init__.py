@@ -165,6 +165,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     files = ("weights",)
     decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
+    sizes = SIZES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
         "model": "resnet101",
