@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from packtrain.cli.schema import EDITOR_LINE, SCHEMA, current_schema
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.job.document import Document
 from packtrain.job.load import apply_overrides, load_job, read_document
-from packtrain.job.schema import fields, values
 from packtrain.recipes import recipe_defaults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -133,19 +131,3 @@ def test_every_field_says_what_it_means_and_what_it_takes(schema: dict[str, Any]
                 "MountSettings", "TolerationSettings", "VolumeSettings",
             )  # fmt: skip
             assert is_described or name == "phases", place
-
-
-def test_fields_and_their_values_are_found_for_a_recipe(schema: dict[str, Any]) -> None:
-    before = deepcopy(schema)
-    assert {"name", "train", "fleet"} <= fields(schema, "").keys()
-    assert fields(schema, "train.schedule.cosine").keys() == {"peak", "warmup", "floor"}
-    assert fields(schema, "fleet.ssh").keys() >= {"hosts", "machines"}
-    assert fields(schema, "data.train.0").keys() >= {"bitext", "weight"}
-    assert "heads" in fields(schema, "model", "translate")
-    assert "cell" in fields(schema, "model", "caption")
-    assert fields(schema, "train.batch") == fields(schema, "no.such.field") == {}
-    assert values(schema, fields(schema, "train")["precision"]) == ["auto", "fp32", "bf16", "fp16"]
-    assert values(schema, fields(schema, "train")["compile"]) == ["true", "false"]
-    assert "adamw" in values(schema, fields(schema, "train")["optimizer"])
-    assert values(schema, fields(schema, "", "chat")["model"]) == ["tiny", "small", "full"]
-    assert schema == before

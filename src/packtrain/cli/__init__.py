@@ -13,6 +13,7 @@ import typer
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import (
     compare,
+    completion,
     copies,
     evaluate,
     export,
@@ -67,7 +68,7 @@ def options(
 
 for group in (
     jobs, plan, sweep, runs, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines, packages,
-    schema,
+    schema, completion,
 ):  # fmt: skip
     group.register(app)
 

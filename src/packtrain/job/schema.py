@@ -92,57 +92,6 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     }
 
 
-def fields(schema: Schema, path: str, recipe: str | None = None) -> dict[str, Schema]:
-    """Return the fields below a path such as `train.schedule`, each with its schema; empty if it has none."""
-    places = [schema]
-    if recipe is not None:
-        chosen = (rule for rule in schema["else"]["allOf"] if rule["if"]["properties"]["recipe"]["const"] == recipe)
-        places += [rule["then"] for rule in chosen]
-    for step in filter(None, path.split(".")):
-        places = [below for place in places for below in _below(schema, place, step)]
-    found: dict[str, Schema] = {}
-    for place in places:
-        for name, value in _objects(schema, place):
-            found[name] = {**found.get(name, {}), **value}  # that of the recipe says more
-    return found
-
-
-def values(schema: Schema, field: Schema) -> list[str]:
-    """Return the words that a field may be set to, such as `true` and `false`, or those of an enumeration."""
-    found: dict[str, None] = {}
-    for place in _resolved(schema, field):
-        given = place.get("enum", [place["const"]] if "const" in place else [])
-        found |= dict.fromkeys(str(value) for value in given)
-        if place.get("type") == "boolean":
-            found |= dict.fromkeys(("true", "false"))
-    return list(found)
-
-
-def _below(schema: Schema, place: Schema, step: str) -> Iterator[Schema]:
-    if step.isdecimal():  # an entry of a list, or of a source that may be one
-        for resolved in _resolved(schema, place):
-            yield resolved.get("items", resolved)
-        return
-    yield from (value for name, value in _objects(schema, place) if name == step)
-
-
-def _objects(schema: Schema, place: Schema) -> Iterator[tuple[str, Schema]]:
-    for resolved in _resolved(schema, place):
-        for branch in (resolved, resolved.get("then", {}), resolved.get("else", {})):
-            # `false` is the schema of a key that is not allowed here.
-            yield from ((name, value) for name, value in branch.get("properties", {}).items() if value is not False)
-
-
-def _resolved(schema: Schema, place: Schema) -> Iterator[Schema]:
-    """Yield a schema and those that it refers to or chooses from."""
-    if "$ref" in place:
-        yield from _resolved(schema, schema["$defs"][place["$ref"].rpartition("/")[2]])
-        return
-    yield place
-    for choice in place.get("anyOf", ()):
-        yield from _resolved(schema, choice)
-
-
 # Parts.
 
 
