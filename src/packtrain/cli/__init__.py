@@ -35,6 +35,7 @@ from packtrain.errors import PacktrainError
 app = typer.Typer(
     name="packtrain",
     help="Pack your data once, train it anywhere, bring the model home.",
+    epilog="Start with `packtrain init`; `packtrain COMMAND --help` has the options.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -54,7 +54,11 @@ TrustOption = Annotated[
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|STEP",
+        help="Which checkpoint of a run: by score, age or step. Default: last.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

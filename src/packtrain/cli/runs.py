@@ -170,7 +170,9 @@ def logs(
     name: RunArgument = None,
     store: StoreOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only lines of this worker.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", help="Only lines of this worker. Default: all.")
+    ] = None,
 ) -> None:
     """Print the output of all workers, or of one."""
     from packtrain.run.liveness import LEASE_LOST_SECONDS
