@@ -36,6 +36,8 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["parts.reaper"]
+
 # Of the folders and files that take minutes, the longest first: so the processes that share the tests end together.
 LONG = ("test_benchmarks.py", "faults", "fleet", "recipes", "end_to_end", "train", "node")
 
