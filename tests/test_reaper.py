@@ -15,7 +15,8 @@ import pytest
 
 def start(name):
     """Start a process that detaches itself, as a run does."""
-    program = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    sleep = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL)"
+    program = f"import subprocess; print({sleep}.pid)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     open(name, "w").write(done.stdout)
 
