@@ -29,6 +29,7 @@ import psutil
 import bench
 from packtrain.api import RunHandle
 from packtrain.api import run as start_run
+from packtrain.node.telemetry import rank_of
 from packtrain.run.run import Run
 from packtrain.system import end_with_parent
 from packtrain.train.control import RUN_VARIABLE
@@ -59,7 +60,7 @@ class Contender(ABC):
 
     def kill_one(self) -> float:
         """Kill the worker with the highest rank; return the time."""
-        victim = max(self.workers(), key=lambda worker: int(worker.environ()["RANK"]))
+        victim = max(self.workers(), key=lambda worker: rank_of(worker) or 0)
         at = time.time()
         victim.kill()
         return at
@@ -147,7 +148,7 @@ def _processes(variable: str, value: str, store: str | None = None) -> list[psut
         with suppress(psutil.Error):
             environment = process.environ()
             ours = environment.get(variable) == value and store in (None, environment.get("PACKTRAIN_STORE"))
-            if ours and "RANK" in environment:
+            if ours and rank_of(process) is not None:
                 found.append(process)
     return found
 

@@ -31,6 +31,7 @@ import psutil
 
 import bench
 from packtrain.fleet.local import is_node
+from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
@@ -82,7 +83,7 @@ class Field:
         return [one for one in self.processes(machine) if is_node(_words(one), run.name, run.store.url)]
 
     def workers(self, machine: Host | None) -> list[psutil.Process]:
-        return [one for one in self.processes(machine) if "LOCAL_RANK" in _environment(one)]
+        return [one for one in self.processes(machine) if _is_worker(one)]
 
     def start_node(self, machine: Host | None) -> None:
         """Start a node in the place of a killed one."""
@@ -173,10 +174,10 @@ def _words(process: psutil.Process) -> list[str]:
     return []
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def _is_worker(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.environ()
-    return {}
+        return rank_of(process) is not None
+    return False
 
 
 @contextmanager

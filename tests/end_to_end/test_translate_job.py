@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from packtrain.cli import app
 from packtrain.errors import NotFound
+from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
@@ -231,7 +232,7 @@ def detach(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
 
 def kill_a_worker(sandbox: Sandbox) -> None:
     """The node starts another generation."""
-    kill([one for one in sandbox.processes() if "packtrain.train" in one.cmdline()][-1:])
+    kill([one for one in sandbox.processes() if rank_of(one) is not None][-1:])
     wait_for_commit(sandbox, 2)
 
 

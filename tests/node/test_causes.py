@@ -9,6 +9,8 @@ from packtrain.node.causes import (
     LastOutput,
     OomWatch,
     failures_in_a_row,
+    is_consequence,
+    is_own_failure,
     most_specific,
     oom_kills,
     reason_for,
@@ -96,6 +98,39 @@ def test_an_error_is_reported_with_its_step_but_a_lost_connection_without() -> N
 def test_a_killed_rank_explains_the_connections_that_others_lost(launcher: dict[str, int], text: str) -> None:
     ended = why_they_ended(3, 1, [error("Connection reset by peer", step=7)], LastOutput(SUMMARY.format(**launcher)), 0)
     assert (ended.cause, ended.text, ended.step) == ("program", text, None)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a "
+        "network error, NCCL version 2.27.5",
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled system error (run "
+        "with NCCL_DEBUG=INFO for details), NCCL version 2.27.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_nccl_complains_about_others(said: str) -> None:
+    assert is_consequence(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[rank0]:[E1117 12:00:00.0 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600029 milliseconds before timing out.",
+        "[rank0]:[E1117 12:00:00.0 ProcessGroupNCCL.cpp:2091] [PG ID 0 Rank 0] Process group watchdog thread "
+        "terminated with exception: NCCL error: remote process exited",
+    ],
+)
+def test_a_worker_that_nccls_watchdog_aborted_is_not_the_culprit(said: str) -> None:
+    aborted = SUMMARY.format(rank=0, code=-6, other=1, code_of_other=-15)
+    report = why_they_ended(1, 1, [], LastOutput(aborted, said), 0)
+    assert report.text == "NCCL's watchdog ended rank 0: another worker is gone or hangs"
+    assert not is_own_failure(report)
+    assert is_own_failure(why_they_ended(1, 1, [], LastOutput(aborted, "corrupted double-linked list"), 0))
+    killed = SUMMARY.format(rank=0, code=-6, other=1, code_of_other=-9)
+    assert why_they_ended(1, 1, [], LastOutput(killed, said), 0).text == "rank 1 was killed (SIGKILL)"
 
 
 def test_only_a_programs_own_error_is_reported() -> None:

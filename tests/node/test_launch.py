@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import packtrain.train
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
 from packtrain.node.launch import (
@@ -45,7 +46,8 @@ def test_a_recipe_is_started_as_the_training_module() -> None:
         "--monitor-interval", "0.2",
         "--redirects", "3",
         "--log-dir", "/logs",
-        "-m", "packtrain.train",
+        "--start-method", "fork",
+        "--run-path", str(Path(packtrain.train.__file__).with_name("__main__.py")),
     ]  # fmt: skip
 
 
@@ -111,7 +113,8 @@ def test_collectives_are_bound_to_the_interface_with_the_machines_address(
     assert loopback in psutil.net_if_addrs()
     run, directories = new_run(directory_store), directories_in(tmp_path / "node")
     environment = worker_environment(run, a_generation(1, "a"), 0, directories, {})
-    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == loopback
+    assert environment["GLOO_SOCKET_IFNAME"] == loopback
+    assert environment["NCCL_SOCKET_IFNAME"] == f"={loopback}", "NCCL would also take interfaces that begin so"
     elsewhere = Generation(1, (Member("a", "192.0.2.1", 1),), 29500, "start")
     with pytest.raises(OSError, match=r"192.0.2.1 is no longer an address of this machine"):
         worker_environment(run, elsewhere, 0, directories, {})
@@ -124,7 +127,7 @@ def test_only_the_job_binds_collectives_to_another_interface(directory_store: St
         run = new_run(directory_store, program_job(environment=named))
         environment = worker_environment(run, a_generation(1, "a"), 0, directories, of_the_machine)
         assert environment["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
-        assert environment["NCCL_SOCKET_IFNAME"] == ("eth9" if named else interface_of("127.0.0.1"))
+        assert environment["NCCL_SOCKET_IFNAME"] == ("eth9" if named else f"={interface_of('127.0.0.1')}")
 
 
 def test_workers_are_not_taken_for_ranks_of_mpi_or_tasks_of_srun(directory_store: Store, tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ class NodeLaunchers:
 
     def launchers(self, name: str) -> Launchers:
         (self.directory / name / "code").mkdir(parents=True)
-        return Launchers(self.run, self.directory / name, {**os.environ, "PYTHONPATH": str(self.packages)})
+        return Launchers(self.run, self.directory / name, 1, {**os.environ, "PYTHONPATH": str(self.packages)})
 
     def is_ready(self, name: str) -> bool:
         return (self.directory / name / "launcher.ready").exists()
@@ -280,7 +283,7 @@ from packtrain.store import open_store
 from parts.runs import a_generation
 home = Path({str(nodes.directory / "node")!r})
 environment = dict(os.environ, PYTHONPATH={str(nodes.packages)!r})
-launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, environment)
+launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, 1, environment)
 launchers.prepare()
 print(launchers.ready.pid, flush=True)
 if {has_work}:
@@ -356,6 +359,24 @@ def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(node
     launch = launchers.launch(a_generation(1, "a"), 0, directories)
     assert launch.process.wait(timeout=90) == 1
     assert last_output(home / "logs").launcher.rstrip().endswith("ImportError: no such thing")
+
+
+def test_what_workers_import_ahead_starts_no_thread_and_asks_for_no_device() -> None:
+    """They are forked: a thread would be missing in them, and a device that was asked for could not be used."""
+    script = """
+import os
+import torch
+
+def refuse(*_): raise AssertionError("a device was asked for")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = refuse
+from packtrain.node.launcher import prepare_workers
+for recipe in ("translate", "classify", "chat", "caption"):
+    prepare_workers(recipe)
+print(len(os.listdir("/proc/self/task")))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # NumPy's own threads survive a fork
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "1\n"
 
 
 def test_a_port_that_is_free_can_be_listened_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from packtrain.node.rendezvous import create, handler
+from packtrain.node.rendezvous import create, handler, reach
 from parts.loopback import free_port
 
 
@@ -50,6 +51,27 @@ def test_launchers_share_one_store() -> None:
     meeting_place = second.bootstrap_store_info
     assert meeting_place is not None
     assert (meeting_place.master_addr, meeting_place.master_port) == ("127.0.0.1", port)
+
+
+def test_a_machine_that_does_not_answer_is_named_and_one_that_is_not_ready_is_waited_for() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        port = silent.getsockname()[1]
+        waiting = [socket.socket() for _ in range(3)]  # its queue is full: the kernel drops what comes then
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} does not answer; check the firewall"):
+            reach("127.0.0.1", port, patience=0.5, look=0.3)
+        for one in waiting:
+            one.close()
+    with ThreadPoolExecutor(1) as threads:
+        reached = threads.submit(reach, "127.0.0.1", port, 0.5)  # nothing listens there now
+        time.sleep(1.0)
+        assert not reached.done()
+        with socket.create_server(("127.0.0.1", port)):
+            reached.result(timeout=60)
 
 
 def test_a_port_in_use_is_an_error() -> None:

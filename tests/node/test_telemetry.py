@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from packtrain.node.lease import LeaseRenewer
-from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpu_count
+from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpus_of_workers, visible_gpus
 from packtrain.run.records import Gpu, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -31,8 +31,8 @@ time.sleep(600)
 """
 
 
-def fake_nvml(count: int) -> ModuleType:
-    """As much of NVIDIA's library as is asked for: there is no such card here."""
+def fake_nvml(count: int, parts: int = 0) -> ModuleType:
+    """As much of NVIDIA's library as is asked for: there is no such card here. The last GPU may have parts."""
     module = ModuleType("pynvml")
 
     class NVMLError(Exception): ...
@@ -41,6 +41,11 @@ def fake_nvml(count: int) -> ModuleType:
         if handle == 1:
             raise NVMLError("not supported")
         return 123_400
+
+    def part(handle: int, index: int) -> str:
+        if index == 1:
+            raise NVMLError("not found")  # places may be empty
+        return f"MIG-{handle}-{index}"
 
     module.__dict__.update(
         NVMLError=NVMLError,
@@ -53,13 +58,16 @@ def fake_nvml(count: int) -> ModuleType:
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=11_000, total=16_000),
         nvmlDeviceGetPowerUsage=power,
         nvmlDeviceGetTemperature=lambda *_: 61,
+        nvmlDeviceGetUUID=lambda handle: handle if isinstance(handle, str) else f"GPU-{handle}".encode(),
+        nvmlDeviceGetMigMode=lambda handle: (int(parts > 0 and handle == count - 1), 0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda _: parts,
+        nvmlDeviceGetMigDeviceHandleByIndex=part,
     )
     return module
 
 
 def test_a_gpu_without_a_power_meter_reports_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
-    assert gpu_count() == 2
     assert GpuSampler().sample() == (
         Gpu("Tesla V100", 0.87, 11_000, 16_000, 123.4, 61.0),
         Gpu("Tesla V100", 0.87, 11_000, 16_000, 0.0, 61.0),
@@ -75,7 +83,29 @@ def test_without_the_driver_or_its_library_there_are_no_gpus(monkeypatch: pytest
     broken.__dict__["nvmlInit"] = refuse
     for module in (broken, None):
         monkeypatch.setitem(sys.modules, "pynvml", module)
-        assert gpu_count() == 0
+        assert gpus_of_workers({}) == []
+
+
+def test_a_divided_gpu_counts_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2, parts=3))
+    assert gpus_of_workers({}) == ["GPU-0", "MIG-1-0", "MIG-1-2"]
+    assert gpus_of_workers({"CUDA_VISIBLE_DEVICES": "MIG-1-2,GPU-0"}) == ["MIG-1-2", "GPU-0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "visible"),
+    [
+        (None, ["GPU-a1", "GPU-a2", "GPU-b1"]),
+        ("", []),
+        ("-1", []),
+        ("2,0", ["GPU-b1", "GPU-a1"]),
+        (" 1 , GPU-b", ["GPU-a2", "GPU-b1"]),
+        ("0,GPU-a,1", ["GPU-a1"]),  # ambiguous, and so the end of the list
+        ("0,3,1", ["GPU-a1"]),
+    ],
+)
+def test_visible_gpus_follow_cudas_variable(given: str | None, visible: list[str]) -> None:
+    assert visible_gpus(given, ["GPU-a1", "GPU-a2", "GPU-b1"]) == visible
 
 
 def test_each_worker_is_measured(tmp_path: Path) -> None:

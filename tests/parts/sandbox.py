@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run, open_run
@@ -141,7 +142,7 @@ class Sandbox:
     def workers_of(self, node: str) -> list[psutil.Process]:
         """The workers of a node, without their launcher."""
         mine = [one for one in self.processes() if f"-{node}/" in (_mark(one) or "")]
-        return [one for one in mine if "LOCAL_RANK" in one.environ()]
+        return [one for one in mine if rank_of(one) is not None]
 
     def machine(self, node: str) -> list[psutil.Process]:
         """All processes of a node: its own first, so that killing them in order restarts nothing."""

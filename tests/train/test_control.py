@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.system import cache_directory
-from packtrain.train.control import STOP_SIGNALS, Control, WorkerError
+from packtrain.train.control import EXIT_STUCK, STOP_SIGNALS, Control, WorkerError
 
 
 def test_workers_see_a_stop_request_of_their_node(tmp_path: Path) -> None:
@@ -123,6 +123,35 @@ def test_a_signal_ends_a_worker_that_waits_for_a_dead_peer(number: signal.Signal
     process.send_signal(number)
     assert process.wait(timeout=90) == -number
     process.stdout.close()
+
+
+STUCK = """
+import ctypes, time
+from packtrain.train.control import StopSignal
+
+signals = StopSignal().listen()
+signals.end_if_stuck(lambda: 0.2, lambda: print("kept", flush=True))
+lock = (ctypes.c_char * 64)()
+wait = ctypes.CDLL(None).pthread_mutex_lock
+wait(lock)
+print("waits", flush=True)
+{wait}
+print("heard", signals.received, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "said", "code"),
+    [("wait(lock)", "kept\n", EXIT_STUCK), ("time.sleep(1)\ntime.sleep(1)", "heard True\n", 0)],
+    ids=["stuck in C", "in Python"],
+)
+def test_a_worker_that_cannot_hear_a_signal_ends_when_its_work_is_kept(wait: str, said: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK.format(wait=wait)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=90) == (said, None)
+    assert process.returncode == code
 
 
 def test_a_worker_signaled_before_the_rendezvous_ends_instead_of_waiting() -> None:

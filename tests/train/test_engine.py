@@ -114,8 +114,8 @@ class Spoilt(Plain):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = super().loss(model, batch)
-        if self.how == "loss":
-            return loss * float("nan")
+        if self.how in ("loss", "infinite loss"):
+            return loss * float("nan" if self.how == "loss" else "inf")
         if self.how == "gradient":
             return loss + (loss * 0).sqrt() * 0
         return loss * 1e4 if self.how == "overflow" else loss
@@ -136,8 +136,9 @@ def test_a_step_that_is_not_finite_fails_before_the_weights_change(how: str, pre
     assert not engine.optimizer.state
 
 
-def test_a_step_that_overflows_in_fp16_is_skipped_and_halves_the_scale() -> None:
-    engine = spoilt("overflow", precision="fp16")
+@pytest.mark.parametrize("how", ["overflow", "infinite loss"])
+def test_a_step_that_overflows_in_fp16_is_skipped_and_halves_the_scale(how: str) -> None:
+    engine = spoilt(how, precision="fp16")
     before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     stepped = step(engine, range(8))
     assert stepped.skipped
@@ -170,9 +171,10 @@ def test_a_nan_loss_stops_fp16_too() -> None:
         step(spoilt("loss", precision="fp16"), range(8))
 
 
-def test_a_gradient_that_overflows_at_any_scale_stops_fp16() -> None:
-    engine = spoilt("gradient", precision="fp16")
-    with pytest.raises(NonFinite, match=r"^the gradient of step \d+ is not finite$"):
+@pytest.mark.parametrize(("how", "named"), [("gradient", "gradient"), ("infinite loss", "loss")])
+def test_what_overflows_at_any_scale_stops_fp16(how: str, named: str) -> None:
+    engine = spoilt(how, precision="fp16")
+    with pytest.raises(NonFinite, match=rf"^the {named} of step \d+ is not finite$"):
         for number in range(40):
             step(engine, range(8), number=number)
     assert engine.precision.scale.exhausted

@@ -24,24 +24,22 @@ def settings(precision: str, **fields: Any) -> TrainSettings:
 
 
 def test_auto_is_fp32_on_a_cpu() -> None:
-    assert resolve(settings("auto"), CPU) == "fp32"
+    assert resolve(settings("auto"), CPU, has_bf16=True) == "fp32"
 
 
 @pytest.mark.parametrize(("can_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_auto_follows_what_the_gpu_supports(monkeypatch: pytest.MonkeyPatch, can_bf16: bool, chosen: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or can_bf16)
-    assert resolve(settings("auto"), GPU) == chosen
+def test_auto_follows_what_all_gpus_support(can_bf16: bool, chosen: str) -> None:
+    assert resolve(settings("auto"), GPU, can_bf16) == chosen
 
 
-def test_auto_is_never_fp16_with_local_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert resolve(settings("auto", exchange={"local": {"every": "2 steps"}}), GPU) == "fp32"
+def test_auto_is_never_fp16_with_local_steps() -> None:
+    assert resolve(settings("auto", exchange={"local": {"every": "2 steps"}}), GPU, has_bf16=False) == "fp32"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_an_explicit_precision_is_kept(precision: str) -> None:
-    assert resolve(settings(precision), CPU) == precision
-    assert resolve(settings(precision), GPU) == precision
+    for device, has_bf16 in ((CPU, True), (GPU, True), (GPU, False)):
+        assert resolve(settings(precision), device, has_bf16) == precision
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -86,3 +88,13 @@ def test_a_phase_that_waits_for_the_store_may_take_longer(tmp_path: Path) -> Non
     time.sleep(2.5)  # past ten times the median, and past two looks of the watchdog
     watchdog.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_connecting_that_never_ends_is_reported_and_ends_the_worker() -> None:
+    script = (
+        "import time\nfrom packtrain.train.watchdog import must_end_within\n"
+        "with must_end_within(60, 'nothing', print): pass\n"
+        "with must_end_within(0.2, 'connecting', lambda text: print(text, flush=True)): time.sleep(600)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert (ended.returncode, ended.stdout) == (EXIT_HANG, "connecting has taken 0 s; treating it as a hang\n")

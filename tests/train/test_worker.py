@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
+from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.store import StoreError
 from packtrain.train.control import WorkerCause
@@ -76,19 +74,24 @@ def test_torch_running_out_of_cpu_memory_is_recognized() -> None:
     assert cause_of(raised.value) == "memory"
 
 
-def test_a_worker_dies_with_its_launcher_also_while_it_imports_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("import time; print('importing', flush=True); time.sleep(120)")
-    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'packtrain.train'])"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with subprocess.Popen([sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"importing\n"
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    [worker] = children
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "the worker lives on without its launcher"
-        time.sleep(0.05)
+LAUNCHER = """
+import os, runpy, sys, time, types
+import packtrain.train
+sys.modules["packtrain.train.worker"] = worker = types.ModuleType("worker")
+worker.main = lambda *_: (print(os.getpid(), flush=True), time.sleep(600))
+os.environ["RANK"] = "3"
+if os.fork() == 0:
+    runpy.run_path(os.path.join(os.path.dirname(packtrain.train.__file__), "__main__.py"), run_name="__main__")
+os.wait()
+"""
+
+
+def test_a_worker_is_named_after_its_rank_and_dies_with_its_launcher() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        worker = psutil.Process(int(launcher.stdout.readline()))
+        assert worker.name() == "packtrain-3"
+        assert rank_of(worker) == 3
+        launcher.kill()
+    gone, _ = psutil.wait_procs([worker], timeout=60)
+    assert gone == [worker]

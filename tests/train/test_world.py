@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from forking import WorkerForker
+from torch._C._distributed_c10d import FileStore
 
-from packtrain.train.world import DataBarrier, StopRequested, World
+from packtrain.errors import PacktrainError
+from packtrain.node.causes import is_consequence
+from packtrain.train.world import DataBarrier, StopRequested, WorkerFacts, World, agree, misfits
 
 
 def test_a_single_worker_needs_no_process_group() -> None:
@@ -91,3 +97,61 @@ def test_if_one_rank_lacks_data_all_wait_and_leave_together_for_a_stop(ready: bo
     for here, there in ((True, False), (False, True)):
         with pytest.raises(StopRequested):
             DataBarrier(Others(lacks, stops=there), lambda here=here: here).all_ready(ready)  # type: ignore[misc]
+
+
+# What workers agree on before they connect.
+
+GPU = WorkerFacts("a", "cuda", True, "2.13.0", "2.27")
+
+
+@pytest.mark.parametrize(
+    ("everyone", "wrong"),
+    [
+        ([GPU, GPU], {}),
+        ([GPU, replace(GPU, has_bf16=False)], {}),
+        ([replace(GPU, device="cpu", nccl_version=""), GPU, GPU], {0: "has no usable GPU"}),
+        ([GPU, replace(GPU, torch_version="2.9.1"), GPU], {1: "has torch 2.9.1, and the other machines have 2.13.0"}),
+        ([GPU, replace(GPU, torch_version="2.9.1")], {1: "has torch 2.9.1, and the other machines have 2.13.0"}),
+        ([replace(GPU, nccl_version="2.21"), GPU, GPU], {0: "has nccl 2.21, and the other machines have 2.27"}),
+        (
+            [replace(GPU, device="cpu", torch_version="2.9.1", nccl_version="")] * 3 + [GPU],
+            dict.fromkeys(range(3), "has no usable"),
+        ),
+    ],
+)
+def test_a_worker_that_does_not_fit_the_others_is_named(everyone: list[WorkerFacts], wrong: dict[int, str]) -> None:
+    found = misfits(everyone)
+    assert found.keys() == wrong.keys()
+    assert all(found[rank].startswith(why) for rank, why in wrong.items())
+
+
+def test_every_worker_learns_which_one_does_not_fit_and_only_that_one_is_to_blame(tmp_path: Path) -> None:
+    facts = [GPU, replace(GPU, host="b", device="cpu", nccl_version=""), GPU]
+    stores = [FileStore(str(tmp_path / "meeting"), 3) for _ in facts]
+
+    def join(rank: int) -> str:
+        with pytest.raises(PacktrainError) as raised:
+            agree(stores[rank], rank, 3, facts[rank])
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        said = list(threads.map(join, range(3)))
+    assert said[1].startswith("b has no usable GPU")
+    assert said[0] == said[2] == f"another worker is gone: {said[1]}"
+    assert [is_consequence(text) for text in said] == [True, False, True]
+
+
+def test_bf16_is_used_only_if_all_workers_have_it(tmp_path: Path) -> None:
+    facts = [GPU, replace(GPU, has_bf16=False)]
+    stores = [FileStore(str(tmp_path / "meeting"), 2) for _ in facts]
+    with ThreadPoolExecutor(2) as threads:
+        agreed = list(threads.map(lambda rank: agree(stores[rank], rank, 2, facts[rank]), range(2)))
+    assert agreed == [facts, facts]
+
+
+def test_a_worker_with_a_part_of_a_gpu_sees_that_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    World.join()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

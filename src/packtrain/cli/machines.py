@@ -401,13 +401,17 @@ def _node(run: Run, address: str | None, interface: str | None, workers: int | N
     from packtrain.fleet import fleet_of
     from packtrain.node.address import check_own, choose_address
     from packtrain.node.node import Node
-    from packtrain.node.telemetry import gpu_count
+    from packtrain.node.telemetry import gpus_of_workers
+    from packtrain.train.control import VISIBLE_GPUS_VARIABLE
 
     fleet = run.job.fleet
     own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
     check_own(own, fleet.public_address)
-    count = workers or fleet.workers or gpu_count() or 1
-    return Node(run, own, count, dict(os.environ), fleet_of(fleet.kind).notices(), slot=slot)
+    gpus = gpus_of_workers(os.environ)
+    # By name: a process sees only the first part of a divided GPU, unless it is told which one is its own.
+    named = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if any(one.startswith("MIG-") for one in gpus) else {}
+    count = workers or fleet.workers or len(gpus) or 1
+    return Node(run, own, count, {**os.environ, **named}, fleet_of(fleet.kind).notices(), slot=slot)
 
 
 def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:

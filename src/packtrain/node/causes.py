@@ -56,9 +56,12 @@ _LAST_LINES = 3
 # What gloo, NCCL and torch's store say if another worker is gone.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
+    r"|remote process exited|unhandled system error|another worker is gone"
     r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
+# torch's watchdog of NCCL aborts a worker whose collective waits for one that is gone.
+_NCCL_WATCHDOG = re.compile(r"ProcessGroupNCCL.*watchdog|Watchdog caught collective operation timeout", re.IGNORECASE)
 
 
 def is_consequence(text: str) -> bool:
@@ -100,7 +103,7 @@ def why_they_ended(
     if first is not None and not is_consequence(first.text):
         return NodeReport(generation, _cause_in(first.text), first.text, first.step)
     # Without a step: the error belongs to another worker, which may have been at another step.
-    if (killed := _killed_by(output.launcher)) is not None:
+    if (killed := _killed_by(output)) is not None:
         return NodeReport(generation, "program", killed)  # a full disk that was complained about earlier did not do it
     if first is not None:
         return NodeReport(generation, "program", first.text)
@@ -138,11 +141,17 @@ def _cause_in(text: str) -> Cause:
     return "memory" if _MEMORY.search(text) else "disk" if _DISK.search(text) else "program"
 
 
-def _killed_by(output: str) -> str | None:
+def _killed_by(output: LastOutput) -> str | None:
     # Not SIGTERM: the launcher ends the other workers with it.
-    killed = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(output) if int(number) != signal.SIGTERM]
+    found = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(output.launcher)]
+    killed = [(rank, number) for rank, number in found if number != signal.SIGTERM]
     if not killed:
         return None
+    if _NCCL_WATCHDOG.search(output.workers):
+        others = [(rank, number) for rank, number in killed if number != signal.SIGABRT]
+        if not others:
+            return f"NCCL's watchdog ended rank {killed[-1][0]}: another worker is gone or hangs"
+        killed = others
     rank, number = killed[-1]
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"rank {rank} was killed ({name})"

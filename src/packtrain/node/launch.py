@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+import packtrain.train
 from packtrain.errors import PacktrainError
 from packtrain.job.launchers import command_of, is_python
 from packtrain.node.address import interface_of
@@ -39,11 +40,17 @@ from packtrain.train.control import (
     SUBMIT_VARIABLE,
 )
 
+_WORKER = Path(packtrain.train.__file__).with_name("__main__.py")
 _KILL_WAIT_SECONDS = 5.0
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# NCCL takes every interface whose name begins so, unless there is an equals sign.
+_INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+_OF_FORKED_WORKERS = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # below, torch only warns of options that we chose and of peers that are gone
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs otherwise makes them unusable after a fork
+}
 # With these set, libraries take a worker for an MPI rank or a task of srun. The node may be one; its workers are not.
 _RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_")
 _RANK_VARIABLES = {
@@ -80,7 +87,8 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         "--log-dir", str(logs),
     ]  # fmt: skip
     if program is None:
-        return [*arguments, "-m", "packtrain.train"]
+        # A function, for torch's launcher: it forks the workers, which then need not import torch again.
+        return [*arguments, "--start-method", "fork", "--run-path", str(_WORKER)]
     if program[0].endswith(".py"):
         return [*arguments, *program]
     words, command = list(program), command_of(program)
@@ -96,20 +104,15 @@ def worker_environment(
     member = generation.members[rank]
     submitted = visible(run.job.origin)  # only where it is there: a program can ask for it
     kept = _without_other_launchers(inherited)
-    # torch would otherwise use all cores in every worker.
-    threads = max(1, usable_cores() // member.workers)
     interface = interface_of(member.address)
     if interface is None:  # torch would choose one, and might listen on a public address
         raise OSError(errno.EADDRNOTAVAIL, f"{member.address} is no longer an address of this machine")
     # A variable set on the machine may name another network than the one we checked: only the job overrides ours.
     bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
     return {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the core of the next worker
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        **_defaults(member.workers),
         **kept,
-        **dict.fromkeys(bound, interface),
+        **{name: _INTERFACE_VARIABLES[name].format(interface) for name in bound},
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
         STORE_ID_VARIABLE: run.store.identity or "",
@@ -119,6 +122,16 @@ def worker_environment(
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
         **({DATA_VARIABLE: str(directories.checkpoints.with_name(INPUTS))} if run.job.inputs else {}),
         **({SUBMIT_VARIABLE: str(submitted)} if submitted is not None else {}),
+    }
+
+
+def _defaults(workers: int) -> dict[str, str]:
+    """Return variables that only someone's own word overrides. Libraries read most of them when they are loaded."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // workers)),  # torch would use all cores in every worker
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the core of the next worker
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
     }
 
 
@@ -133,11 +146,13 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
 class Launchers:
     """Starts launchers; the next one can be prepared while workers run."""
 
-    def __init__(self, run: Run, home: Path, inherited: Mapping[str, str]) -> None:
+    def __init__(self, run: Run, home: Path, workers: int, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
         # If the node dies, `kill_marked` finds its launcher by these. The workers get their own with the work.
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
-        self._environment = {**_without_other_launchers(inherited), **marks}
+        quiet = {} if run.job.recipe is None else _OF_FORKED_WORKERS
+        self._command = [sys.executable, "-m", "packtrain.node.launcher", *([run.job.recipe] if run.job.recipe else [])]
+        self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
         self.ready: subprocess.Popen[bytes] | None = None  # a launcher without work
 
     def prepare(self) -> None:
@@ -174,7 +189,7 @@ class Launchers:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "packtrain.node.launcher"],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

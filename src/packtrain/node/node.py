@@ -88,7 +88,7 @@ class Node:
         self.run, self._job, self._clock, self._slot = run, run.job, clock, slot
         self.name = name or f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
         self.directory = NodeDirectory.create(run, self.name)
-        self.launchers = launchers or Launchers(run, self.directory.path, inherited)
+        self.launchers = launchers or Launchers(run, self.directory.path, workers, inherited)
         self.events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
         self._telemetry = run.telemetry_writer(self.name)
         # `joined` orders nodes by age: those from before the latest generation come before those after it.
@@ -149,6 +149,7 @@ class Node:
             # Otherwise it stays empty: Python finds modules there first, and a job of Packtrain's own recipes has none.
             if self._job.has_own_code:
                 self.workspace.prepare()
+            self.launchers.prepare()  # it imports torch while this node meets the others
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
             while not self.is_over:

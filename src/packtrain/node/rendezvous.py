@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore, TCPStore
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 _TIMEOUT_SECONDS = 900
+SILENCE_SECONDS = 45.0  # after which a machine that does not even refuse cannot be reached
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -32,6 +34,8 @@ class Rendezvous(StaticTCPRendezvous):
             self._store = HashStore()
         elif self._store is None:
             first = self.rank == 0
+            if not first:
+                reach(self.master_addr, self.master_port)
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,
@@ -56,6 +60,27 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the factory of handlers; the entry point in pyproject.toml."""
     return create
+
+
+def reach(address: str, port: int, patience: float = SILENCE_SECONDS, look: float = 5.0) -> None:
+    """Wait until the first machine listens; it may still be fetching a checkpoint. Raises OSError if nothing answers.
+
+    A machine that is not ready refuses; a firewall, or a network without a route, says nothing.
+    """
+    ready_by, answered = time.monotonic() + _TIMEOUT_SECONDS, time.monotonic()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=look).close()
+            return
+        except ConnectionRefusedError:
+            answered = time.monotonic()
+        except OSError:
+            if time.monotonic() - answered > patience:
+                text = f"{address}:{port} does not answer; check the firewall and the routes between the machines"
+                raise OSError(errno.EHOSTUNREACH, text) from None
+        if time.monotonic() > ready_by:
+            raise OSError(errno.ETIMEDOUT, f"nothing listens at {address}:{port}; the first machine did not start")
+        time.sleep(0.2)
 
 
 def _bound(address: str, port: int) -> int:

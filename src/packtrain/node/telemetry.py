@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from packtrain.run.records import Gpu, Telemetry, WorkerUse
+from packtrain.train.control import VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
 
@@ -51,7 +53,7 @@ class TelemetrySampler:
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
-        """Return the use of each worker with its children, which have its rank in their environment."""
+        """Return the use of each worker with its children."""
         launcher = self._launcher
         if launcher is None:
             return ()
@@ -65,7 +67,9 @@ class TelemetrySampler:
             try:
                 # The process object is kept: its CPU time is measured from the previous call.
                 if process.pid not in workers:
-                    workers[process.pid] = (int(process.environ().get("RANK", "-1")), process)
+                    if (found := rank_of(process)) is None:  # or not yet: it has only just started
+                        continue
+                    workers[process.pid] = (found, process)
                 rank, known = workers[process.pid]
                 cpu, resident = known.cpu_percent() / 100, known.memory_info().rss
                 peak = max(resident, _peak_bytes(process.pid))
@@ -73,7 +77,14 @@ class TelemetrySampler:
                 continue
             before = sums.get(rank, (0.0, 0, 0))
             sums[rank] = (before[0] + cpu, before[1] + resident, before[2] + peak)
-        return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()) if rank >= 0)
+        return tuple(WorkerUse(rank, *use) for rank, use in sorted(sums.items()))
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a worker or of what it started: forked ones have it in their name, others in a variable."""
+    name = process.name()
+    rank = name.removeprefix(WORKER_NAME) if name.startswith(WORKER_NAME) else process.environ().get("RANK", "")
+    return int(rank) if rank.isdecimal() else None
 
 
 def _traffic() -> tuple[int, int, int, int]:
@@ -110,6 +121,24 @@ class GpuSampler:
         except pynvml.NVMLError:  # no driver, or no GPU
             return
 
+    def identifiers(self) -> list[str]:
+        """Return the UUIDs of all GPUs; of one that is divided, those of its parts."""
+        return [name for handle in self._handles for name in self._parts(handle) or [self._uuid(handle)]]
+
+    def _parts(self, handle: Any) -> list[str]:
+        nvml = self._nvml
+        parts = []
+        if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0):
+            for index in range(self._ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0)):
+                part = self._ask(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index), None)
+                if part is not None:
+                    parts.append(self._uuid(part))
+        return parts
+
+    def _uuid(self, handle: Any) -> str:
+        found = self._ask(lambda: self._nvml.nvmlDeviceGetUUID(handle), "")
+        return found.decode() if isinstance(found, bytes) else str(found)
+
     def sample(self) -> tuple[Gpu, ...]:
         return tuple(self._one(handle) for handle in self._handles)
 
@@ -134,5 +163,21 @@ class GpuSampler:
             return otherwise
 
 
-def gpu_count() -> int:
-    return len(GpuSampler().sample())
+def visible_gpus(given: str | None, present: Sequence[str]) -> list[str]:
+    """Return the GPUs that workers may use, by CUDA_VISIBLE_DEVICES: numbers or UUIDs, up to the first that is none."""
+    if given is None:
+        return list(present)
+    visible = []
+    for word in (word.strip() for word in given.split(",")):
+        found = [one for one in present if word and one.startswith(word)]
+        if word.isdecimal() and int(word) < len(present):
+            found = [present[int(word)]]
+        if len(found) != 1:
+            break
+        visible.append(found[0])
+    return visible
+
+
+def gpus_of_workers(environment: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the GPUs, or of their parts (MIG), that this machine has for workers."""
+    return visible_gpus(environment.get(VISIBLE_GPUS_VARIABLE), GpuSampler().identifiers())

@@ -1,26 +1,23 @@
-"""Entry point of a worker process, `python -m packtrain.train`. What cannot wait comes before torch is imported."""
+"""A worker process from its first moment: the launcher forks it and runs this file."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from typing import NoReturn
 
-from packtrain.system import end_with_parent
-from packtrain.train.control import StopSignal
-
-# Besides errors, torch only warns of options that are chosen on purpose here and of peers that are gone.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+from packtrain.system import end_with_parent, name_process
+from packtrain.train.control import WORKER_NAME, StopSignal
+from packtrain.train.worker import main as work
 
 
-def main() -> NoReturn:
+def main() -> None:
     started = time.monotonic()
     end_with_parent(signal.SIGKILL)  # the launcher: without it nothing would supervise this worker
-    stop_signal = StopSignal().listen()
-    from packtrain.train.worker import main as work
-
-    work(stop_signal, started)
+    name_process(f"{WORKER_NAME}{os.environ['RANK']}")
+    for inherited in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the launcher's own handlers
+        signal.signal(inherited, signal.SIG_DFL)
+    work(StopSignal().listen(), started)
 
 
 if __name__ == "__main__":

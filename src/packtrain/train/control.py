@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +25,10 @@ CONTROL_VARIABLE = "PACKTRAIN_CONTROL"
 CHECKPOINTS_VARIABLE = "PACKTRAIN_CHECKPOINTS"
 DATA_VARIABLE = "PACKTRAIN_DATA"
 SUBMIT_VARIABLE = "PACKTRAIN_SUBMIT_DIR"
+VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
+WORKER_NAME = "packtrain-"  # with the rank, the name of a worker's process
+EXIT_STUCK = 76  # a worker that could not heed a signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 WorkerCause = Literal["program", "memory", "disk", "store", "hang", "number", "mistake"]
@@ -93,6 +98,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = False
+        self._handled: set[int] = set()
 
     def listen(self) -> StopSignal:
         for number in STOP_SIGNALS:
@@ -101,6 +107,29 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True
+        self._handled.add(number)
+
+    def end_if_stuck(self, patience: Callable[[], float], keep: Callable[[], None]) -> None:
+        """End the process if a signal is not handled for so many seconds, after `keep` returns.
+
+        Python runs no handler while a worker waits for a GPU, which may wait for a peer that has died; the launcher
+        would kill it half a minute later. The kernel tells this thread of the signal through a pipe.
+        """
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            while data := os.read(read, 1):
+                if data[0] not in STOP_SIGNALS:
+                    continue
+                time.sleep(patience())
+                if data[0] not in self._handled:
+                    with suppress(Exception):  # whatever is wrong with what it kept, this process has to end
+                        keep()
+                    os._exit(EXIT_STUCK)
+
+        threading.Thread(target=watch, name="stop signals", daemon=True).start()
 
     @contextmanager
     def fatal(self) -> Iterator[None]:

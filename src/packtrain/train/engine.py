@@ -55,7 +55,7 @@ class Engine:
         if not (settings.exchange.shards_model and world.num_ranks > 1):  # fsdp moves it shard by shard
             self.model.to(world.device)
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
-        self.precision = Precision(settings, world.device)
+        self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
         self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
         self.optimizer = settings.optimizer.build(self.model)
@@ -140,11 +140,12 @@ class Engine:
         scale = self.precision.scale
         scale.overflowed()
         # Ranks that sync every step come here together; one that updates locally decides alone.
-        wrong = not bool(torch.isfinite(loss))
+        infinite, wrong = int(torch.isinf(loss)), int(torch.isnan(loss))
         if self._settings.exchange.syncs_every_step:
-            wrong = self._world.any(wrong)
+            infinite, wrong = self._world.count(infinite > 0, wrong > 0)
+        # A loss may overflow fp16 as a gradient does, and is infinite then; one that is NaN is wrong.
         if wrong or scale.exhausted:
-            raise NonFinite(f"the {'loss' if wrong else 'gradient'} of step {now.step + 1} is not finite")
+            raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {now.step + 1} is not finite")
 
     def _update_ema(self, step: int, last: bool) -> None:
         """Update the EMA where all ranks have the same weights."""

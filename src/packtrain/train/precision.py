@@ -14,13 +14,13 @@ MIN_LOSS_SCALE = 2.0**-14  # gradients that still overflow here are not too larg
 CLEAN_STEPS_TO_DOUBLE = 2000
 
 
-def resolve(settings: TrainSettings, device: torch.device) -> str:
-    """Resolve `auto` for this device. On a CPU it is fp32: without native instructions, bf16 is very slow there."""
+def resolve(settings: TrainSettings, device: torch.device, has_bf16: bool) -> str:
+    """Resolve `auto` for these workers. On CPUs it is fp32: without native instructions, bf16 is very slow there."""
     if settings.precision != "auto":
         return settings.precision
     if device.type == "cpu":
         return "fp32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if has_bf16:
         return "bf16"
     # The loss scale is one number for all ranks, which ranks that update locally could not agree on.
     return "fp16" if settings.exchange.syncs_every_step else "fp32"
@@ -68,8 +68,8 @@ class LossScale:
 class Precision:
     """Autocast, and the loss scale that fp16 needs."""
 
-    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
-        self.name = resolve(settings, device)
+    def __init__(self, settings: TrainSettings, device: torch.device, has_bf16: bool = True) -> None:
+        self.name = resolve(settings, device, has_bf16)
         self._device = device
         self.scale = LossScale(enabled=self.name == "fp16")
 

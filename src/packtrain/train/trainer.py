@@ -34,6 +34,8 @@ from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
+_LEAST_HEED_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class PendingStep:
@@ -84,6 +86,14 @@ class Trainer:
     def step(self) -> int:
         """The number of steps made."""
         return self._progress.step
+
+    def heed_seconds(self) -> float:
+        """Return how long a signal may go unheard: a step may wait for the device that long."""
+        return max(_LEAST_HEED_SECONDS, 2 * self._watchdog.usual_seconds())
+
+    def keep(self) -> None:
+        """Return when everything that was saved is committed. May be called from any thread."""
+        self._checkpointer.close()
 
     def train(self) -> None:
         """Train to the goal and write the result, or commit and return without one when a stop is requested."""

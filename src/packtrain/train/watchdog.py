@@ -12,7 +12,8 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from packtrain.train.world import World
@@ -34,6 +35,23 @@ def limit(earlier: list[float], patience: float) -> float:
     if len(earlier) < _KNOWN:
         return max(patience, FIRST_SECONDS)
     return max(patience, TIMES_MEDIAN * statistics.median(earlier))
+
+
+@contextmanager
+def must_end_within(seconds: float, what: str, report: Callable[[str], None]) -> Iterator[None]:
+    """End the process, with a report, if the block takes longer: it may be stuck in C, where no exception arrives."""
+
+    def end() -> None:
+        report(f"{what} has taken {seconds:.0f} s; treating it as a hang")
+        os._exit(EXIT_HANG)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Watchdog:
@@ -59,6 +77,12 @@ class Watchdog:
         """Stop watching until the next phase: what comes now has its own limits, or nothing to compare with."""
         self._finish(time.monotonic())
         self._phase = None
+
+    def usual_seconds(self) -> float:
+        """Return what phases of the current kind usually take; 0 if nothing is known."""
+        phase = self._phase
+        earlier = [] if phase is None else list(self._earlier[phase[0]])
+        return statistics.median(earlier) if earlier else 0.0
 
     def _finish(self, now: float) -> None:
         if self._phase is not None:

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,24 +37,27 @@ from packtrain.train.control import (
 from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
+from packtrain.train.watchdog import must_end_within
+from packtrain.train.world import CONNECT_SECONDS, World
 from packtrain.units import parse_bytes, show_bytes, show_seconds
 
 _MEMORY_ADVICE = "use a smaller train.micro_batch, or more workers"
 _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+_CONNECT_SECONDS = 2 * CONNECT_SECONDS  # torch gives up before, unless it is stuck
 _STAGE_SECONDS = 30.0  # between two lines about how far staging is
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def main(stop_signal: StopSignal, started: float) -> NoReturn:
+def main(stop_signal: StopSignal, started: float) -> None:
     """Train until the run is finished or stopped; a failure is reported to the node in one line, and logged."""
     control = Control(Path(os.environ[CONTROL_VARIABLE]))
     trainer: Trainer | None = None
-    code = 1
+    succeeded = False
     try:
         trainer = build_trainer(control, stop_signal, started)
+        stop_signal.end_if_stuck(trainer.heed_seconds, trainer.keep)
         trainer.train()
-        code = 0
+        succeeded = True
     except Exception as error:
         if not isinstance(error, PacktrainError):
             traceback.print_exc()
@@ -63,7 +67,11 @@ def main(stop_signal: StopSignal, started: float) -> NoReturn:
         fatal = cause in ("number", "mistake")
         control.report_error(WorkerError(int(os.environ["RANK"]), text, fatal, time.time(), cause, step))
     finally:
-        end_process(code)
+        if not succeeded:
+            end_process(1)
+    # The launcher waits for this function to return, and then for the process to end, which comes here first. The
+    # trainer is kept until then (see end_process).
+    Finalize(None, lambda _kept: end_process(0), (trainer,), exitpriority=0)
 
 
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
@@ -78,8 +86,13 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
     if job.data.stage:
         _stage(run, pack, control, stop_signal)
     recipe = recipe_class(job.recipe)(job, pack)
+
+    def report_hang(text: str) -> None:
+        text = f"{text}: check the network and the firewall between the machines"
+        control.report_error(WorkerError(int(os.environ["RANK"]), text, False, time.time(), "hang"))
+
     with stop_signal.fatal():  # joining blocks in C until all ranks are there, and no Python handler runs meanwhile
-        world = World.join()
+        world = World.join(must_end_within(_CONNECT_SECONDS, "connecting the workers", report_hang))
     use_deterministic_kernels(world.device)
     clock = clock_of(world.device)
     # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.

@@ -5,11 +5,13 @@ Only tensors and bytes cross: torch's object collectives unpickle, and so execut
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,10 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, _broadcast_coalesced
+from torch.distributed.rendezvous import rendezvous
 
-from packtrain.train.control import CONTROL_VARIABLE
+from packtrain.errors import PacktrainError
+from packtrain.train.control import CONTROL_VARIABLE, VISIBLE_GPUS_VARIABLE
 
 _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
+CONNECT_SECONDS = 60.0  # to connect to all others, which are there by then
+_FACTS, _FACTS_OF_ALL = "facts of rank {}", "facts of all ranks"
 _MESSAGE_BYTES = 250 * 2**20  # tensors of one dtype are joined into messages of this size
 _WAITING = "waiting for data"
 
@@ -33,39 +39,121 @@ class StopRequested(Exception):
     """Raised where all ranks abandon an evaluation or a wait for data together, because of a stop."""
 
 
-def _store_of_machine(num_ranks: int) -> Store | None:
-    """Return the store in which the workers find each other if all are on one machine; None for the launcher's.
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What workers must have in common, or agree on."""
 
-    A file of the node's directory: a port on loopback would be open to every user of the machine.
+    host: str
+    device: str
+    has_bf16: bool
+    torch_version: str
+    nccl_version: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> WorkerFacts:
+        on_gpu = device.type == "cuda"
+        has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""  # type: ignore[no-untyped-call]
+        return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl)
+
+
+def misfits(everyone: Sequence[WorkerFacts]) -> dict[int, str]:
+    """Return the ranks that cannot train with the others, and why: those without a GPU, and those of a minority."""
+    found: dict[int, str] = {}
+    if any(facts.device == "cuda" for facts in everyone):
+        why = "has no usable GPU, and the other machines have; check its driver with nvidia-smi"
+        found.update({rank: why for rank, facts in enumerate(everyone) if facts.device != "cuda"})
+    for name in ("torch", "nccl"):
+        fitting = [getattr(facts, f"{name}_version") for rank, facts in enumerate(everyone) if rank not in found]
+        usual = max(fitting, key=fitting.count)  # the first of several: that of the lowest rank
+        for rank, facts in enumerate(everyone):
+            if rank not in found and (own := getattr(facts, f"{name}_version")) != usual:
+                found[rank] = f"has {name} {own}, and the other machines have {usual}; install the same"
+    return found
+
+
+def agree(store: Store, rank: int, num_ranks: int, here: WorkerFacts) -> list[WorkerFacts]:
+    """Return the facts of all ranks. Raises PacktrainError on all of them if one does not fit."""
+    store.set(_FACTS.format(rank), json.dumps(asdict(here)))
+    if rank == 0:  # reads those of all, so that not everyone has to
+        keys = [_FACTS.format(number) for number in range(num_ranks)]
+        store.wait(keys, _TIMEOUT)  # one may still be fetching its data
+        store.set(_FACTS_OF_ALL, json.dumps([json.loads(store.get(key)) for key in keys]))
+    store.wait([_FACTS_OF_ALL], _TIMEOUT)
+    everyone = [WorkerFacts(**facts) for facts in json.loads(store.get(_FACTS_OF_ALL))]
+    wrong = misfits(everyone)
+    if rank in wrong:
+        raise PacktrainError(f"{here.host} {wrong[rank]}")
+    for number, why in wrong.items():
+        raise PacktrainError(f"another worker is gone: {everyone[number].host} {why}")
+    return everyone
+
+
+def _meeting_place(num_ranks: int) -> Store:
+    """Return the store in which the workers find each other: the launcher's, unless all are on one machine.
+
+    Then it is a file of the node's directory: a port on loopback would be open to every user of the machine.
     """
-    if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return None
-    return FileStore(str(Path(os.environ[CONTROL_VARIABLE]) / "rendezvous"), num_ranks)
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return FileStore(str(Path(os.environ[CONTROL_VARIABLE]) / "rendezvous"), num_ranks)
+    store: Store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
+    return store
+
+
+def _own_device(local_rank: int) -> torch.device:
+    visible = os.environ.get(VISIBLE_GPUS_VARIABLE, "").split(",")
+    if visible[0].startswith("MIG-"):  # of the parts of a GPU, a process sees only the first that is visible
+        os.environ[VISIBLE_GPUS_VARIABLE] = visible[local_rank]
+        local_rank = 0
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=CONNECT_SECONDS),
+        rank=rank,
+        world_size=num_ranks,
+        store=store,
+        device_id=device if on_gpu else None,  # connects now, and not in the first collective
+    )
+    dist.all_reduce(torch.zeros(1, device=device))
+    dist.distributed_c10d._set_pg_timeout(_TIMEOUT, dist.group.WORLD)
 
 
 class World:
-    """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine. A single worker has no group."""
+    """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine. A single worker has no group.
+
+    `has_bf16` is true if all of them support it.
+    """
 
     def __init__(
-        self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None, rank_of_node: int = 0
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        device: torch.device | None = None,
+        rank_of_node: int = 0,
+        has_bf16: bool = True,
     ) -> None:
         self.rank, self.num_ranks, self.rank_of_node = rank, num_ranks, rank_of_node
-        self.device = device or torch.device("cpu")
+        self.device, self.has_bf16 = device or torch.device("cpu"), has_bf16
 
     @classmethod
-    def join(cls) -> World:
-        """Join the process group that the launcher's environment variables name."""
+    def join(cls, watched: AbstractContextManager[object] | None = None) -> World:
+        """Join the process group that the launcher's environment variables name; `watched` while it connects."""
         rank, num_ranks, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(device)
+        device = _own_device(local_rank)
+        everyone = [WorkerFacts.here(device)]
         if num_ranks > 1:
-            backend = "nccl" if on_gpu else "gloo"
-            dist.init_process_group(
-                backend, timeout=_TIMEOUT, rank=rank, world_size=num_ranks, store=_store_of_machine(num_ranks)
-            )
-        return cls(rank, num_ranks, device, local_rank)
+            store = _meeting_place(num_ranks)
+            everyone = agree(store, rank, num_ranks, everyone[0])
+            with watched or nullcontext():
+                _connect(store, rank, num_ranks, device)
+        return cls(rank, num_ranks, device, local_rank, all(facts.has_bf16 for facts in everyone))
 
     def leave(self) -> None:
         if dist.is_initialized():
