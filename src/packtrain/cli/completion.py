@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclass
 class _Typed:
-    """What a person has typed so far: the command, its arguments and options, and the option that lacks its value."""
+    """The words so far: the command, its arguments and options, and the option that lacks its value."""
 
     command: Any
     arguments: list[str] = field(default_factory=list)

@@ -51,7 +51,7 @@ _PATH = {"type": "string", "pattern": r"\S"}
 
 
 class RecipeFacts(Protocol):
-    """What the schema knows of a recipe."""
+    """The facts of a recipe that the schema has."""
 
     unit: str
     contents: frozenset[str]
