@@ -45,7 +45,7 @@ def completion(
         list[str] | None, typer.Argument(hidden=True, help="Words so far; the script passes them.")
     ] = None,
 ) -> None:
-    """Print a script that completes commands, runs and fields in a shell."""
+    """Print a script that completes commands and runs in a shell."""
     from packtrain.errors import Mistake, nearest
 
     if shell not in SHELLS:
