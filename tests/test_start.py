@@ -17,16 +17,18 @@ from packtrain.run.inputs import staged
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import dry_run, load, prepare, reopen
+from packtrain.start import dry_run, load, prepare, prepare_run, reopen
 from packtrain.store import Store, open_store
-from parts.runs import new_run, recipe_job, write_files
+from parts.runs import a_lease, new_run, recipe_job, write_files
 
 
-def ended_run(store: Store, tmp_path: Path, status: str = "finished", **train: object) -> Run:
+def ended_run(
+    store: Store, tmp_path: Path, status: str = "finished", budget: dict[str, float] | None = None, **train: object
+) -> Run:
     """A run of ten steps that ended at the tenth."""
-    run = new_run(store, recipe_job(train=train))
+    run = new_run(store, recipe_job(train=train, budget=budget or {}))
     commit(run, 10, 1, None, write_files(tmp_path / "saved", {"state.json": b"{}"}))
-    run.finish(Result(status, "ended", 10, 1.0))  # type: ignore[arg-type]
+    run.finish(Result(status, "reached 10 steps", 10, 1.0, {"valid.bleu": 20.5}))  # type: ignore[arg-type]
     return run
 
 
@@ -35,11 +37,15 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
 ) -> None:
     run, said = ended_run(directory_store, tmp_path), list[str]()
     changed = reopen(run, refuse, said.append, ["train.duration=20 steps"])
-    assert said == ["train.duration: 10 steps -> 20 steps"]
+    assert said == [
+        "train.duration: 10 steps -> 20 steps",
+        "the learning rate does not depend on train.duration: it continues as it was",
+        "it had reached 10 steps with valid.bleu 20.5",
+    ]
     assert (changed.result(), Run(directory_store, run.name).job) == (None, changed.job)
     assert str(changed.job.train.duration) == "20 steps"
-    [event] = changed.events().read()
-    assert (event.kind, event.text.partition(" (by ")[0]) == ("changed", said[0])
+    events = changed.events().read()
+    assert [(event.kind, event.text.partition(" (by ")[0]) for event in events] == [("changed", line) for line in said]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
     [
         ("train.duration=9 steps", "the run has already trained for 10 steps; set more"),
         ("train.patience=2 min", "is already complete; it continues with a longer train.duration"),
-        ("train.seed=2", "cannot change in a run that exists"),
+        ("train.seed=2", "train.seed: cannot change in a run that exists: the losses depend on it"),
     ],
 )
 def test_a_finished_run_is_not_reopened_without_something_to_do(
@@ -64,7 +70,16 @@ def test_a_finished_run_is_not_reopened_without_something_to_do(
 def test_a_schedule_that_follows_the_duration_is_told(directory_store: Store, tmp_path: Path) -> None:
     run, said = ended_run(directory_store, tmp_path, "stopped", schedule={"cosine": {"peak": 0.1}}), list[str]()
     reopen(run, refuse, said.append, ["train.duration=20 steps"])
-    assert said[-1] == "the learning rate depends on train.duration: from here on it follows the new one"
+    assert said[-1] == "the learning rate follows train.duration: at step 10 it changes from 0 to 0.05"
+
+
+def test_a_run_whose_budget_is_used_up_needs_another_one(directory_store: Store, tmp_path: Path) -> None:
+    run = ended_run(directory_store, tmp_path, budget={"hours": 1.0})
+    run.renew(a_lease("a", used_seconds=3700.0, left=True))
+    longer = "train.duration=20 steps"
+    with pytest.raises(Mistake, match="job-1: the budget of 1 hours is used up; set budget"):
+        reopen(run, refuse, lambda _: None, [longer])
+    assert reopen(run, refuse, lambda _: None, [longer, "budget.hours=2"]).job.budget.hours == 2
 
 
 def test_a_changed_run_stays_trusted_only_if_it_was(directory_store: Store, tmp_path: Path) -> None:
@@ -158,3 +173,23 @@ def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, m
     done = CliRunner().invoke(app, [*command, "--allow-drops"])
     assert done.exit_code == 0, done.exception
     assert "train: 6 images; left out 1 (not a picture by its name), 1 (not an image" in done.output
+
+
+def test_settings_that_are_larger_than_the_data_are_named_with_what_to_set(tmp_path: Path) -> None:
+    lines = "".join(f"a sentence with number {number}\t ein Satz mit Nummer {number}\n" for number in range(30))
+    write_files(tmp_path, {"pairs.tsv": lines.encode()})
+    job = "name: small\nrecipe: translate\nmodel: tiny\ndata: {train: [{bitext: pairs.tsv}], vocabulary: VOCABULARY}\n"
+    train = "train: {duration: 5 steps, batch: BATCH tokens, schedule: {constant: {rate: 0.1}}}\n"
+
+    def notes(vocabulary: int, batch: int) -> list[str]:
+        text = (job + train).replace("VOCABULARY", str(vocabulary)).replace("BATCH", str(batch))
+        (tmp_path / "job.yaml").write_text(text)
+        loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
+        return [f"{label}: {line}" for label, line in prepare_run(loaded, PlainProgress(lambda _: None)).notes]
+
+    assert notes(300, 50) == []
+    batch, vocabulary = sorted(notes(8000, 25000), reverse=True)
+    assert batch.startswith("warning: train.batch: 25000 tokens, but the data has about ")
+    assert vocabulary.startswith("warning: data.vocabulary: 8000, but the text has only 3")
+    assert vocabulary.endswith(" pieces; set 300")
+    assert all(len(line) <= 100 for line in (batch, vocabulary))

@@ -12,6 +12,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.export.predict import Choice, DecodeOptions, load_predictor
 from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
+from packtrain.fork import read_name
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
@@ -23,7 +24,7 @@ from packtrain.run.liveness import State, attempt, state_of, states_now
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
-from packtrain.start import create, load, reopen, start, wait_until_joined
+from packtrain.start import Beginning, create, load, reopen, start, wait_until_joined
 from packtrain.store import open_store
 from packtrain.units import counted
 
@@ -180,9 +181,14 @@ def _overview(run: Run, state: State | PacktrainError) -> Overview | PacktrainEr
     return state if isinstance(state, PacktrainError) else attempt(lambda: overview(run, state))
 
 
-def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
-    """Pack if needed, start a run and return; it keeps running without this process."""
-    created = create(load(job, overrides), PlainProgress(print))
+def run(job: str | Path, overrides: Sequence[str] = (), parent: str | None = None, fresh: bool = False) -> RunHandle:
+    """Pack if needed, start a run and return; it keeps running without this process.
+
+    `parent` is a checkpoint of another run to start from, as `packtrain run --from` takes it; with `fresh`, only its
+    weights are taken.
+    """
+    beginning = None if parent is None else Beginning(read_name(parent), fresh)
+    created = create(load(job, overrides), PlainProgress(print), beginning)
     wait_until_joined(start(created, tied=False))
     return RunHandle(created)
 

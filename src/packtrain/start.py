@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,27 +18,30 @@ from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say
+from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
-from packtrain.job.job import CodeOrigin, Job, Option
+from packtrain.job.job import MIN_VOCABULARY, CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job
 from packtrain.job.part import is_address
+from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
-from packtrain.pack.manifest import Manifest, find_manifest, missing_files
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
-from packtrain.recipes import check_recipe, recipe_class, recipe_defaults
+from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import last_step
 from packtrain.run.code import CodeSnapshot, archive, snapshot
 from packtrain.run.inputs import GIVEN, is_remote, keys_of, put_input
-from packtrain.run.records import Event, FleetLaunch
+from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch
 from packtrain.run.run import Run, create_run, next_run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
+from packtrain.train.progress import Progress
 from packtrain.units import Duration
 
 
@@ -97,31 +101,67 @@ def pack_data(loaded: LoadedJob, store: Store, progress: PackProgress, workers: 
 
 @dataclass(frozen=True)
 class NewRun:
-    """Everything that the folder of a run starts with, before there is one."""
+    """Everything that the folder of a run starts with, before there is one.
+
+    `notes` are for the person who starts it: a word that says what it is about, and a line.
+    """
 
     store: Store
     job: Job
     code: bytes
     pack: Manifest | None
+    inheritance: Inheritance | None = None
+    recipe: type[Recipe] | None = None
+    notes: Sequence[tuple[str, str]] = ()
 
     @property
     def pack_name(self) -> str | None:
         return None if self.pack is None else self.pack.name
 
     def create(self) -> Run:
-        run = create_run(self.store, self.job, self.code, self.pack_name)
-        remember(run)
+        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name))
         if self.pack is not None:
             _put_forecast(run, self.pack)
         return run
 
+    def create_with(self, make: Callable[[], Run]) -> Run:
+        """Make the run, and give it everything else that it starts with."""
+        with ExitStack() as stack:
+            give: Callable[[Run], None] = lambda _: None  # noqa: E731
+            if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
+                give = stack.enter_context(self.inheritance.fetched(self.store, self.job, self.pack, self.recipe))
+            run = make()
+            try:
+                give(run)
+            except BaseException:
+                self.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
+                raise
+        remember(run)
+        return run
 
-def create(loaded: LoadedJob, progress: PackProgress) -> Run:
+
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that `--from` names; `fresh` if only its weights are wanted, whatever the job."""
+
+    name: CheckpointName
+    fresh: bool = False
+
+
+def create(loaded: LoadedJob, progress: PackProgress, beginning: Beginning | None = None) -> Run:
     """Create the run's folder with everything its nodes need."""
-    return prepare_run(loaded, progress).create()
+    made = prepare_run(loaded, progress, beginning=beginning)
+    for label, line in made.notes:
+        progress.say(f"{label}: {line}")
+    return made.create()
 
 
-def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: bool = False) -> NewRun:
+def prepare_run(
+    loaded: LoadedJob,
+    progress: PackProgress,
+    fleet_is_checked: bool = False,
+    beginning: Beginning | None = None,
+) -> NewRun:
     """Pack the data and do all checks, the cheap ones before packing; no run exists before they have passed."""
     job = loaded.job
     _check_can_run(loaded)
@@ -133,6 +173,10 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
         progress.say(f"took a snapshot of {code.summary}")
     if (fault := _store_fault(job, store)) is not None:
         raise loaded.mistake("store", fault)
+    beginning = _beginning(loaded, beginning)
+    parent = None if beginning is None else find_parent(beginning.name, store)
+    if parent is not None:
+        check_parent(parent, job)
     try:
         if not fleet_is_checked:
             fleet_of(job.fleet.kind).check(job, store, progress.say)
@@ -156,7 +200,50 @@ def prepare_run(loaded: LoadedJob, progress: PackProgress, fleet_is_checked: boo
         if job.has_own_code and job.checkpoint.best_by is None:
             # Written into the run, so that a client without the recipe's code can still show the score that counts.
             updates["checkpoint"] = job.checkpoint.model_copy(update={"best_by": recipe.best_metric})
-    return NewRun(store, job.model_copy(update=updates), code.archive, packed)
+    notes = [("note", line) for line in loaded.notes]
+    if packed is not None and job.recipe is not None:
+        notes += [("warning", line) for line in too_large(job, packed, store)]
+    made = NewRun(store, job.model_copy(update=updates), code.archive, packed, notes=notes)
+    if parent is None or beginning is None:
+        return made
+    inheritance = inherit(parent, beginning.name.choice, made.job, made.code, packed, beginning.fresh)
+    kind = None if job.recipe is None else recipe_class(job.recipe, loaded.code)
+    begun = made.job.model_copy(update={"parent": inheritance.parent})
+    notes = [*made.notes, *(("from", line) for line in inheritance.in_words(made.job))]
+    return replace(made, job=begun, inheritance=inheritance, recipe=kind, notes=notes)
+
+
+def too_large(job: Job, packed: Manifest, store: Store) -> list[str]:
+    """Return a line for each setting that is larger than the data supports, with what to set."""
+    from packtrain.plan.sizes import known_data
+
+    found = []
+    size, batch = known_data(job, packed), job.train.batch
+    units = round(size.steps_per_epoch * size.units_per_step)
+    if batch.value > units:
+        has = f"the data has about {units:,}" if batch.unit == "tokens" else f"the data has {units:,}"
+        found.append(f"train.batch: {batch}, but {has}; set about {max(1, units // 20):,}")
+    if packed.vocabulary is not None and packed.vocabulary.bytes <= MAX_RECORD_BYTES:
+        # Merges end where no pair of pieces occurs twice.
+        document = json.loads(store.get(pack_key(packed.name, packed.vocabulary.name), MAX_RECORD_BYTES))
+        pieces = len(document["model"]["vocab"])
+        if pieces < job.data.vocabulary:
+            has = f"the text has only {pieces:,} pieces"
+            found.append(f"data.vocabulary: {job.data.vocabulary}, but {has}; set {max(MIN_VOCABULARY, pieces // 2)}")
+    return found
+
+
+def _beginning(loaded: LoadedJob, given: Beginning | None) -> Beginning | None:
+    """Return where the run starts from: what the command says, or `weights` of the job."""
+    named = loaded.job.weights
+    if named is None:
+        return given
+    if given is not None:
+        raise loaded.mistake("weights", "the command says --from; use one of them")
+    try:
+        return Beginning(read_name(named.removeprefix("run:")), fresh=True)
+    except Mistake as mistake:
+        raise loaded.mistake("weights", str(mistake)) from None
 
 
 def _put_forecast(run: Run, packed: Manifest) -> None:
@@ -181,6 +268,8 @@ class PreparedJob:
 def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> PreparedJob:
     """Pack the job's data and store its files, as `create` does, for a run that will start elsewhere."""
     _check_can_run(loaded)
+    if loaded.job.weights is not None:
+        raise loaded.mistake("weights", "names a run that may not be there; remove it, and copy the run there instead")
     code = _code(loaded)
     document = {**loaded.document.data, "store": "./store"}
     named = _model_files(loaded)
@@ -215,7 +304,7 @@ def dry_run(loaded: LoadedJob) -> DryRun:
         raise loaded.mistake(mistake.field, mistake.fault) from None
 
 
-def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None) -> str:
+def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None, beginning: Beginning | None = None) -> str:
     """Create a run for another program to start, and return what that program takes.
 
     Without `progress`, for a dry run, nothing is created: the manifests are those that the run would have.
@@ -226,7 +315,7 @@ def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None) -> st
         raise Mistake(f"--format {form}: this fleet has no such manifests{known}")
     if progress is None:
         return fleet.manifests(_next_run(loaded)[1], form)
-    run = create(loaded, progress)
+    run = create(loaded, progress, beginning)
     _record_launch(run)
     return fleet.manifests(run, form)
 
@@ -307,7 +396,7 @@ def _needs_trust(job: Job) -> bool:
 
 
 def _check_can_continue(run: Run, job: Job) -> None:
-    """Refuse a duration that the run has already passed, and to continue a run that has reached its end."""
+    """Refuse what the run has already passed: its duration, its budget, or the end of its program."""
     result, step = run.result(), last_step(run)
     is_finished = result is not None and result.status == "finished"
     if job.recipe is None:
@@ -315,24 +404,43 @@ def _check_can_continue(run: Run, job: Job) -> None:
             raise Mistake(f"{run.name} is already complete: its program has ended; start a new run")
         return
     duration = job.train.duration
-    made: dict[str, float] = {"steps": step}
-    if duration.unit != "steps":
-        # A checkpoint's manifest has only the step: the metrics say when that was.
-        points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
-        last = points[-1].values if points else {}
-        made |= {"epochs": last.get("epoch", 0.0), "seconds": last.get("elapsed_seconds", 0.0)}
-    at = made[duration.unit]
+    at = _made(run, step).in_unit(duration.unit)
     if duration.value < at * (1 - 1e-9):
         raise Mistake(f"--set train.duration: the run has already trained for {Duration(at, duration.unit)}; set more")
     if is_finished and duration.value <= at * (1 + 1e-9):
         raise Mistake(f"{run.name} is already complete; it continues with a longer train.duration, not otherwise")
+    leases = run.leases()
+    used = max((lease.used_seconds for lease in leases), default=0.0)
+    left = seconds_left(job.budget, job.fleet, leases, used, job.fleet.kind.machines.most)
+    if left == 0:
+        raise Mistake(f"{run.name}: {used_up(job.budget)}; set budget.hours or budget.dollars to more, in all")
+
+
+def _made(run: Run, step: int) -> Progress:
+    """Return the progress at a step. A checkpoint's manifest has only the step: the metrics say when that was."""
+    points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
+    last = points[-1].values if points else {}
+    return Progress(step, last.get("epoch", 0.0), seconds=last.get("elapsed_seconds", 0.0))
+
+
+def _rate_in_words(run: Run, job: Job) -> str:
+    """Return what a new duration does to the learning rate, in a sentence."""
+    if not job.train.schedule.follows_duration:
+        return "the learning rate does not depend on train.duration: it continues as it was"
+    now = _made(run, last_step(run))
+    before, after = (one.train.schedule.build(1, one.train.duration)(now) for one in (run.job, job))
+    told = f"at step {now.step:,} it changes from {before:.3g} to {after:.3g}"
+    return f"the learning rate follows train.duration: {told}"
 
 
 def _change(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> Run:
     """Give the run its new job, say what changed, and end what is left of the fleet that it leaves."""
     lines = [str(change) for change in changes]
-    if any(change.field == "train.duration" for change in changes) and job.train.schedule.follows_duration:
-        lines.append("the learning rate depends on train.duration: from here on it follows the new one")
+    if any(change.field == "train.duration" for change in changes):
+        lines.append(_rate_in_words(run, job))
+    if (result := run.result()) is not None and result.status == "finished":
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in result.scores.items())
+        lines.append(f"it had {result.reason}" + (f" with {scores}" if scores else ""))
     if any(change.field == "fleet" for change in changes):
         # Nodes of the old job would refuse the new one; but a queue or an autoscaler would start them again and again.
         try:

@@ -96,6 +96,20 @@ class Duration:
         return f"{_plain(self.value)} {self.unit}"
 
 
+_UNKNOWN_SHARE = 0.1  # of a run, for a length in another unit than the run that it was written for
+
+
+def keep_share(length: Duration, written: Duration, now: Duration) -> Duration | None:
+    """Return a length with the share of the run `now` that it had of the one it was written for; None if that is all.
+
+    In steps it is at least one.
+    """
+    share = length.value / written.value if length.unit == written.unit else _UNKNOWN_SHARE
+    value = share * now.value
+    value = max(1.0, float(round(value))) if now.unit == "steps" else float(f"{value:.3g}")
+    return Duration(value, now.unit) if value < now.value else None
+
+
 @dataclass(frozen=True)
 class Amount:
     """The size of a batch: a whole number of tokens or of samples."""

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 import packtrain as pt
 from packtrain.cli import app
 from packtrain.cli.common import hints
+from packtrain.errors import NotFound
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
+from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, Result
 from packtrain.start import load
 from packtrain.store import Store
@@ -280,8 +282,16 @@ def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
     assert CliRunner().invoke(app, place).output == "[launcher] hello\n[rank 1] hello\n[rank 0] hello\n"
     run.finish(Result("finished", "done", 1, 1.0))
     wrong = CliRunner().invoke(app, [*place, "--rank", "7"])
-    assert (wrong.exit_code, wrong.stdout) == (0, "")
-    assert wrong.stderr == "packtrain: job-1: no output from rank 7; ranks with output: 0, 1\n"
+    assert isinstance(wrong.exception, NotFound)
+    assert (wrong.stdout, str(wrong.exception)) == ("", "job-1 has no rank 7; it has ranks 0 to 1")
+
+
+def test_a_rank_that_has_printed_nothing_is_no_mistake(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.propose(a_generation(1, "a", "b"))
+    run.finish(Result("finished", "done", 1, 1.0))
+    silent = CliRunner().invoke(app, ["logs", run.name, "--store", directory_store.url, "--rank", "1"])
+    assert (silent.exit_code, silent.stderr) == (0, "packtrain: job-1: no output from rank 1\n")
 
 
 @pytest.mark.parametrize("workers", ["0", "-3"])
@@ -295,6 +305,25 @@ def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_stor
     run = new_run(directory_store)
     done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
     assert_refused(done, 2, "job-1: no machine 'gpu-a'", "omit the name")
+
+
+def test_attaching_to_a_run_that_has_ended_is_refused(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.finish(Result("finished", "done", 1, 1.0))
+    done = CliRunner().invoke(app, ["attach", run.name, "--store", directory_store.url])
+    assert str(done.exception) == "job-1 has already finished; it has no machines to attach to"
+
+
+def test_attaching_says_where_one_is(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHELL", "/bin/pwd")
+    run = new_run(directory_store)
+    run.renew(a_lease("a"))
+    node_directory(run, "a").mkdir(parents=True)
+    done = packtrain("attach", run.name, "--store", directory_store.url, cwd=tmp_path)
+    assert done.stdout == f"{node_directory(run, 'a')}\n"
+    assert "Attaching to job-1 on " in done.stderr
+    assert f"in {node_directory(run, 'a')}." in done.stderr
 
 
 def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:
@@ -322,7 +351,7 @@ def test_resuming_a_running_run_detached_does_not_follow_it(
     monkeypatch.setattr(liveness, "state_of", lambda _: "running")
     done = CliRunner().invoke(app, ["resume", run.name, "--detach", "--store", directory_store.url])
     assert done.exit_code == 0
-    assert done.stdout.startswith("job-1 is already running\n  follow:  packtrain logs -f job-1")
+    assert done.stdout.startswith("job-1 is already running\n  follow:  packtrain follow job-1")
 
 
 def test_hints_name_the_store_only_where_it_is_not_the_default(
@@ -332,7 +361,7 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
     assert hints(run, "resume") == [f"  resume:  packtrain resume job-1 --store {directory_store.url}"]
     monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
-    assert hints(run, "follow", "stop") == ["  follow:  packtrain logs -f job-1", "  stop:    packtrain stop job-1"]
+    assert hints(run, "follow", "stop") == ["  follow:  packtrain follow job-1", "  stop:    packtrain stop job-1"]
 
 
 def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli.common import console
-from packtrain.cli.follow import ASK_FLEET_SECONDS, Follower, MachineWatch, follow, new_streams, progress_line, shortage
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_UNFINISHED, NotFinished
+from packtrain.cli.follow import (
+    ASK_FLEET_SECONDS,
+    Follower,
+    MachineWatch,
+    StepLines,
+    follow,
+    new_streams,
+    progress_line,
+    shortage,
+)
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
 from packtrain.run.records import Event, LogLine, Point, Result
@@ -122,7 +131,7 @@ def test_a_store_that_is_away_ends_following_but_not_the_run(
         raise StoreError("the store does not answer", temporary=True)
 
     monkeypatch.setattr(Run, "result", away)
-    with pytest.raises(NotFinished, match="does not answer; the run may still be running: check with `packtrain show"):
+    with pytest.raises(NotFinished, match="does not answer; the run may still be running: try `packtrain follow"):
         follow(new_run(directory_store), [], foreground=False)
 
 
@@ -240,21 +249,48 @@ def test_events_and_evaluations_are_shown_in_their_order_and_without_what_came_b
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-@pytest.mark.parametrize(
-    ("duration", "left"), [("20 steps", "10 s left"), ("2 epochs", "30 s left"), ("30 s", "19 s left")]
-)
-def test_progress_shows_speed_and_time_left_in_every_unit_of_duration(duration: str, left: str) -> None:
-    """Ten steps of one second each; the last is at epoch 0.5 and 11 seconds."""
-    steps = [
+def steps_of_a_second(count: int = 10) -> list[Point]:
+    """Steps of one second and 4 samples each; twenty make an epoch."""
+    return [
         Point(
-            "train", 1, step, 0.0,
+            "train", 1, step, float(step),
             {"loss": 2.0, "rate": 0.001, "samples": 4.0, "epoch": step / 20, "elapsed_seconds": step + 1.0,
              "step_seconds": 1.0},
         )
-        for step in range(1, 11)
+        for step in range(1, count + 1)
     ]  # fmt: skip
-    line = progress_line(recipe_job(train={"duration": duration}), steps, 90.0)
-    assert line.split(" ", 1)[1] == f"step 10  loss 2.000  lr 0.001  4 samples/s  {left}  budget 1 min 30 s"
+
+
+@pytest.mark.parametrize(
+    ("duration", "step", "left"),
+    [("20 steps", "10 of 20", "10 s left"), ("2 epochs", "10 of 40", "30 s left"), ("30 s", "10", "19 s left")],
+)
+def test_progress_shows_total_speed_and_time_left_in_every_unit_of_duration(
+    duration: str, step: str, left: str
+) -> None:
+    line = progress_line(recipe_job(train={"duration": duration}), steps_of_a_second(), 90.0)
+    assert line == f"step {step}  loss 2.000  lr 0.001  4 samples/s  {left}  budget 1 min 30 s"
+
+
+def test_progress_leaves_out_what_matters_least_in_a_narrow_terminal() -> None:
+    job, steps = recipe_job(train={"duration": "2 epochs"}), steps_of_a_second()
+    wide, narrow = (progress_line(job, steps, 90.0, width) for width in (200, 80))
+    assert (
+        wide == "━" * 5 + "╌" * 15 + "  step 10 of 40  loss 2.000  lr 0.001  4 samples/s  30 s left  budget 1 min 30 s"
+    )
+    assert narrow == "━━╌╌╌╌╌╌╌╌  step 10 of 40  loss 2.000  4 samples/s  30 s left  budget 1 min 30 s"
+    assert progress_line(job, steps, 90.0, 40) == "step 10 of 40  loss 2.000  30 s left"
+    # A budget that ends first matters more than speed.
+    assert progress_line(job, steps, 20.0, 60) == "step 10 of 40  loss 2.000  30 s left  budget 20 s"
+
+
+def test_a_log_has_scores_as_they_come_and_steps_every_few_seconds() -> None:
+    lines = StepLines(recipe_job(train={"duration": "20 steps"}), every_seconds=5.0)
+    valid = Point("valid", 1, 8, 8.5, {"loss": 1.5, "bleu": 20.0, "evaluation_seconds": 0.5})
+    shown = [text for _, text in lines.lines([*steps_of_a_second(12), valid])]
+    assert [text[:30] for text in shown] == [
+        "[train] step 5 of 20  loss 2.0", "[valid] step 8  loss 1.500  bl", "[train] step 10 of 20  loss 2.",
+    ]  # fmt: skip
 
 
 def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
@@ -268,3 +304,34 @@ def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
     threading.Timer(0.5, lambda: run.finish(Result("finished", "it is done", 1, 1.0))).start()
     assert follow(run, [node], foreground=False) == EXIT_DONE
     assert capsys.readouterr().out.count("job-1 already has its node here") == 1
+
+
+def test_a_run_that_has_ended_shows_its_end(directory_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(directory_store)
+    events = run.event_writer("a")
+    for number in range(30):
+        events.append(Event(float(number), "warning", f"number {number}", 1))
+    events.append(Event(30.0, "restored", "restored checkpoint 7", 1))
+    events.append(Event(31.0, "restored", "restored checkpoint 7", 1))
+    events.flush()
+    run.finish(Result("stopped", "stopped by user", 10, 1.0))
+    run.store.put(run.key("report.html"), b"")
+    assert follow(run, [], foreground=False) == EXIT_STOPPED
+    shown = capsys.readouterr().out
+    assert "earlier  11 lines" in shown
+    assert "number 10" not in shown
+    assert "number 11" in shown
+    assert shown.count("restored  checkpoint 7\n") == 1, "several machines tell of one thing"
+    assert "run      job-1  stopped by user" in shown
+    assert "packtrain resume job-1" in shown
+
+
+def test_a_run_without_machines_shows_its_end_and_how_to_resume_it(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a", left=True))
+    assert follow(run, [], foreground=False) == EXIT_UNFINISHED
+    shown = capsys.readouterr().out
+    assert "job-1  interrupted" in shown
+    assert "packtrain resume job-1" in shown

@@ -107,7 +107,7 @@ def test_own_data_is_named_in_the_job(kind: str, names: list[str], source: str, 
     assert f"  train: [{source}]\n" in (tmp_path / "job.yaml").read_text()
     assert written.files == [str(tmp_path / "job.yaml")]
     data = load(tmp_path / "job.yaml").job.data
-    assert (data.train[0].paths, data.valid) == (tuple(map(str, paths)), ())
+    assert (data.train[0].paths, data.valid, data.held_out) == (tuple(map(str, paths)), (), 0.05)
 
 
 LAYOUTS: dict[str, tuple[str, list[str], list[list[str]]]] = {

@@ -9,15 +9,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pack.corpus import GREETINGS, job_of, write_pairs
 from pack.rawsets import picture, write, write_classes
 from packtrain.cli import main
+from packtrain.cli.models import _given
 from packtrain.errors import harmless
 from packtrain.job import Job
 from parts.models import commit_model, packed_run
+from parts.terminal import FakeTerminal
 
 TRAIN = {"duration": "10 steps", "schedule": {"constant": {"rate": 0.01}}}
 
@@ -124,6 +128,22 @@ def test_every_line_of_standard_input_gets_an_output_line(predict: Predict) -> N
     assert len(lines) == 4
     assert lines[1] == lines[3] == ""
     assert predict("greetings", "--beam", "1", "good morning", "hello").out == f"{lines[0]}\n{lines[2]}\n"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"), [("texts", "Type one text per line"), ("images", "Type one path of an image per line")]
+)
+def test_a_person_at_a_terminal_is_told_what_to_type(
+    inputs: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predictor: Any = SimpleNamespace(recipe=SimpleNamespace(inputs=inputs))
+    _given(predictor, None, None)
+    assert capsys.readouterr() == ("", ""), "a script is told nothing"
+    told = FakeTerminal()
+    monkeypatch.setattr(sys, "stdin", FakeTerminal())
+    monkeypatch.setattr(sys, "stderr", told)
+    _given(predictor, None, None)
+    assert told.getvalue() == f"{words}; Ctrl-D ends the input.\n"
 
 
 def test_json_has_the_input_and_the_output(predict: Predict) -> None:

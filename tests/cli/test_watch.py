@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.cli.watch import Canvas, board, chart
+from packtrain.cli.watch import Canvas, _fitting, board, chart
 from packtrain.errors import EXIT_FAILED, harmless
 from packtrain.report.live import LiveRun, RunView
 from packtrain.report.page import Series
@@ -191,3 +191,8 @@ def test_watching_and_json_exclude_each_other(directory_store: Store) -> None:
     run = new_run(directory_store)
     done = CliRunner().invoke(app, ["show", "-w", "--json", run.name, "--store", directory_store.url])
     assert "--watch and --json exclude each other" in str(done.exception)
+
+
+def test_parts_for_which_there_is_no_room_are_left_out_whole() -> None:
+    assert _fitting(["step 1 of 2", "5 min left", "$3"], 80) == "step 1 of 2  5 min left  $3"
+    assert _fitting(["step 1 of 2", "5 min left", "$3"], 16) == "step 1 of 2  $3"

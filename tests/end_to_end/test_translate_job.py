@@ -226,7 +226,7 @@ def detach(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     assert client.wait(timeout=60) == 101
     output = (sandbox.directory / "output.txt").read_text()
     assert "Detached from small-1; it keeps running." in output
-    for verb in ("logs -f", "show", "stop"):
+    for verb in ("follow", "show", "stop"):
         assert f"packtrain {verb} small-1\n" in output
 
 

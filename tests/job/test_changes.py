@@ -50,6 +50,7 @@ def test_what_does_not_decide_the_losses_may_change(override: str, said: str) ->
         ("model.width=64", "its checkpoints have the weights of this model"),
         ("train.batch=8 samples", "the losses depend on it"),
         ("train.seed=2", "the losses depend on it"),
+        ("train.optimizer={sgd: {}}", "the losses depend on it"),
         ("train.schedule.constant.rate=0.1", "the losses depend on it"),
         ("checkpoint.best_by=loss", "its checkpoints have scores of the present kind"),
     ],
@@ -61,8 +62,8 @@ def test_everything_else_is_refused_with_the_reason_and_what_may_change(override
     said = str(caught.value)
     assert said.startswith(f"--set {field}: cannot change in a run that exists: {reason}")
     assert said.endswith(
-        "; start a new run, or set fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage,"
-        " report"
+        "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.patience,"
+        " checkpoint, evaluate, data.stage, report"
     )
     assert "\n" not in said
 

@@ -18,7 +18,7 @@ from packtrain.job.document import scalar
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
 from packtrain.job.secrets import find_secret, has_secret, names_secret
-from packtrain.train.schedule import ConstantSettings, NoamSettings
+from packtrain.train.schedule import ConstantSettings, CosineSettings, NoamSettings
 from packtrain.units import Duration
 
 VALID = """\
@@ -594,3 +594,69 @@ def test_the_job_files_in_the_reference_are_valid(directory: Path) -> None:
     assert len(examples) == 3
     for example in examples:
         load(example, defaults=DEFAULTS if "recipe:" in example else {})
+
+
+# A job that is tried for a shorter time than it was written for.
+
+LONG = """
+name: long
+recipe: classify
+data: {train: [{imagenet: images}]}
+train:
+  duration: 40 epochs
+  batch: 8 samples
+  schedule: {cosine: {peak: 0.1, warmup: 4 epochs}}
+evaluate: {every: 10 epochs}
+checkpoint: {every: 20 epochs}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fitted"),
+    [
+        (["train.duration=20 epochs"], ("4 epochs", "10 epochs", "10 epochs")),  # the interval is as long as the run
+        (["train.duration=2 epochs"], ("0.2 epochs", "0.5 epochs", "1 epochs")),
+        (["train.duration=50 steps"], ("5 steps", "10 epochs", "20 epochs")),  # an epoch may have fewer steps
+        (["train.duration=5 steps"], ("1 steps", "10 epochs", "20 epochs")),
+        (["train.duration=1 steps"], ("None", "10 epochs", "20 epochs")),
+        (["train.duration=5 epochs", "evaluate.every=9 epochs"], ("4 epochs", "9 epochs", "2.5 epochs")),
+        (["train.duration=80 epochs"], ("4 epochs", "10 epochs", "20 epochs")),
+    ],
+)
+def test_what_does_not_fit_into_a_shorter_run_shrinks_with_it(
+    tmp_path: Path, overrides: list[str], fitted: tuple[str, str, str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(LONG)
+    loaded = load_job(tmp_path / "job.yaml", ["model=tiny", *overrides])
+    job = loaded.job
+    assert isinstance(job.train.schedule, CosineSettings)
+    assert tuple(map(str, (job.train.schedule.warmup, job.evaluate.every, job.checkpoint.every))) == fitted
+    before = ("4 epochs", "10 epochs", "20 epochs")
+    changed = sum(one != other for one, other in zip(before, fitted, strict=True))
+    assert len(loaded.notes) == changed - ("evaluate.every=9 epochs" in overrides)
+
+
+def test_a_note_says_what_shrinks_and_why(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(LONG)
+    [note] = load_job(tmp_path / "job.yaml", ["model=tiny", "train.duration=50 steps"]).notes
+    assert note == "train.schedule.cosine.warmup: 4 epochs -> 5 steps, to fit train.duration"
+
+
+def test_a_warm_up_that_is_set_as_well_is_refused_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(LONG)
+    with pytest.raises(Mistake, match=r"warmup: must be shorter than the run"):
+        load_job(
+            tmp_path / "job.yaml", ["model=tiny", "train.duration=5 steps", "train.schedule.cosine.warmup=9 steps"]
+        )
+
+
+def test_the_warm_up_of_noam_shrinks_to_reach_its_peak(tmp_path: Path) -> None:
+    text = LONG.replace("40 epochs", "1000 steps").replace(
+        "{cosine: {peak: 0.1, warmup: 4 epochs}}", "{noam: {peak: 0.1, warmup: 100 steps}}"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    schedules = [
+        load_job(tmp_path / "job.yaml", ["model=tiny", f"train.duration={steps} steps"]).job.train.schedule
+        for steps in (200, 50, 1)
+    ]
+    assert [str(one.model_dump()["warmup"]) for one in schedules] == ["100 steps", "5 steps", "1 steps"]

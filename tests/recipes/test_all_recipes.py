@@ -186,3 +186,21 @@ def test_samples_are_measured_one_by_one_only_if_that_is_asked_for(any_recipe: R
     for name, values in rows.items():
         assert sum(values) == pytest.approx(plain.sums[name], rel=1e-5)
         assert values == pytest.approx([part.sums[name] for part in alone], rel=1e-4, abs=1e-5)
+
+
+def test_tensors_with_a_row_for_each_piece_or_class_are_named(any_recipe: Recipe) -> None:
+    """Otherwise a run that starts from another's weights could take rows of other pieces for its own."""
+    classes = len(any_recipe.pack.manifest.classes)
+    counts = {"pieces": -(-len(any_recipe.pack.vocabulary) // 8) * 8} if not classes else {"classes": classes}
+    state = any_recipe.build_model().state_dict()
+    for kind, count in counts.items():
+        sized = {name for name, tensor in state.items() if tensor.ndim and tensor.shape[0] == count}
+        assert sized == {name for name, of in any_recipe.rows.items() if of == kind}
+    assert set(any_recipe.rows.values()) == counts.keys()
+
+
+def test_scores_with_a_limit_stay_below_it(any_recipe: Recipe) -> None:
+    ids = everything(any_recipe, "valid")
+    measured = any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids))
+    values = any_recipe.score("valid", ids, [measured]).values
+    assert all(0 <= values[name] <= limit for name, limit in any_recipe.limits.items() if name in values)

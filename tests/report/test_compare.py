@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,41 @@ def test_a_trend_is_not_noise() -> None:
     assert 0.03 < flat.deviation < 0.2
 
 
-def test_few_evaluations_are_not_enough_data() -> None:
-    found = verdict_of(made("A", bleu=[1.0, 2.0]), made("B", bleu=[1.0, 9.0], **OTHER))
-    assert found == ("unknown", "", "not enough data: A has fewer than 4 evaluations")
+def measured_on(samples: int, *runs: ComparedRun) -> list[ComparedRun]:
+    return [replace(run, limits={"bleu": 100.0}, samples={"valid": samples}) for run in runs]
+
+
+def test_few_evaluations_are_not_enough_data_for_a_small_difference() -> None:
+    one, two = made("A", bleu=[2.0]), made("B", bleu=[20.0], **OTHER)
+    few = "not enough data: A has fewer than 4 evaluations"
+    assert verdict_of(one, two) == ("unknown", "", few)
+    assert verdict_of(*measured_on(200, one, two)) == (
+        "unknown", "", f"{few}, and noise alone might be up to 28.3",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", [[1.98], [0.0, 1.98], [0.0, 0.5, 1.98]])
+def test_a_large_difference_is_told_by_the_number_of_samples(scores: list[float]) -> None:
+    one, two = made("A", bleu=scores), made("B", bleu=[*noisy(1, 98, 0.3), 98.31], **OTHER)
+    verdict, better, decided = verdict_of(*measured_on(200, one, two))
+    assert (verdict, better) == ("beyond noise", "B")
+    assert decided.startswith("A has fewer than 4 evaluations, but noise alone would be 1")
+    assert verdict_of(*measured_on(2, one, two))[0] == "unknown"  # two sentences say nothing
+
+
+def test_the_way_from_one_evaluation_to_the_next_bounds_a_score_without_limits() -> None:
+    far = verdict_of(made("A", bleu=[1.0, 2.0]), made("B", bleu=[30.0, 31.0], **OTHER))
+    near = verdict_of(made("A", bleu=[1.0, 2.0]), made("B", bleu=[4.0, 5.0], **OTHER))
+    assert (far[0], near[0]) == ("beyond noise", "unknown")
+
+
+def test_a_loss_that_was_evaluated_once_is_bounded_by_the_losses_of_steps() -> None:
+    one, two = (
+        replace(run, scores={"valid.loss": loss}, points=run.steps)
+        for run, loss in ((made("A"), 6.0), (made("B", **OTHER), 0.5))
+    )
+    assert verdict_of(one, two)[:2] == ("beyond noise", "B")
+    assert verdict_of(one, replace(two, scores={"valid.loss": 5.9}))[0] == "unknown"
 
 
 def test_runs_that_differ_only_in_the_seed_measure_the_noise() -> None:
@@ -225,6 +258,20 @@ def test_only_fields_that_differ_are_listed() -> None:
         "(workers)": ("1", "2"),
     }
     assert differing_fields([one, one]) == ()
+
+
+def test_scores_and_what_differs_are_not_cut() -> None:
+    paths = [f"/home/person/projects/translation/data/of-the-experiment/{one}/train.tsv" for one in ("first", "second")]
+    runs = [made(letter, bleu=[1.0, 20.25]) for letter in "AB"]
+    jobs = [recipe_job(data={"train": [{"bitext": path}]}) for path in paths]
+    named = [
+        replace(run, name=f"en-de-with-a-long-name-{run.letter}", job=job) for run, job in zip(runs, jobs, strict=True)
+    ]
+    head, first, *rest = text_lines(compare_runs(named))
+    assert head.endswith("tokens/s  valid bleu")
+    assert first.endswith("20.25")
+    assert any("first/train.tsv" in line for line in rest)
+    assert any("second/train.tsv" in line for line in rest)
 
 
 def test_the_text_fits_80_columns_and_the_page_escapes_everything() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packtrain.job import Job
-from packtrain.report.cost import Cost, cost_of, seconds_to_goal
+from packtrain.report.cost import Cost, cost_of, goal_step, seconds_to_goal, share_done
 from packtrain.run.records import Lease, Point
 from parts.runs import MEASURED, a_lease, program_job, recipe_job
 
@@ -83,3 +83,25 @@ def test_one_step_or_a_program_shows_no_pace() -> None:
     assert seconds_to_goal(recipe_job(), steps((1, 60.0))) is None
     assert seconds_to_goal(recipe_job(), []) is None
     assert seconds_to_goal(program_job(), steps((0, 0.0), (40, 2400.0))) is None
+
+
+@pytest.mark.parametrize(
+    ("duration", "goal", "done"), [("100 steps", 100, 0.04), ("5 epochs", 50, 0.08), ("40 s", None, 0.1)]
+)
+def test_the_last_step_is_known_of_steps_and_epochs(duration: str, goal: int | None, done: float) -> None:
+    job, last = recipe_job(train={"duration": duration}), steps((4, 4.0))[0]
+    assert (goal_step(job, last), share_done(job, last)) == (goal, pytest.approx(done))
+    assert goal_step(job, None) == (100 if "steps" in duration else None)
+
+
+def test_a_program_has_no_last_step() -> None:
+    assert (goal_step(program_job(), None), share_done(program_job(), None)) == (None, None)
+
+
+def test_later_epochs_with_larger_batches_have_fewer_steps() -> None:
+    phases = [
+        {"until": "1 epochs", "rate": [0.1, 0.1]},
+        {"until": "3 epochs", "rate": [0.1, 0.1], "batch": "8 samples"},
+    ]
+    job = recipe_job(train={"duration": "3 epochs", "schedule": {"phases": phases}})
+    assert goal_step(job, steps((4, 4.0))[0]) == 10 + 5 + 5

@@ -40,7 +40,7 @@ def a_run(store: Store, folder: Path) -> Run:
     run.renew(a_lease("a", left=True))
     state = b'{"recipe": "translate", "versions": {"torch": "2.13.0"}}'
     commit(run, 30, 1, None, write_files(folder / "files", {"model.safetensors": b"12", "state.json": state}))
-    run.finish(Result("finished", "reached 30 steps", 30, 5.0))
+    run.finish(Result("finished", "reached 30 steps", 30, 3.0))
     return run
 
 

@@ -108,3 +108,11 @@ def test_each_rank_has_its_own_times() -> None:
 def test_every_span_of_a_worker_has_a_label() -> None:
     assert set(SPANS) <= set(LABELS)
     assert set(COMPUTING) <= set(SPANS)
+
+
+def test_what_workers_do_not_account_for_is_startup() -> None:
+    times = goodput([generation(1)], [], [spent(10.0, start=1.0, forward=9.0)])
+    longer = times.within(12.0)
+    assert (longer.seconds, longer.parts["start"], longer.useful) == (12.0, 3.0, 9.0)
+    assert times.within(9.0) is times
+    assert goodput([], [], []).within(9.0).fraction is None

@@ -78,7 +78,7 @@ def test_the_report_has_the_dollars_so_far_and_expected(directory_store: Store, 
 
 def test_the_report_of_a_finished_run_has_scores_answers_curves_and_samples(run: Run) -> None:
     points = [trained(1), trained(2), validated(2, (Sample("in", "expected", "out"),), loss=3.0, bleu=12.345)]
-    result = Result("finished", "reached 10 steps", 2, 60.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
+    result = Result("finished", "reached 10 steps", 2, 4.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a|v:2"})
     spent = [TimeSpent(1.0, 1, rank, 2, {"forward": 3.0, "wait": 1.0}) for rank in (0, 1)]
     writer = run.time_spent_writer("0")
     for record in spent:

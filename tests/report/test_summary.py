@@ -10,7 +10,7 @@ from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.report.summary import Overview, overview, summarize, summary_of, units_per_second
 from packtrain.run.checkpoint import commit
-from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry
+from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry, TimeSpent
 from packtrain.run.run import Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
@@ -93,6 +93,15 @@ def test_a_finished_run_has_the_scores_and_signatures_of_its_result(run: Run) ->
     assert (summary.reason, summary.step, summary.seconds) == ("reached 10 steps", 10, 99.0)
     assert summary.scores == {"valid.bleu": 18.0, "test.bleu": 20.0}
     assert summary.signatures == {"test.bleu": "tok:13a"}
+
+
+def test_the_time_of_a_run_is_the_one_that_its_parts_add_up_to(run: Run) -> None:
+    times = run.time_spent_writer("a")
+    times.append(TimeSpent(20.0, 1, 0, 10, {"start": 8.0, "forward": 12.0}))
+    times.flush()
+    for seconds, whole in ((12.0, 20.0), (25.0, 25.0)):
+        summary = summary_of(run, "finished", [trained(10)], Result("finished", "", 10, seconds))
+        assert (summary.seconds, summary.goodput.seconds) == (whole, whole)
 
 
 def test_the_run_of_a_program_has_neither_goal_nor_speed(program: Run) -> None:

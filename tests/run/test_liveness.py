@@ -25,10 +25,11 @@ from packtrain.run.liveness import (
     State,
     StateWatch,
     state_by,
+    state_now,
     states_now,
     watch_states,
 )  # fmt: skip
-from packtrain.run.records import Lease, Result
+from packtrain.run.records import FleetLaunch, Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.runs import a_lease, new_run
@@ -157,6 +158,20 @@ def test_a_run_whose_lease_is_not_renewed_is_interrupted(any_store: Store) -> No
     run = new_run(any_store)
     run.renew(a_lease("a", renewal=5))
     assert quick_state(run) == "interrupted"
+
+
+def test_a_run_that_is_launched_again_is_waiting_until_a_node_joins(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a", left=True))
+    before = Path(directory_store.url, run.lease_key("a"))
+    os.utime(before, (before.stat().st_mtime - 60,) * 2)
+    assert (state_now(run), StateWatch(run).look()) == ("interrupted", "interrupted")
+    run.record_launch(FleetLaunch(0.0, "client", {}))
+    assert (state_now(run), quick_state(run), StateWatch(run).look()) == ("waiting", "waiting", "waiting")
+    launched = Path(directory_store.url, run.key("launches/000001.json"))
+    os.utime(launched, (launched.stat().st_mtime - 60,) * 2)
+    run.renew(a_lease("b", left=True))
+    assert (state_now(run), quick_state(run)) == ("interrupted", "interrupted")
 
 
 def test_a_node_that_leaves_while_it_is_watched_does_not_count_as_alive(directory_store: Store) -> None:

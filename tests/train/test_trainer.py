@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from packtrain.store import Store
 from packtrain.train import checkpointer as saver
 from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
 from packtrain.train.engine import NonFinite
+from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -103,6 +105,18 @@ def test_the_result_is_the_last_thing_written_at_the_goal(directory_store: Store
     assert committed(run)[-1].step == STEPS
     assert store.changes()[-1] == ("put_if_absent", run.key("result.json"))
     assert {key.split("/")[2] for _, key in store.changes()} >= {"events", "metrics", "tensorboard", "checkpoints"}
+
+
+def test_the_time_of_a_run_includes_what_it_used_before_and_its_startup(
+    directory_store: Store, control: Control
+) -> None:
+    run, clock = tiny_run(directory_store), Clock()
+    run.propose(replace(a_generation(1), used_seconds=100.0))
+    clock.add("start", 20.0)
+    Trainer(run, Tiny(run.job), World(), 1, control, StopSignal().listen(), clock).train()
+    result = run.result()
+    assert result is not None
+    assert result.seconds > 120.0
 
 
 def test_a_request_to_commit_makes_a_checkpoint_and_changes_nothing_else(

@@ -165,6 +165,7 @@ def test_a_run_is_told_in_full(shown: RunningDashboard, directory_store: Store, 
     assert checkpoint["files"] == [{"name": "model.safetensors", "bytes": 5}]
     assert told["result"]["status"] == "finished"
     assert "recipe: translate" in told["job_file"] and "null" not in told["job_file"]
+    assert told["parent"] == ""
     assert "train.loss" in told["names"]
     assert told["goodput"]["seconds"] >= 0
 

@@ -60,6 +60,7 @@ CheckpointOption = Annotated[
         help="Which checkpoint of a run: by score, age or step. Default: last.",
     ),
 ]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 STATE_STYLES = {
@@ -68,7 +69,7 @@ STATE_STYLES = {
 }  # fmt: skip
 
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
-_HINTS = {"follow": ["logs", "-f"], "status": ["show"], "stop": ["stop"], "resume": ["resume"]}
+_HINTS = {"follow": "follow", "status": "show", "stop": "stop", "resume": "resume"}
 
 
 def default_store() -> str:
@@ -89,8 +90,12 @@ def find_run(location: str | None, name: str | None) -> Run:
 
 def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
-    where = store_option(run.store)
-    return [f"  {word + ':':<8} {shlex.join(['packtrain', *_HINTS[word], run.name, *where])}" for word in words]
+    return [f"  {word + ':':<8} {command_for(run, _HINTS[word])}" for word in words]
+
+
+def command_for(run: Run, verb: str) -> str:
+    """Return the command to type for a run, as in `packtrain follow en-de-1`."""
+    return shlex.join(["packtrain", verb, run.name, *store_option(run.store)])
 
 
 def store_option(store: Store) -> list[str]:

@@ -107,15 +107,16 @@ def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: b
 
 def _print(screen: Screen, found: ModelScores, data: str) -> None:
     from packtrain.export.evaluate import show
+    from packtrain.units import show_seconds
 
     some = f"{found.samples:,} of {found.available:,}" if found.samples < found.available else f"{found.samples:,}"
     where = data or found.split
     screen.say(
         (found.subject.name, "bold"),
-        f" (step {found.step:,}): {some} samples of {where} in {found.seconds:.1f} s",
+        f" (step {found.step:,}): {some} samples of {where} in {show_seconds(found.seconds)}",
     )
     for note in found.notes:
-        screen.say(("  note  ", "yellow"), note)
+        screen.say_row("  note", "yellow", note)
     rows = [
         (name, show(score.value), _span(score.interval) if score.interval else "none", score.signature)
         for name, score in found.scores.items()
@@ -129,7 +130,7 @@ def _print(screen: Screen, found: ModelScores, data: str) -> None:
             ("prediction", sample.prediction),
         ):
             short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-            screen.say((f"  {label:<10}  ", "dim"), short)
+            screen.say_row(f"  {label:<10}", "dim", " ".join(short.split()))
     screen.say()
 
 
@@ -149,8 +150,9 @@ def _print_comparison(screen: Screen, comparison: Comparison) -> None:
 def _print_table(screen: Screen, rows: Sequence[tuple[str, str, str, str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for number, (name, value, span, rest) in enumerate(rows):
-        line = f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {span:<{widths[2]}}  {rest}".rstrip()
-        screen.say((line, "" if number else "dim"))
+        style = "" if number else "dim"
+        line = f"{value:>{widths[1]}}  {span:<{widths[2]}}  {rest}".rstrip()
+        screen.say_row(f"  {name:<{widths[0]}}", style, (line, style))
 
 
 def _span(interval: Interval) -> str:

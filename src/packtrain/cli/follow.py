@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
@@ -12,17 +12,17 @@ from rich.live import Live
 from rich.text import Text
 
 from packtrain.backoff import Backoff
-from packtrain.cli.common import console, hints
+from packtrain.cli.common import command_for, console, hints
 from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_UNFINISHED, NotFinished, PacktrainError, RunFailed
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
-from packtrain.report.cost import seconds_to_goal
+from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import Summary, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
-from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_of
+from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_now, state_of
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import StoreAway, StoreError
@@ -35,14 +35,21 @@ _MOUNT_SECONDS = 60.0
 _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal to update one in
 _SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
-_BAR_WIDTH = 16
+_BAR_WIDTH = 20
+_PLAIN_BAR = str.maketrans("━╌", "#-")
+_LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
+_LOG_LINE_SECONDS = 5.0
+_HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
 
 
 class ProgramOutput:
-    """Reads what rank 0 of a program prints, from now on; the other ranks usually print the same, or nothing."""
+    """Reads what rank 0 of a program prints, from now on; the other ranks usually print the same, or nothing.
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._reader = run, run.log_lines().skip()
+    `but` are the chunks of each machine, from before, that are read as well.
+    """
+
+    def __init__(self, run: Run, but: int = 0) -> None:
+        self._run, self._reader = run, run.log_lines().skip(but)
         self._latest: Generation | None = None
         self._nodes: list[str] = []  # that have or had rank 0: each writes the lines of all its workers
 
@@ -66,8 +73,8 @@ def follow(
 ) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground.
 
-    Without `streams` everything that the run has recorded is shown, and unless `quiet`, what rank 0 of a program
-    prints.
+    Without `streams`, the last lines of what the run has recorded before are shown first. Unless `quiet`, what rank 0
+    of a program prints is shown, too.
     """
     try:
         return _follow(run, nodes, foreground, streams, quiet)
@@ -75,7 +82,7 @@ def follow(
         if not error.temporary:
             raise
         raise NotFinished(
-            f"{error}; the run may still be running: check with `packtrain show {run.name}` when the store is back"
+            f"{error}; the run may still be running: try `{command_for(run, 'follow')}` when the store is back"
         ) from None
 
 
@@ -85,7 +92,11 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     follower = Follower(run, nodes, screen, streams=streams, quiet=quiet)
     try:
         try:
-            follower.until_ended()
+            # Nobody waits a minute for machines that left long ago.
+            if not nodes and streams is None and state_now(run) == "interrupted":
+                follower.read()
+            else:
+                follower.until_ended()
         except KeyboardInterrupt:
             if not foreground:
                 screen.say()
@@ -99,7 +110,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     except KeyboardInterrupt:
         screen.say()
         screen.say("Detached from ", (run.name, "bold"), " before it stopped.")
-        screen.say_lines(hints(run, "status", "resume"))
+        screen.say_lines(hints(run, "follow", "status", "resume"))
         return EXIT_UNFINISHED
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
@@ -192,10 +203,14 @@ class Follower:
     ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._poll_seconds = poll_seconds
-        self._events, self._points, output = streams or (run.events(), run.points(), ProgramOutput(run))
+        self._has_history = streams is None
+        self._events, self._points, output = streams or (
+            run.events(), run.points().skip(_HISTORY_CHUNKS), ProgramOutput(run, _HISTORY_CHUNKS)
+        )  # fmt: skip
         self._output = output if self._job.program is not None and not quiet else None
         self._steps: list[Point] = []
-        self._evaluation: tuple[str, tuple[Part, ...]] = ("", ())
+        self._evaluation: Point | None = None
+        self._told: set[tuple[int, str, str]] = set()
         self._deadline: float | None = None
         self._machines = machines or MachineWatch(run)
         self._shortage: Shortage | None = None
@@ -228,10 +243,12 @@ class Follower:
         if result is None:
             self._check_machines()
         line = self.line()
+        if not self._screen.encoding.lower().startswith("utf"):
+            line = line.translate(_PLAIN_BAR)
         live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
-            self._screen.say(line)
+            self._print("train" if self._steps else "", "dim", line.strip())
         if result is not None:
             # The last machine writes the report after the result; give it time.
             self._ended_at = self._ended_at or time.monotonic()
@@ -275,39 +292,51 @@ class Follower:
         points = sorted(self._points.read(), key=lambda point: (point.generation, point.step))
         lines = self._output.read() if self._output is not None else []
         news: Iterator[Event | Point | LogLine] = merge(events, points, lines, key=lambda one: one.time)
-        for one in news:
+        shown = [one for one in news if self._is_shown(one)]
+        if self._has_history and len(shown) > _HISTORY_LINES:
+            self._print("earlier", "dim", (f"{len(shown) - _HISTORY_LINES:,} lines", "dim"))
+            shown = shown[-_HISTORY_LINES:]
+        self._has_history = False
+        for one in shown:
             if isinstance(one, Event):
-                self._note_event(one)
+                style = "yellow" if one.display == "warning" else "dim"
+                self._print(one.kind, style, one.text.removeprefix(f"{one.kind} "))
             elif isinstance(one, LogLine):
                 self._screen.say(one.text)
             else:
-                self._note_point(one)
+                self._print(one.kind, "dim", *scores_of(one))
 
-    def _note_event(self, event: Event) -> None:
-        if event.kind == "generation":  # a program reports no steps: show how long it has been running
-            self._started = event.time
-        if event.display != "report":
-            self._print(event.kind, "yellow" if event.display == "warning" else "dim", event.text)
-
-    def _note_point(self, point: Point) -> None:
-        if point.kind == "start":
+    def _is_shown(self, one: Event | Point | LogLine) -> bool:
+        """Note it; True if it is something to print."""
+        if isinstance(one, Event):
+            if one.kind == "generation":
+                self._note_generation(one)
+            # Every machine tells of a generation that starts, and several may see that one is lost.
+            told = (one.generation, one.kind, one.text)
+            if one.display == "report" or told in self._told:
+                return False
+            self._told.add(told)
+            return True
+        if isinstance(one, LogLine):
+            return True
+        if one.kind == "start":
             self._steps.clear()  # speed and time left are those of the current generation
-            generation = next(iter(self._run.generations(after=point.generation - 1)), None)
-            left = generation.seconds_left if generation else None
-            self._deadline = None if left is None else point.time + left
-        elif point.kind == "train":
-            self._steps = [*self._steps[-_SPEED_STEPS:], point]
+        elif one.kind == "train":
+            self._steps = [*self._steps[-_SPEED_STEPS:], one]
         else:
-            scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
-            shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
-            line = (f"step {point.step:,}", *(part for pair in shown for part in pair))
+            before, self._evaluation = self._evaluation, one
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
-            if (point.kind, line) != self._evaluation:
-                self._evaluation = (point.kind, line)
-                self._print(point.kind, "dim", *line)
+            return before is None or (before.kind, scores_of(before)) != (one.kind, scores_of(one))
+        return False
+
+    def _note_generation(self, event: Event) -> None:
+        self._started = event.time  # a program reports no steps: show how long it has been running
+        generation = next(iter(self._run.generations(after=max(0, event.generation - 1))), None)
+        left = generation.seconds_left if generation else None
+        self._deadline = None if left is None else event.time + left
 
     def _print(self, kind: str, style: str, *parts: Part) -> None:
-        self._screen.say((f"{kind:>10}", style), "  ", *parts)
+        self._screen.say_row(f"{kind:>10}", style, *parts)
 
     def line(self) -> str:
         """Return the live line: a shortage of machines, the progress of training, or `starting`."""
@@ -315,28 +344,77 @@ class Follower:
             return f"  {self._shortage.text}"
         if self._steps:
             left = None if self._deadline is None else self._deadline - self._steps[-1].time
-            return progress_line(self._job, self._steps, left)
+            return progress_line(self._job, self._steps, left, self._screen.width if self._screen.is_terminal else None)
         if self._job.program is not None and self._started is not None:
             return f"  running for {show_seconds(max(0.0, time.time() - self._started))}"
         return "  starting"
 
 
-def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = None) -> str:
-    """Return step, loss, learning rate, speed, time left and budget left of a recipe's run."""
-    last, goal = steps[-1], job.train.duration
-    values = last.values
-    done = {"steps": float(last.step), "epochs": values["epoch"], "seconds": values["elapsed_seconds"]}[goal.unit]
-    seconds = seconds_to_goal(job, steps)
-    left = "?" if seconds is None else show_seconds(seconds)
+def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = None, width: int | None = None) -> str:
+    """Return step, loss, learning rate, speed, time left and budget left of a recipe's run.
+
+    What matters least is left out of a line of `width` columns. Without a width, which is for a log, it has no bar.
+    """
+    last, unit = steps[-1], job.train.batch.unit
+    goal, seconds = goal_step(job, last), seconds_to_goal(job, steps)
     recent = steps[-_LOSS_STEPS:]
     loss = sum(point.values["loss"] for point in recent) / len(recent)
-    speed = units_per_second(steps, job.train.batch.unit) or 0.0
-    filled = round(_BAR_WIDTH * min(1.0, done / goal.value))
-    return (
-        f"{'━' * filled}{'╌' * (_BAR_WIDTH - filled)} step {last.step:,}  loss {loss:.3f}  lr {values['rate']:.2g}"
-        f"  {show_count(speed)} {job.train.batch.unit}/s  {left} left"
-        + ("" if budget_left is None else f"  budget {show_seconds(max(0.0, budget_left))}")
-    )
+    parts = {
+        "bar": ""
+        if width is None
+        else _bar(share_done(job, last) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
+        "step": f"step {last.step:,}" + ("" if goal is None else f" of {goal:,}"),
+        "loss": f"loss {loss:.3f}",
+        "rate": f"lr {last.values['rate']:.2g}",
+        "speed": f"{show_count(units_per_second(steps, unit) or 0.0)} {unit}/s",
+        "left": f"{'?' if seconds is None else show_seconds(seconds)} left",
+        "budget": "" if budget_left is None else f"budget {show_seconds(max(0.0, budget_left))}",
+    }
+    is_tight = budget_left is not None and seconds is not None and budget_left < seconds
+    order = ("step", "loss", "left", *(["budget"] if is_tight else []), "speed", "bar", "budget", "rate")
+    kept: set[str] = set()
+    for name in order:
+        wanted = [parts[one] for one in parts if parts[one] and one in {*kept, name}]
+        if width is not None and len("  ".join(wanted)) > width:
+            break
+        kept.add(name)
+    return "  ".join(text for name, text in parts.items() if text and name in kept)
+
+
+def _bar(share: float, width: int) -> str:
+    filled = round(width * share)
+    return "━" * filled + "╌" * (width - filled)
+
+
+def scores_of(point: Point) -> tuple[Part, ...]:
+    """Return an evaluation as `step 500  loss 2.271  bleu 20.301`."""
+    scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
+    shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
+    return (f"step {point.step:,}", *(part for pair in shown for part in pair))
+
+
+class StepLines:
+    """Lines of a log about a recipe's run: scores as they come, and steps every few seconds."""
+
+    def __init__(self, job: Job, every_seconds: float = _LOG_LINE_SECONDS) -> None:
+        self._job, self._every_seconds = job, every_seconds
+        self._steps: list[Point] = []
+        self._said_at = 0.0
+
+    def lines(self, points: Iterable[Point]) -> Iterator[tuple[float, str]]:
+        """Yield the time and the text of each line."""
+        for point in sorted(points, key=lambda one: (one.generation, one.step)):
+            if point.kind == "start":
+                self._steps.clear()
+            elif point.kind == "train":
+                self._steps = [*self._steps[-_SPEED_STEPS:], point]
+                # One step alone tells neither speed nor time left.
+                if len(self._steps) > 1 and point.time - self._said_at >= self._every_seconds:
+                    self._said_at = point.time
+                    yield point.time, f"[train] {progress_line(self._job, self._steps)}"
+            else:
+                parts = (part if isinstance(part, str) else part[0] for part in scores_of(point))
+                yield point.time, f"[{point.kind}] {''.join(parts)}"
 
 
 def _how_it_ended(node: StartedNode) -> str:
@@ -352,6 +430,8 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
         ("job", summary.description),
     ]
+    if run.job.parent is not None:
+        rows.append(("from", run.job.parent.identified))
     goal = f" of {summary.goal:,}" if summary.goal else ""
     # A program does not report its steps; only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
@@ -370,9 +450,9 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
             rows.append(("machine", f"{machine.node}: {counted(machine.workers, 'worker')}, {use}"))
     if run.store.exists(run.key("report.html")):
         rows.append(("report", report_url(run)))
-    width = max(len(label) for label, *_ in rows)
+    width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
     for label, *parts in rows:
-        screen.say((f"{label:<{width}}", "dim"), "  ", *parts)
+        screen.say_row(f"{label:<{width}}", "dim", *parts)
 
 
 def _time_line(times: Goodput) -> str:

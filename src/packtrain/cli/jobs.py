@@ -12,6 +12,7 @@ import typer
 from packtrain.cli.common import (
     DropsOption,
     JobArgument,
+    QuietOption,
     RunArgument,
     SetOption,
     StoreOption,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
-
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
 ChangeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,6 +125,17 @@ def run(
     detach: DetachOption = False,
     quiet: QuietOption = False,
     allow_drops: DropsOption = False,
+    parent: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[:STEP]",
+            help="Start from a checkpoint of a run: a fork if the job is the same, else from its weights.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --from: the weights alone, also if the job is the same.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")
     ] = False,
@@ -140,20 +150,30 @@ def run(
 ) -> None:
     """Pack if needed, start a run, and follow it. Ctrl-C detaches; the run keeps running."""
     from packtrain.cli.packs import ProgressBars
-    from packtrain.start import create, load, manifests
+    from packtrain.errors import Mistake
+    from packtrain.fork import read_name
+    from packtrain.start import Beginning, load, manifests, prepare_run
 
     _check_modes(foreground, detach)
+    if fresh and parent is None:
+        raise Mistake("--fresh: needs --from RUN")
+    beginning = None if parent is None else Beginning(read_name(parent, "--from "), fresh)
     loaded = load(job, overrides or (), allow_drops)
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
     if form is not None:
         # Nothing else on standard output: `kubectl apply -f -` reads it.
-        print(manifests(loaded, form, None if dry_run else ProgressBars(console(sys.stderr))), end="")
+        print(manifests(loaded, form, None if dry_run else ProgressBars(console(sys.stderr)), beginning), end="")
         return
     if dry_run:
+        if beginning is not None:
+            console().say(f"start from {parent}")
         _print_dry_run(loaded)
         return
-    created = create(loaded, ProgressBars(console()))
+    made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
+    for label, line in made.notes:
+        console().say((label, "dim"), f"  {line}")
+    created = made.create()
     _print_expected(created)
     _start_and_follow(created, foreground, detach, quiet)
 
@@ -164,7 +184,7 @@ def _print_expected(created: Run) -> None:
 
     found = created.forecast()
     for line in lines_of(found, created.job) if found is not None else ():
-        console().say(("plan", "dim"), f"  {line}")
+        console().say_row("plan", "dim", line)
 
 
 def resume(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from packtrain.fleet.cloud import Resource
     from packtrain.fleet.fleet import Check
+    from packtrain.fleet.here import Here
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
@@ -74,15 +75,26 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     fleet: Annotated[
-        str, typer.Option("--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to check.")
-    ] = "local",
+        str | None,
+        typer.Option(
+            "--fleet", metavar="JOB|local|ssh:HOST,HOST", help="The machines to check. Default: describe this machine."
+        ),
+    ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the machines of a fleet and say how to fix what fails."""
+    """Check this machine, or those of a fleet. Says how to fix what fails."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
+    from packtrain.fleet.here import describe
 
+    if fleet is None:
+        here = describe(store or default_store(), create_store=store is not None)
+        if as_json:
+            print_json(asdict(here))
+        else:
+            _print_here(here)
+        sys.exit(EXIT_DONE if here.can_train else EXIT_MISTAKE)
     kind, place, names, public = _target(fleet, store)
     checks = list(examine(kind, place, names, public))
     if as_json:
@@ -91,6 +103,20 @@ def doctor(
         _print(checks)
     failed = any(not check.ok and not check.skipped for check in checks)
     sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
+
+
+def _print_here(here: Here) -> None:
+    screen = console()
+    for one in here.found:
+        parts = [f"  fix: {one.fix}"] if one.fix else [f"  note: {one.note}"] if one.note else []
+        screen.say_row(f"{one.name:<10}", "dim", (one.detail, "red" if one.fix else ""), *parts)
+    screen.say()
+    for word, missing in here.missing.items():
+        state = ("needs ", "yellow") if missing else ("ok", "green")
+        needs = "  ".join(f"{name}: {advice}" for name, advice in missing.items())
+        screen.say_row(f"{word:<10}", "bold", state, needs)
+    screen.say()
+    screen.say("Check the machines of a fleet: ", ("packtrain doctor --fleet JOB", "bold"))
 
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
@@ -122,16 +148,15 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
 
 
 def _print(checks: Sequence[Check]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("machine", "check", "", "detail", "fix"):
-        table.add_column(column)
+    """Print a line for each check, and below one that fails what to do about it."""
+    screen = console()
+    machines, steps = (max(len(getattr(one, name)) for one in checks) for name in ("machine", "step"))
     for check in checks:
         mark, style = ("ok", "green") if check.ok else ("skipped", "yellow") if check.skipped else ("failed", "red")
-        table.add_row(check.machine, check.step, Text(mark, style), check.detail, check.advice)
-    console().print(table)
+        label = f"{check.machine:<{machines}}  {check.step:<{steps}}  {mark:<7}"
+        screen.say_row(label, style if not check.ok else "", "" if check.detail == "ok" else check.detail)
+        if check.advice:
+            screen.say_row(" " * machines, "", f"fix: {check.advice}")
 
 
 def attach(
@@ -140,11 +165,36 @@ def attach(
     store: StoreOption = None,
 ) -> None:
     """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
+    from packtrain.errors import Mistake
     from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
-    command = fleet_of(run.job.fleet.kind).shell(run, node)
+    if (result := run.result()) is not None:
+        raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
+    fleet = fleet_of(run.job.fleet.kind)
+    command = fleet.shell(run, node)
+    screen = console(sys.stderr)
+    screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
+    screen.say("  exit leaves the shell; the run keeps running.")
     os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
+
+
+def _place(run: Run, name: str | None, is_here: bool) -> str:
+    """Return the machine that a shell opens on and, if it is this one, go to the directory of the run's node."""
+    import socket
+
+    from packtrain.run.liveness import node_directory
+
+    latest = run.latest_generation()
+    leases = {lease.node: lease for lease in run.leases()}
+    first = latest.members[0].node if latest is not None else next(iter(leases), None)
+    lease = leases.get(name or first or "")
+    if not is_here:
+        return (lease.hostname if lease is not None else name) or "its first machine"
+    directory = None if lease is None else node_directory(run, lease.node)
+    if directory is not None and directory.is_dir():
+        os.chdir(directory)
+    return f"{socket.gethostname()}, this machine, in {Path.cwd()}"
 
 
 def snapshot(

@@ -157,6 +157,9 @@ def _given(predictor: Predictor, inputs: Sequence[str] | None, file: Path | None
         predictor.check(_lines_of(file))
         return _Given(_lines_of(file), sum(1 for _ in _lines_of(file)))
     if not inputs:
+        if sys.stdin.isatty() and sys.stderr.isatty():
+            what = "text" if is_text else "path of an image"
+            print(f"Type one {what} per line; Ctrl-D ends the input.", file=sys.stderr, flush=True)
         return _Given(_lines(sys.stdin))
     predictor.check(inputs)
     for one in inputs if is_text else ():

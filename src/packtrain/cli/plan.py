@@ -106,44 +106,64 @@ def _print(made: Plan) -> None:
         link = made.link
         rows["network"] = f"{_rate(link.bytes_per_second)}, {link.latency_seconds * 1e3:.2g} ms ({link.source})"
     for name, text in rows.items():
-        screen.say((f"  {name:<8} ", "dim"), text)
+        screen.say_row(f"  {name:<7}", "dim", text)
     for note in made.notes:
-        screen.say(("  note     ", "yellow"), note)
+        screen.say_row("  note   ", "yellow", note)
     _print_table(made)
     _print_advice(made)
 
 
-def _print_table(made: Plan) -> None:
-    from rich.table import Table
-    from rich.text import Text
+# Less important for the choice: below the others where they do not fit beside them.
+_DETAILS = ("memory", "sent", "needs", "loads")
 
+
+def _print_table(made: Plan) -> None:
+    columns = _columns(made)
+    screen = console()
+    whole = sum(max(len(name), *(len(cell) for cell in cells)) + 1 for name, cells in columns.items()) - 1
+    details = [] if whole <= screen.width else [name for name in _DETAILS if name in columns]
+    screen.print()
+    _print_columns(made, {name: cells for name, cells in columns.items() if name not in details})
+    if details:
+        screen.print()
+        _print_columns(made, {name: columns[name] for name in ("machines", *details)})
+    screen.print()
+
+
+def _columns(made: Plan) -> dict[str, list[str]]:
+    """Return the cells of each column that says something about this job."""
     from packtrain.plan.estimate import show_step
     from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
 
+    all_of = made.estimates
+    columns: dict[str, list[str]] = {
+        "machines": [f"{one.machines} x {one.workers // one.machines}" for one in all_of],
+        "step": [show_step(one.step_seconds) for one in all_of],
+        f"{made.workload.unit}/s": [show_count(one.units_per_second) for one in all_of],
+        "per worker": [f"{one.efficiency:.0%}" for one in all_of],
+        "limit": [one.limit for one in all_of],
+        "memory": [show_bytes(one.memory_bytes) for one in all_of],
+        "sent": [show_bytes(one.sent_bytes) if one.sent_bytes else "-" for one in all_of],
+        "needs": [_rate(one.needed_bytes_per_second) if one.machines > 1 else "-" for one in all_of],
+        "loads": [f"{show_count(one.samples_per_second)}/s" for one in all_of],
+        "time": [show_seconds(one.seconds) for one in all_of],
+        "cost": ["-" if one.dollars is None else show_dollars(one.dollars) for one in all_of],
+    }
+    return {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+
+
+def _print_columns(made: Plan, columns: dict[str, list[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="dim")
-    unit = made.workload.unit
-    names = ("machines", "step", f"{unit}/s", "per worker", "limit", "memory", "sent", "needs", "loads", "time", "cost")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("limit",) else "right", no_wrap=True)
-    for one in made.estimates:
-        style = "" if one.fits and one.in_budget else "dim"
-        table.add_row(
-            f"{one.machines} x {one.workers // one.machines}",
-            show_step(one.step_seconds),
-            show_count(one.units_per_second),
-            f"{one.efficiency:.0%}",
-            Text(one.limit, "red" if one.limit == "memory" else "yellow" if one.limit != "compute" else ""),
-            show_bytes(one.memory_bytes),
-            show_bytes(one.sent_bytes) if one.sent_bytes else "-",
-            _rate(one.needed_bytes_per_second) if one.machines > 1 else "-",
-            f"{show_count(one.samples_per_second)}/s",
-            show_seconds(one.seconds),
-            "-" if one.dollars is None else show_dollars(one.dollars),
-            style=style,
-        )
-    console().print()
+    for name in columns:
+        table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
+    for one, row in zip(made.estimates, zip(*columns.values(), strict=True), strict=True):
+        limit = "red" if one.limit == "memory" else "yellow" if one.limit != "compute" else ""
+        cells = [Text(cell, limit if name == "limit" else "") for name, cell in zip(columns, row, strict=True)]
+        table.add_row(*cells, style="" if one.fits and one.in_budget else "dim")
     console().print(table)
-    console().print()
 
 
 def _print_advice(made: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Commands that read a run or stop it: ls, show, logs, stop, report, mirror."""
+"""Commands that read a run or stop it: ls, show, follow, logs, stop, report, mirror."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from heapq import merge
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ import typer
 from packtrain.cli.common import (
     STATE_STYLES,
     JsonOption,
+    QuietOption,
     RunArgument,
     StoreOption,
     TrustOption,
@@ -27,7 +29,7 @@ from packtrain.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from packtrain.errors import PacktrainError
     from packtrain.report.summary import Overview
@@ -43,6 +45,7 @@ _READERS = 16  # threads: a store is slow to answer one request, but answers man
 def register(app: typer.Typer) -> None:
     app.command("ls")(list_runs)
     app.command()(show)
+    app.command()(follow)
     app.command()(logs)
     app.command()(stop)
     app.command()(report)
@@ -166,48 +169,70 @@ def show(
     sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
 
 
+def follow(name: RunArgument = None, store: StoreOption = None, quiet: QuietOption = False) -> None:
+    """Follow a run until it ends, as `packtrain run` does. Ctrl-C detaches; the run keeps running."""
+    from packtrain.cli.follow import follow as follow_run
+
+    sys.exit(follow_run(find_run(store, name), [], foreground=False, quiet=quiet))
+
+
 def logs(
     name: RunArgument = None,
     store: StoreOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
+    keep: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", metavar="N", help="Only lines of this worker. Default: all.")
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Only lines of this worker. Default: all.")
     ] = None,
 ) -> None:
-    """Print the output of all workers, or of one."""
+    """Print the output of all workers, or of one. With -f, also the steps and scores of a recipe."""
+    run = find_run(store, name)
+    counts = (sum(member.workers for member in generation.members) for generation in run.generations())
+    _check_rank(run, rank, max(counts, default=0))
+    ranks = _print_logs(run, keep, rank)
+    _check_rank(run, rank, max((one + 1 for one in ranks if one is not None), default=0))
+    if not ranks or (rank is not None and rank not in ranks):
+        who = "the workers" if rank is None else f"rank {rank}"
+        advice = " yet; use -f to wait for it" if run.result() is None else ""
+        print(f"packtrain: {run.name}: no output from {who}{advice}", file=sys.stderr)
+
+
+def _check_rank(run: Run, rank: int | None, count: int) -> None:
+    """Refuse a rank that is not below the number of ranks; zero if that is not known."""
+    from packtrain.errors import NotFound
+
+    if rank is not None and count and rank >= count:
+        known = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
+        raise NotFound(f"{run.name} has no rank {rank}; it has {known}")
+
+
+def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
+    """Print what the workers wrote, until the run ends if `keep`; return the ranks that wrote something."""
+    from packtrain.cli.follow import StepLines
     from packtrain.run.liveness import LEASE_LOST_SECONDS
 
-    run = find_run(store, name)
     reader, ranks = run.log_lines(), set[int | None]()
+    points, steps = run.points().skip(), StepLines(run.job)
     ended_at: float | None = None
     while True:
         if ended_at is None and run.result() is not None:
             ended_at = time.monotonic()
         # Machines upload their last lines after the result, before they leave. Judge that before reading, so that
         # nothing can arrive between the last read and the end.
-        over = not follow or (
+        over = not keep or (
             ended_at is not None
             and (time.monotonic() - ended_at > LEASE_LOST_SECONDS or all(lease.left for lease in run.leases()))
         )
+        lines = []
         for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
             ranks.add(line.rank)
             if rank is None or line.rank == rank:
                 who = "launcher" if line.rank is None else f"rank {line.rank}"
-                text = line.text.replace("\n", "\\n")  # a line cannot pretend to be several
-                print(f"[{who}] {text}", flush=True)
+                lines.append((line.time, f"[{who}] {line.text}"))
+        for _, text in merge(lines, steps.lines(points.read()) if keep else (), key=lambda one: one[0]):
+            print(text.replace("\n", "\\n"), flush=True)  # a line cannot pretend to be several
         if over:
-            break
+            return ranks
         time.sleep(1.0)
-    if not ranks or (rank is not None and rank not in ranks):
-        print(f"packtrain: {run.name}: {_why_no_lines(ranks, rank, ended_at is None)}", file=sys.stderr)
-
-
-def _why_no_lines(ranks: Collection[int | None], rank: int | None, running: bool) -> str:
-    workers = sorted(one for one in ranks if one is not None)
-    if rank is not None and workers:
-        return f"no output from rank {rank}; ranks with output: {', '.join(map(str, workers))}"
-    who = "the workers" if rank is None else f"rank {rank}"
-    return f"no output from {who}" + (" yet; use -f to wait for it" if running else "")
 
 
 def stop(name: RunArgument = None, store: StoreOption = None) -> None:
@@ -224,11 +249,16 @@ def stop(name: RunArgument = None, store: StoreOption = None) -> None:
         screen.say(f"{run.name} has already {result.status}")
         release(run, screen.say)  # nobody may have seen its end
         return
-    with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
-        request_stop(run, "stopped by user", screen.say)
-        while (result := run.result()) is None:
-            if not finish_unattended(run):
-                time.sleep(_STOP_POLL_SECONDS)
+    try:
+        with screen.status(Text(f"Stopping {run.name}: waiting for its last checkpoint (Ctrl-C stops waiting)")):
+            request_stop(run, "stopped by user", screen.say)
+            while (result := run.result()) is None:
+                if not finish_unattended(run):
+                    time.sleep(_STOP_POLL_SECONDS)
+    except KeyboardInterrupt:
+        screen.say(f"{run.name} stops after its last checkpoint.")
+        screen.say_lines(hints(run, "follow", "status"))
+        raise
     reached = f"at step {result.step:,}" if run.job.program is None else f"with {counted(result.step, 'commit')}"
     screen.say(f"{run.name} {result.status} {reached}")
     release(run, screen.say)

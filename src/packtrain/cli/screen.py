@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -12,6 +14,9 @@ from rich.text import Text
 from packtrain.errors import harmless
 
 Part = str | tuple[str, str]  # a text, or a text and its style
+
+_GROUP, _WORD = re.compile(r"\S+(?: \S+)*"), re.compile(r"\S+")
+_LEAST_TEXT = 20  # columns beside a label, in however narrow a terminal
 
 
 class Screen(Console):
@@ -28,14 +33,40 @@ class Screen(Console):
 
     def say(self, *parts: Part) -> None:
         """Print one line of texts and (text, style) pairs. The terminal wraps it, so that it can be copied whole."""
-        shown = [harmless(part) if isinstance(part, str) else (harmless(part[0]), part[1]) for part in parts]
-        self.print(Text.assemble(*shown), soft_wrap=True)
+        self.print(self._assembled(parts), soft_wrap=True)
 
     def say_lines(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.say(text)
 
+    def say_row(self, label: str, style: str, *parts: Part) -> None:
+        """Print a label, and beside it texts in as many lines as they need; a path or another long word stays whole."""
+        room = max(_LEAST_TEXT, self.width - len(label) - 2)
+        text = self._assembled(parts)
+        for number, line in enumerate(text.divide(line_starts(text.plain, room))):
+            line.rstrip()
+            start = (label, style) if number == 0 else " " * len(label)
+            self.print(Text.assemble(start, "  ", line), soft_wrap=True)
+
+    @staticmethod
+    def _assembled(parts: Iterable[Part]) -> Text:
+        shown = [harmless(part) if isinstance(part, str) else (harmless(part[0]), part[1]) for part in parts]
+        return Text.assemble(*shown)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # Segments with `control` move the cursor of a live line; Rich makes them itself.
             yield segment if segment.control else Segment(harmless(segment.text, keep="\n"), segment.style)
+
+
+def line_starts(text: str, room: int) -> list[int]:
+    """Return where new lines have to start: at double blanks, which separate values, or else between words."""
+    starts, begin = [], 0
+    for group in _GROUP.finditer(text):
+        has_own_line = cell_len(group[0]) <= room
+        for word in _WORD.finditer(text, *group.span()):
+            end = group.end() if has_own_line and word.start() == group.start() else word.end()
+            if word.start() > begin and cell_len(text[begin:end]) > room:
+                begin = word.start()
+                starts.append(begin)
+    return starts

@@ -153,6 +153,8 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
         screen.say()
         screen.say(f"Detached. {_still_running(drive.running)}")
         screen.say(f"  continue: {shlex.join(['packtrain', 'sweep', sweep.name, *store_option(sweep.store)])}")
+        for name in drive.running[:1]:
+            screen.say(f"  follow:   {shlex.join(['packtrain', 'follow', name, *store_option(sweep.store)])}")
         return EXIT_UNFINISHED
     finally:
         drive.close()

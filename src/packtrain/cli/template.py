@@ -24,6 +24,7 @@ _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
 _LANGUAGE = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
 _FEW_WORDS = {"vocabulary": "400", "warmup": "100 steps", "every": "100 steps"}
 _VALID = re.compile(r"^  valid: .*\n", re.MULTILINE)
+_HELD_OUT = "5 %"  # where a person has no validation data
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
@@ -144,6 +145,8 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
             result = InitResult([*result.files, f"{data} with toy data"], f"{name} {example}")
     settings = _LANGUAGE if request.train else {**_FEW_WORDS, "duration": template.duration}
     text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
+    held_out = f"  valid: {_HELD_OUT} # of the training data, chosen by a hash of each sample\n"
+    text = text.replace("  valid: []\n", held_out)
     if sources.get("test"):
         text = _VALID.sub(lambda valid: f"{valid[0]}  test: [{sources['test']}]\n", text)
     _write(request.path, {request.path: (EDITOR_LINE + _aligned(text)).encode(), **beside})

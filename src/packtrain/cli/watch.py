@@ -188,7 +188,7 @@ def _head(view: RunView, trouble: str, width: int) -> Lines:
 
 
 def _progress(view: RunView, width: int) -> Text:
-    """Return bar, step, time and money. In a narrow terminal the last parts are cut: the most important are first."""
+    """Return bar, step, time and money, as much of it as fits."""
     one, line = view.overview, Text()
     if view.progress is not None:
         bar = _BAR_WIDTH if width >= _TWO_COLUMNS else _BAR_WIDTH // 2
@@ -207,7 +207,16 @@ def _progress(view: RunView, width: int) -> Text:
         parts.append(f"{show_seconds(one.seconds)} so far" if one.state == "running" else show_seconds(one.seconds))
     if view.generation > 1:
         parts.append(f"generation {view.generation}")
-    return line.append("  ".join(parts))
+    return line.append(_fitting(parts, width - line.cell_len))
+
+
+def _fitting(parts: Sequence[str], room: int) -> str:
+    """Return the parts in their order, without those for which there is no room: the most important are first."""
+    line = ""
+    for part in parts:
+        longer = f"{line}  {part}" if line else part
+        line = longer if len(longer) <= room else line
+    return line
 
 
 def _numbers(view: RunView) -> Text:
@@ -357,10 +366,10 @@ def _machines(view: RunView, width: int, room: int) -> Lines:
     order = ("lost", "starting", "working", "left")
     shown = sorted(view.machines, key=lambda one: order.index(one.state))[:room]
     names = max((len(harmless(one.hostname)) for one in shown), default=0)
-    return [_title("machines", width, words or "none yet"), *(_machine(one, min(names, 20)) for one in shown)]
+    return [_title("machines", width, words or "none yet"), *(_machine(one, min(names, 20), width) for one in shown)]
 
 
-def _machine(one: MachineView, name_width: int) -> Text:
+def _machine(one: MachineView, name_width: int, width: int) -> Text:
     used = one.telemetry
     line = Text.assemble((f"{harmless(one.hostname)[:name_width]:<{name_width}}  ", "bold"))
     line.append(f"{one.state:<8}  ", _MACHINE_STYLES[one.state])
@@ -373,7 +382,7 @@ def _machine(one: MachineView, name_width: int) -> Text:
             parts.insert(0, f"GPU {busy:>4.0%} ({full:.0%} memory)")
         parts.append(f"↑{show_bytes(used.sent_bytes_per_second)}/s ↓{show_bytes(used.received_bytes_per_second)}/s")
         parts.append(f"disk {show_bytes(used.disk_free_bytes)} free")
-        line.append("  ".join(parts))
+        line.append(_fitting(parts, width - line.cell_len))
     return line
 
 

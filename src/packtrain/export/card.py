@@ -107,6 +107,8 @@ def _body(
     for split in ("train", "valid", "test"):
         for source in getattr(job.data, split):
             yield f"- {split}: {source.kind}, {', '.join(f'`{_last(path)}`' for path in source.paths)}"
+    if job.data.held_out is not None:
+        yield f"- valid: {job.data.share} of train, held out"
     yield ""
     yield "## How it was made"
     yield ""
@@ -115,6 +117,8 @@ def _body(
     )
     yield f"- run `{origin.run}`, {steps}, exported on {made} by Packtrain {origin.packtrain}"
     yield f"- model `{job.model.size}`{_options(job)}; trained for {job.train.duration}, batches of {job.train.batch}"
+    if job.parent is not None:
+        yield f"- started from {job.parent.identified}"
     yield f"- pack `{origin.pack}`; SHA-256 of the job {origin.job}"
     yield "- `model.json` has the SHA-256 of every file here"
     yield ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import os
+import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +19,7 @@ from packtrain.backoff import Backoff
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
 from packtrain.fleet.facts import Facts
 from packtrain.fleet.remote import last_line
+from packtrain.identity import install_command
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import matching
@@ -225,6 +228,16 @@ class Fleet(ABC):
     def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
         """Check what a start would need, without starting anything. `store` is None if it cannot be reached."""
         yield from ()
+
+
+def missing_programs(**packages: str) -> dict[str, str]:
+    """Return the programs that are not on this machine's path, with the Debian packages that have them."""
+    return {program: f"apt install {package}" for program, package in packages.items() if shutil.which(program) is None}
+
+
+def missing_package(name: str, extra: str) -> dict[str, str]:
+    """Return a Python package that cannot be imported here, with the command that installs it."""
+    return {} if find_spec(name) is not None else {name: install_command(extra)}
 
 
 def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None = None) -> tuple[str, ...]:

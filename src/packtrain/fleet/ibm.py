@@ -43,6 +43,8 @@ from packtrain.fleet.fleet import (
     Say,
     Target,
     Word,
+    missing_package,
+    missing_programs,
     node_arguments,
     passed_variables,
     silent,
@@ -203,6 +205,12 @@ class IbmSettings(FleetKind):
 
     def build(self) -> Fleet:
         return IbmFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        has_keys = {"SL_USERNAME", "SL_API_KEY"} <= os.environ.keys() or Path("~/.softlayer").expanduser().exists()
+        keys = {} if has_keys else {"credentials": "set SL_USERNAME and SL_API_KEY, or run `slcli setup`"}
+        return missing_programs(ssh="openssh-client") | missing_package("SoftLayer", "ibm") | keys
 
     def hourly_prices(self) -> Mapping[str, float | None]:
         name = self.flavor or f"{self.cpus} CPUs with {self.memory} GB"

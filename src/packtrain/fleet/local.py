@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +39,7 @@ from packtrain.fleet.fleet import (
     Say,
     StartedNode,
     Target,
+    missing_package,
     node_arguments,
     silent,
 )
@@ -68,6 +69,10 @@ class LocalSettings(FleetKind):
 
     def build(self) -> Fleet:
         return LocalFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        return missing_package("torch", "train")
 
 
 class LocalFleet(Fleet):

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -37,6 +37,7 @@ from packtrain.fleet.fleet import (
     StartedNode,
     Target,
     Word,
+    missing_programs,
     node_arguments,
     passed_variables,
     silent,
@@ -77,6 +78,10 @@ class MpiSettings(ListedHosts):
 
     def build(self) -> Fleet:
         return MpiFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        return missing_programs(mpirun="openmpi-bin", ssh="openssh-client")
 
 
 class MpiFleet(Fleet):

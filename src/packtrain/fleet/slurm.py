@@ -53,6 +53,7 @@ from packtrain.fleet.fleet import (
     StartedNode,
     Target,
     Word,
+    missing_programs,
     node_arguments,
     passed_variables,
     silent,
@@ -159,6 +160,11 @@ class SlurmSettings(FleetKind):
 
     def build(self) -> Fleet:
         return SlurmFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        missing = missing_programs(**dict.fromkeys(SlurmFleet.programs, "slurm-client"))
+        return dict.fromkeys(missing, "use a login node of the cluster")
 
     def resources(self) -> list[str]:
         """Return the options that sbatch and srun share."""

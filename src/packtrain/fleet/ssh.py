@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from packtrain.fleet.fleet import (
     StartedNode,
     Target,
     Word,
+    missing_programs,
     node_arguments,
     passed_variables,
     silent,
@@ -96,6 +97,10 @@ class SshSettings(ListedHosts):
 
     def build(self) -> Fleet:
         return SshFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        return missing_programs(ssh="openssh-client")
 
 
 @dataclass(frozen=True)

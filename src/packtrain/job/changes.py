@@ -18,6 +18,7 @@ from packtrain.job.document import Document
 from packtrain.job.job import Job
 from packtrain.job.load import apply_overrides
 
+_DECIDES = ("recipe", "program", "environment", "model", "train")  # beside the data and the code
 MAY_CHANGE = ("fleet", "budget", "train.duration", "train.patience", "checkpoint", "evaluate", "data.stage", "report")
 
 # Why not, by the longest part of the field's name that is listed here.
@@ -30,6 +31,8 @@ _FIXED = {
     "environment": "its code reads these variables",
     "inputs": "its machines have it",
     "origin": "its code came from there",
+    "weights": "it has started",
+    "parent": "it has started from there",
     "data": "its pack is made",
     "model": "its checkpoints have the weights of this model",
     "train": "the losses depend on it, and would be those of two runs",
@@ -63,8 +66,16 @@ def changed_job(job_data: bytes, overrides: Sequence[str]) -> tuple[Job, list[Fi
         reason = next((_FIXED[part] for part in (name, name.split(".")[0]) if part in _FIXED), None)
         if reason is not None and name not in MAY_CHANGE:
             may = ", ".join(MAY_CHANGE)
-            raise Mistake(f"--set {name}: cannot change in a run that exists: {reason}; start a new run, or set {may}")
+            told = f"--set {name}: cannot change in a run that exists: {reason}"
+            raise Mistake(f"{told}; start a new run (--from takes its weights), or set {may}")
     return after, [FieldChange(name, old.get(name), new.get(name)) for name in names]
+
+
+def other_training(before: Job, after: Job) -> list[str]:
+    """Return the fields that make one job train differently from the other; data and code are compared elsewhere."""
+    old, new = _fields(before), _fields(after)
+    differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [name for name in differ if name.split(".")[0] in _DECIDES and name not in MAY_CHANGE]
 
 
 def _fields(job: Job) -> dict[str, Any]:

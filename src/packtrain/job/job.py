@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, PlainValidator, SerializationInfo, ValidationError, model_serializer
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from packtrain.errors import quoted
@@ -71,11 +79,14 @@ MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 Option = bool | int | float | str
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_SHARE = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,3})?) *%", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _RECIPES_ONLY = "applies to recipes only, not to programs"
 
 
 class DataSettings(Part):
+    """The data of each split. `valid: 5 %` in a job file is `held_out`: that share of the training data."""
+
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
     test: tuple[AnySource, ...] = ()
@@ -86,6 +97,40 @@ class DataSettings(Part):
     sizes: tuple[Pixels, ...] = ()
     stage: Boolean = False
     pack: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "the name of a pack")] | None = None
+    held_out: Annotated[float, Field(strict=True, gt=0, le=0.5)] | None = None
+
+    @classmethod
+    def known(cls) -> Iterable[str]:
+        return (field for field in cls.model_fields if field != "held_out")
+
+    @classmethod
+    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+        if "held_out" in given:  # a field of this class, but not a key of the job file
+            del given["held_out"]
+            problems += unknown_keys(["held_out"], cls.known())
+        if not isinstance(given.get("valid"), str):
+            return given
+        share = _SHARE.fullmatch(given["valid"].strip())
+        if share is None or not 0 < float(share[1]) <= 50:
+            problems.append(problem("must be sources, or a share of the training data of up to 50 %: 5 %", "valid"))
+            return {**given, "valid": ()}
+        return {**given, "valid": (), "held_out": float(share[1]) / 100}
+
+    @model_serializer(mode="wrap")
+    def _with_share(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = handler(self)
+        if document.pop("held_out", None) is not None:
+            document["valid"] = self.share
+        return document
+
+    @property
+    def share(self) -> str:
+        """The share of the training data that is held out, as people write it: `5 %`."""
+        return "" if self.held_out is None else f"{self.held_out * 100:.6g} %"
+
+    @property
+    def has_valid(self) -> bool:
+        return bool(self.valid) or self.held_out is not None
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.train:
@@ -319,6 +364,33 @@ class CodeOrigin(Part):
     inode: Count
 
 
+class Parent(Part):
+    """The checkpoint of another run that a run started from; `packtrain run` writes it, a job file does not.
+
+    `takes` is everything, for a fork, or the weights alone: as they were trained, or their moving average. `sha256` is
+    that of the checkpoint's manifest. The run has its own copy of what it takes.
+    """
+
+    run: Name
+    store: StorePath
+    step: Count
+    checkpoint: Annotated[str, matching(r"[0-9]{9,}-[0-9]{6,}-[0-9a-f]{12}", "the name of a checkpoint")]
+    sha256: Annotated[str, matching("[0-9a-f]{64}", "a SHA-256")]
+    takes: Literal["everything", "weights", "ema"]
+
+    @property
+    def in_words(self) -> str:
+        if self.takes == "everything":
+            return f"{self.run} at step {self.step:,}, as a fork"
+        average = ", their moving average" if self.takes == "ema" else ""
+        return f"the weights of {self.run} at step {self.step:,}{average}"
+
+    @property
+    def identified(self) -> str:
+        """The same with the digest, so that anybody can tell which checkpoint it was."""
+        return f"{self.in_words} (SHA-256 {self.sha256[:12]})"
+
+
 class _NullForPrograms:
     """Lets a section be None in the job of a program, although its type says that every job has it.
 
@@ -352,6 +424,8 @@ class Job(Part):
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
+    weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
+    parent: Parent | None = None
     inputs: Annotated[dict[str, str], PlainValidator(_read_inputs, json_schema_input_type=dict[str, str])] = Field(
         default_factory=dict
     )
@@ -407,6 +481,8 @@ class Job(Part):
                 yield ("outputs", number), "applies to programs only, not to recipes"
             elif output.strip("./") == "":
                 yield ("outputs", number), "must name a file or folder that the program writes, such as out/"
+        if self.recipe is None and self.weights is not None:
+            yield ("weights",), _RECIPES_ONLY
         if self.program is None or self.recipe is not None:
             return
         if not self.program:

@@ -127,6 +127,11 @@ class FleetKind(Part):
         return None if variable in os.environ else f"{variable} is not set here; export it before the run"
 
     @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        """Return what this machine lacks to start such a fleet, each with how to get it. Asks nobody."""
+        return {}
+
+    @classmethod
     def providers(cls, places: Sequence[str]) -> Sequence[Any]:  # noqa: ARG003
         """Return a `Provider` for each of the places, or for the default ones, of a kind that rents its machines.
 
@@ -210,6 +215,10 @@ class ScheduleKind(Part):
     def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:  # noqa: ARG002
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
+
+    def fitted(self, written: Duration, now: Duration) -> ScheduleKind:  # noqa: ARG002
+        """Return the schedule for a run of another length than it was written for: what would not fit shrinks."""
+        return self
 
     @property
     @abstractmethod

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import Job, expand
+from packtrain.job.kinds import SCHEDULES, word_of
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe, is_tracking_uri
 from packtrain.job.secrets import holds_secret, secret_in
-from packtrain.units import counted
+from packtrain.units import Duration, counted, keep_share
 
 MAX_BYTES = 1_000_000
 
@@ -151,7 +152,7 @@ def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job with the directory of its file, where its code is.
+    """A job with the directory of its file, where its code is. `notes` say what differs from what a person wrote.
 
     `allow_drops`: unusable samples are dropped, however many there are, where its data is packed.
     """
@@ -159,6 +160,7 @@ class LoadedJob:
     job: Job
     directory: Path
     document: Document
+    notes: tuple[str, ...] = ()
     allow_drops: bool = False
 
     @property
@@ -189,13 +191,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
         except Mistake as mistake:
             raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
         document = merge_defaults(document, defaults)
-    document = apply_overrides(document, overrides)
+    document, notes = _fitted(document, apply_overrides(document, overrides), overrides)
     try:
         job = Job.model_validate(document.data)
     except ValidationError as error:
         raise document.first_mistake(error) from None
     if "origin" in document.data:  # a run links to what is there, so only the client that starts it may say where
         raise document.mistake(("origin",), "is written by `packtrain run`; remove it")
+    if "parent" in document.data:
+        raise document.mistake(("parent",), "is written by `packtrain run`; pass --from RUN, or set `weights: run:RUN`")
     if "inputs" in document.data:
         raise document.mistake(("inputs",), "is how a run stores the data of a program; write it as `data`")
     if job.program is None:
@@ -210,4 +214,39 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})
         job = job.model_copy(update={"report": report})
-    return LoadedJob(job, directory, document)
+    return LoadedJob(job, directory, document, notes)
+
+
+def _fitted(written: Document, document: Document, overrides: Sequence[str]) -> tuple[Document, tuple[str, ...]]:
+    """Return a job that `--set` makes shorter with its warm-up and intervals made shorter, too, and a line about each.
+
+    Whatever `--set` names stays as it is.
+    """
+    given = {override.partition("=")[0].strip() for override in overrides}
+    if "train.duration" not in given:
+        return document, ()
+    others = [override for override in overrides if override.partition("=")[0].strip() != "train.duration"]
+    try:
+        job = Job.model_validate(apply_overrides(written, others).data)
+        now = Duration.parse(document.data["train"]["duration"])
+    except (ValidationError, Mistake, ValueError, TypeError, KeyError):
+        return document, ()  # whatever is wrong is reported with its place
+    if job.recipe is None:
+        return document, ()
+    schedule = job.train.schedule.fitted(job.train.duration, now)
+    word = word_of(SCHEDULES, schedule)
+    changes = {
+        f"train.schedule.{word}.{field}": (before, after)
+        for field, before in job.train.schedule
+        if (after := getattr(schedule, field)) != before and not any(one.startswith("train.schedule") for one in given)
+    }
+    for section in ("evaluate", "checkpoint"):
+        every = getattr(job, section).every
+        is_longer = isinstance(every, Duration) and every.unit == now.unit and every.value >= now.value
+        if is_longer and not any(one.startswith(section) for one in given):
+            changes[f"{section}.every"] = (every, keep_share(every, job.train.duration, now) or now)
+    data, places = _copy(document.data), dict(document.places)
+    for field, (_, after) in changes.items():
+        _set(data, places, tuple(field.split(".")), YamlNode(1, None if after is None else str(after)))
+    notes = [f"{field}: {before} -> {after}, to fit train.duration" for field, (before, after) in changes.items()]
+    return replace(document, data=data, places=places), tuple(notes)

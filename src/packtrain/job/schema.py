@@ -45,8 +45,9 @@ _SECTIONS: Mapping[str, type[Part]] = {
     "budget": BudgetSettings,
     "report": ReportSettings,
 }
-_STORED = ("origin", "inputs")  # fields of a run's job that a job file does not have
+_STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
 _PLAIN = {"type": ["string", "number", "boolean"]}
+_SHARE = {"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$", "examples": ["5 %"]}
 _PATH = {"type": "string", "pattern": r"\S"}
 
 
@@ -62,7 +63,7 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     """Return the schema of a job file; `recipes` are the built-in ones, by name."""
     texts = descriptions(reference())
     sections = {name: _part(kind, texts, name) for name, kind in _SECTIONS.items()}
-    sections |= {"data": _part(DataSettings, texts, "data"), "fleet": _fleet(texts), "model": _model(texts)}
+    sections |= {"data": _data(texts), "fleet": _fleet(texts), "model": _model(texts)}
     properties = _part(Job, texts, "job")["properties"]
     for name in _STORED:
         del properties[name]
@@ -93,6 +94,14 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
 
 
 # Parts.
+
+
+def _data(texts: Descriptions) -> Schema:
+    """Return the section of the data: validation data may be a share of the training data, such as `5 %`."""
+    made = _part(DataSettings, texts, "data")
+    del made["properties"]["held_out"]
+    made["properties"]["valid"]["anyOf"].append(_SHARE)
+    return made
 
 
 def _ref(name: str) -> Schema:
@@ -229,7 +238,7 @@ def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     """Return what holds for the jobs of a recipe: its sizes and options, the unit of its batches, the data it reads."""
     learns = [word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents]
     one = _without(word for word in FORMATS if word not in learns)
-    split = {"anyOf": [{"type": "array", "items": one}, {"type": "object", **one}]}
+    split = {"anyOf": [{"type": "array", "items": one}, {"type": "object", **one}, _SHARE]}
     amount = {"type": ["string", "null"], "pattern": amount_pattern(recipe.unit)}
     return {
         "if": {"required": ["recipe"], "properties": {"recipe": {"const": name}}},

@@ -215,6 +215,18 @@ def empty_contents(data: DataSettings) -> PackContents:
     )
 
 
+def is_held_out(content: bytes, share: float | None) -> bool:
+    """True if a sample of the training data belongs to validation: decided by a hash of its content alone.
+
+    So the same samples are held out whatever their files and order, and equal ones are on the same side.
+    """
+    if share is None:
+        return False
+    word = int.from_bytes(hashlib.blake2b(content, digest_size=8, person=b"held out").digest(), "big")
+    return word < share * 2**64
+
+
 def splits_of(data: DataSettings) -> dict[str, Sources]:
-    named = {"train": data.train, "valid": data.valid, "test": data.test}
+    held_out = data.held_out is not None
+    named = {"train": data.train, "valid": data.train if held_out else data.valid, "test": data.test}
     return {split: sources for split, sources in named.items() if sources}

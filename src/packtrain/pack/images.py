@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from packtrain.pack.build import (
     Packing,
     ShardTarget,
     empty_contents,
+    is_held_out,
     put_file,
     splits_of,
 )
@@ -29,6 +31,7 @@ from packtrain.store import open_store
 
 LONG_CAPTION = f"caption of more than {MAX_TEXT_BYTES:,} bytes"
 SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use, large enough for few requests
+_READERS = 8  # threads that look which images are held out
 _MAX_SAMPLES = 20_000  # in a shard, for images of a few bytes
 
 Read = Callable[[], Iterator[RawImage]]
@@ -45,8 +48,8 @@ def pack_labels(packing: Packing) -> PackContents:
     if len(classes) < 2:
         raise FieldMistake("data.train", f"has only one class ({', '.join(classes)}); a classifier needs at least two")
     for split, sources in splits_of(packing.data).items():
-        build = contents.splits[split]
-        reads = [partial(one.labeled, classes, build.dropped, build.filtered) for one in sources]
+        drop, filtered = _counters(packing, contents, split)
+        reads = [partial(one.labeled, classes, drop, filtered) for one in sources]
         _make_shards(packing, contents, split, reads, None)
     return contents
 
@@ -60,15 +63,40 @@ def pack_captions(packing: Packing) -> PackContents:
         vocabulary = Vocabulary.fit(_training_captions(packing), packing.data.vocabulary).to_json()
     contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
     for split, sources in splits_of(packing.data).items():
-        build = contents.splits[split]
-        reads = [partial(_captioned, one, build.dropped, build.filtered) for one in sources]
+        drop, filtered = _counters(packing, contents, split)
+        reads = [partial(_captioned, one, drop, filtered) for one in sources]
         _make_shards(packing, contents, split, reads, vocabulary)
     return contents
 
 
+def _counters(packing: Packing, contents: PackContents, split: str) -> tuple[DropCounter, DropCounter]:
+    """Return where the samples that a split leaves out are counted."""
+    if split == "valid" and packing.data.held_out is not None:  # those of its sources count for the training data
+        return DropCounter(), DropCounter()
+    return contents.splits[split].dropped, contents.splits[split].filtered
+
+
+def _side(images: Iterable[RawImage], split: str, share: float | None) -> Iterator[RawImage]:
+    """Yield the images of the training data that belong to one of its sides: trained on, or held out to validate."""
+    if share is None or split == "test":
+        yield from images
+        return
+    with ThreadPoolExecutor(_READERS) as readers:  # reading is waiting, and hashing leaves the interpreter to others
+        for part in shards_of(images):
+            held = readers.map(lambda image: _is_held_out(image, share), part)
+            yield from (image for image, out in zip(part, held, strict=True) if out == (split == "valid"))
+
+
+def _is_held_out(image: RawImage, share: float) -> bool:
+    try:
+        return is_held_out(image.where.read(MAX_BYTES), share)
+    except OSError:  # whoever packs the training data reports it
+        return False
+
+
 def _training_captions(packing: Packing) -> Iterator[str]:
     for source in packing.data.train:
-        for image in _captioned(source, DropCounter(), DropCounter()):
+        for image in _side(_captioned(source, DropCounter(), DropCounter()), "train", packing.data.held_out):
             yield from image.captions
 
 
@@ -98,7 +126,7 @@ def _make_shards(
 def _tasks(packing: Packing, split: str, reads: Sequence[Read], vocabulary: str | None) -> Iterator[ImageTask]:
     number = 0
     for index, read in enumerate(reads):
-        for part in shards_of(read()):
+        for part in shards_of(_side(read(), split, packing.data.held_out)):
             target = ShardTarget(packing.name, split, number, index)
             yield ImageTask(packing.store.url, packing.store.identity, target, part, packing.data.sizes, vocabulary)
             number += 1

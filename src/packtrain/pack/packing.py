@@ -66,8 +66,12 @@ def _made(packing: Packing, kind: Kind, settings: dict[str, Any], allow_drops: b
     splits: dict[str, Split] = {}
     for split, build in contents.splits.items():
         splits[split] = found = build.finish()
+        held_out = split == "valid" and data.held_out is not None
+        if held_out and not found.samples:
+            raise FieldMistake("data.valid", f"none of the samples is in {data.share} of them; hold out more")
         _check_drops(split, found, allow_drops)
-        progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{_left_out(found, shares=kind == 'pairs')}")
+        share = f", {data.share} of the training data, chosen by their content" if held_out else ""
+        progress.say(f"{split}: {found.samples:,} {_NOUNS[kind]}{share}{_left_out(found, shares=kind == 'pairs')}")
         splits |= {sized_split(split, size): build.finish_copy(size) for size in data.sizes if kind != "pairs"}
     if kind == "pairs" and "train" in splits:
         _warn_of_filters(splits["train"], progress)
@@ -163,8 +167,11 @@ def settings_of(data: DataSettings, kind: Kind) -> dict[str, Any]:
                 for number, source in enumerate(sources)
             ]
             for split, sources in splits_of(data).items()
+            if split != "valid" or data.held_out is None  # the same files again
         },
     }
+    if data.held_out is not None:
+        settings |= {"held_out": data.held_out}
     if kind == "pairs":
         settings |= {"max_words": data.max_words, "max_ratio": data.max_ratio, "joint": data.joint}
     else:

@@ -23,6 +23,7 @@ from packtrain.pack.build import (
     ShardTarget,
     Sources,
     empty_contents,
+    is_held_out,
     put_file,
     splits_of,
 )
@@ -50,7 +51,12 @@ def pack_pairs(packing: Packing) -> PackContents:
         contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_json)
     again = repeated(contents.fingerprints.get("train", array("Q")))
     for split, sources in splits_of(packing.data).items():
-        chosen = _trained(packing, contents, again) if split == "train" else _evaluated(contents, split, sources)
+        if split == "train":
+            chosen = _trained(packing, contents, again)
+        elif split == "valid" and packing.data.held_out is not None:
+            chosen = _held_out(packing, contents)
+        else:
+            chosen = _evaluated(contents, split, sources)
         with packing.progress.track(f"packing {split}", len(again) if split == "train" else None) as advance:
             _make_shards(packing, contents, split, chosen, (source, target), advance)
     return contents
@@ -126,10 +132,28 @@ def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
             yield index, pair
 
 
-def _kept(packing: Packing, dropped: Drop, filtered: Drop) -> Iterator[tuple[int, str, TextPair]]:
-    """Yield the training pairs that the settings keep, with the number of their source and their own name."""
+def _held_out(packing: Packing, contents: PackContents) -> Chosen:
+    """Yield each pair of the training data that is held out, once."""
+    seen = set[int]()
+    for index, _, pair in _kept(packing, DropCounter(), DropCounter(), held_out=True):  # the others count them
+        if (number := fingerprint(pair)) not in seen:
+            seen.add(number)
+            contents.fingerprints["valid"].append(number)
+            yield index, pair
+
+
+def _kept(
+    packing: Packing, dropped: Drop, filtered: Drop, held_out: bool = False
+) -> Iterator[tuple[int, str, TextPair]]:
+    """Yield the pairs of the training data that the settings keep, with the number of their source and their own name.
+
+    Either those that are held out to validate, or the others.
+    """
     for index, source in enumerate(packing.data.train):
         for name, pair in _read(source, dropped):
+            # By the source alone: the same sentence with another translation is no test either.
+            if is_held_out(pair.source.encode(errors="surrogatepass"), packing.data.held_out) != held_out:
+                continue
             reason = filter_reason(pair, packing.data)
             if reason is None:
                 yield index, name, pair

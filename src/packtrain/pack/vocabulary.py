@@ -107,6 +107,11 @@ class Vocabulary:
         learned = {"vocab": model["vocab"], "merges": model["merges"]}
         return json.dumps({**_FORM, "model": {**_MODEL, **learned}}, ensure_ascii=False, separators=(",", ":"))
 
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Every token as the library writes it, by its number."""
+        return tuple(sorted(numbers := self._tokenizer.get_vocab(), key=numbers.__getitem__))
+
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
 

@@ -58,7 +58,8 @@ def pack_head(data: DataSettings, store: Store) -> RawHead:
     )
     store.put(pack_key("head", "manifest.json"), manifest.to_json())
     raw = {split: sum(count_samples(source, kind) for source in sources) for split, sources in splits_of(data).items()}
-    read = {split: sum(min(one.read, _HEAD[kind]) for one in getattr(heads, split)) for split in raw}
+    begun: Mapping[str, Any] = splits_of(heads)
+    read = {split: sum(min(one.read, _HEAD[kind]) for one in begun[split]) for split in raw}
     return RawHead(manifest, {split: raw[split] / max(1, read[split]) for split in raw})
 
 

@@ -30,6 +30,7 @@ from packtrain.recipes.recipe import (
     Measurement,
     Network,
     Prediction,
+    Rows,
     Scores,
     read_options,
 )
@@ -86,8 +87,10 @@ class Classify(ImageRecipe[ImageBatches]):
     contents = frozenset({"labels"})
     kind = "labels"
     best_metric = "top1"
+    limits: ClassVar[Mapping[str, float]] = {"top1": 100, "top5": 100}
     tolerances: ClassVar[Mapping[str, float]] = {"top1": 0.5}
     files = ("weights", "words")
+    rows: ClassVar[Rows] = {"fc.weight": "classes", "fc.bias": "classes"}
     decode_options = frozenset()
     sizes = OPTIONS
     defaults: ClassVar[Mapping[str, object]] = {

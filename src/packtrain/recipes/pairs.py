@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from packtrain.recipes.recipe import (
     Network,
     Prediction,
     Recipe,
+    Rows,
     Scores,
     read_options,
     text_prediction,
@@ -98,6 +99,7 @@ class PairRecipe(Recipe):
 
     unit = "tokens"
     kind = "pairs"
+    rows: ClassVar[Rows] = {"embedding.weight": "pieces"}
 
     @classmethod
     def check(cls, job: Job) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = dict[str, "Tensor"]
+Rows = Mapping[str, Literal["pieces", "classes"]]
+"""The names of tensors, and of what each of their rows belongs to."""
 
 SHOWN_SAMPLES = 5
 """Samples of an evaluation that are shown at every evaluation: always the same ones."""
@@ -173,6 +175,8 @@ class Recipe(ABC):
     """The score that decides which checkpoint is the best."""
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
     """Scores that should be low; all others should be high."""
+    limits: ClassVar[Mapping[str, float]] = {}
+    """The most that a score can be, of those that lie between 0 and that."""
 
     inputs: ClassVar[Literal["texts", "images"]] = "texts"
     """The inputs of predictions: texts, or images, which are paths of files or their bytes."""
@@ -188,6 +192,9 @@ class Recipe(ABC):
     """Fields of `decoding` that `packtrain predict` may change."""
     supports_chat: ClassVar[bool] = False
     """True if `converse` is implemented."""
+    rows: ClassVar[Rows] = {}
+    """Tensors of the model that have a row for each piece of the vocabulary, or for each class: where two packs differ,
+    a run that starts from the weights of another takes over the rows of the same name."""
     score_packages: ClassVar[Sequence[str]] = ()
     """Packages that its scores need, beyond those of the base install."""
 

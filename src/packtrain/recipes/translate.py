@@ -32,6 +32,7 @@ class Translate(PairRecipe):
     contents = frozenset({"pairs"})
     best_metric = "bleu"
     score_packages = ("sacrebleu",)
+    limits: ClassVar[Mapping[str, float]] = {"bleu": 100, "chrf": 100}
     forms = ("ctranslate2", "onnx")
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     sizes = SIZES

@@ -15,12 +15,15 @@ from typing import Any, Literal
 
 import yaml
 
+from packtrain.errors import PacktrainError
 from packtrain.job import Job
+from packtrain.job.job import DataSettings
+from packtrain.pack.manifest import find_manifest
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import LABELS, Goodput
 from packtrain.report.page import thin
 from packtrain.report.summary import summary_of
-from packtrain.run.liveness import State
+from packtrain.run.liveness import State, attempt
 from packtrain.run.records import Point
 from packtrain.run.run import Run, surviving
 from packtrain.units import counted
@@ -48,7 +51,8 @@ NoiseVerdict = Literal["beyond noise", "within noise", "unknown"]
 class ComparedRun:
     """A run as a comparison needs it. `points` survived; `workers` and `machines` are those of its last generation.
 
-    `lower` has the scores that should be low. `code` is a digest, empty if the run has no code of its own.
+    `lower` has the scores that should be low, `limits` the most that a score can be where it is between 0 and that, and
+    `samples` how many samples each split has. `code` is a digest, empty if the run has no code of its own.
     """
 
     letter: str
@@ -67,6 +71,8 @@ class ComparedRun:
     goodput: Goodput = field(default_factory=Goodput)
     pack: str = ""
     code: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    samples: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[Point]:
@@ -179,7 +185,8 @@ def gather(run: Run, letter: str, state: State) -> ComparedRun:
     raw, result, generations = run.points().read(), run.result(), run.generations()
     summary = summary_of(run, state, raw, result)
     members = generations[-1].members if generations else ()
-    known = run.job.recipe is not None and run.job.recipe in RECIPES
+    recipe = recipe_class(str(run.job.recipe)) if run.job.recipe in RECIPES else None
+    pack = "" if run.job.recipe is None else run.pack_name()
     return ComparedRun(
         letter,
         run.name,
@@ -192,12 +199,24 @@ def gather(run: Run, letter: str, state: State) -> ComparedRun:
         len(members) or 1,
         summary.unit,
         summary.measure,
-        recipe_class(str(run.job.recipe)).lower_is_better if known else frozenset(_PER_TOKEN),
+        frozenset(_PER_TOKEN) if recipe is None else recipe.lower_is_better,
         summary.scores,
         summary.goodput,
-        "" if run.job.recipe is None else run.pack_name(),
+        pack,
         hashlib.sha256(run.code).hexdigest()[:12] if run.job.has_own_code else "",
+        {} if recipe is None else recipe.limits,
+        _samples(run, pack, result is not None and result.status == "finished"),
     )
+
+
+def _samples(run: Run, pack: str, finished: bool) -> dict[str, int]:
+    """Return how many samples the scores of each split are of, at least; nothing if the pack is gone."""
+    manifest = attempt(lambda: find_manifest(run.store, pack)) if pack else None
+    if manifest is None or isinstance(manifest, PacktrainError):
+        return {}
+    # Until the end, outputs are those of a part of the split.
+    most = math.inf if finished else run.job.evaluate.samples
+    return {name: int(min(split.samples, most)) for name, split in manifest.splits.items()}
 
 
 def compare_runs(runs: Sequence[ComparedRun], tests: Tests | None = None) -> RunComparison:
@@ -515,10 +534,50 @@ def _judged(
     one, two = spread_near_end(base, measure), spread_near_end(other, measure)
     if one is None or two is None:
         few = base if one is None else other
-        return None, "unknown", f"not enough data: {few.letter} has fewer than {_MIN_EVALUATIONS} evaluations"
+        return _judged_widely(base, other, name, f"{few.letter} has fewer than {_MIN_EVALUATIONS} evaluations")
     noise = _t(one.freedom + two.freedom) * math.hypot(one.deviation, two.deviation)
     evidence = f"spread of the evaluations near the end (± {one.deviation:.2g} and ± {two.deviation:.2g})"
     return noise, _verdict(gap, noise), evidence
+
+
+def _judged_widely(
+    base: ComparedRun, other: ComparedRun, name: str, few: str
+) -> tuple[float | None, NoiseVerdict, str]:
+    """Judge by a noise that is surely too large: a wider gap is a difference, and of any other nothing can be told."""
+    bounds = [_noise_bound(run, name) for run in (base, other)]
+    if bounds[0] is None or bounds[1] is None:
+        return None, "unknown", f"not enough data: {few}"
+    noise = bounds[0] + bounds[1]
+    if abs(other.scores[name] - base.scores[name]) <= noise:
+        return noise, "unknown", f"not enough data: {few}, and noise alone might be up to {noise:.3g}"
+    return noise, "beyond noise", f"{few}, but noise alone would be {noise:.3g} at most"
+
+
+def _noise_bound(run: ComparedRun, name: str) -> float | None:
+    """Return more than a score of this run is off by chance, in 95 of 100 cases; None if nothing bounds it."""
+    split, _, measure = name.partition(".")
+    spread = spread_near_end(run, measure)
+    if spread is not None:
+        return _t(spread.freedom) * spread.deviation
+    wander, limit, count = _wander(run, measure), run.limits.get(measure), run.samples.get(split, 0)
+    if limit is None or not count:
+        return None if wander is None else 2 * wander
+    # The mean of numbers between 0 and a limit has a standard error of at most half the limit over the root of n.
+    chance = limit / math.sqrt(count)
+    # Another seed gives another model: by how much is not known, so as much again.
+    return chance + max(chance, wander or 0.0)
+
+
+def _wander(run: ComparedRun, measure: str) -> float | None:
+    """Return how far the last evaluation was from the one before, trend included; for a loss, steps do as well."""
+    values = [value for value, *_ in _history(run, measure)]
+    if len(values) > 1:
+        return abs(values[-1] - values[-2])
+    losses = [point.values["loss"] for point in run.steps]
+    near = losses[-round(len(losses) * _NEAR_END) :]
+    if measure != "loss" or len(near) < _MIN_STEPS or not all(map(math.isfinite, near)):
+        return None
+    return max(near) - min(near)
 
 
 def _verdict(gap: float, noise: float) -> NoiseVerdict:
@@ -535,12 +594,19 @@ def _unlike(base: ComparedRun, other: ComparedRun, split: str, measure: str) -> 
         return "the runs have different recipes"
     if base.job.recipe is None:
         return None
-    if getattr(base.job.data, split, ()) != getattr(other.job.data, split, ()):
+    data = (base.job.data, other.job.data)
+    if getattr(data[0], split, ()) != getattr(data[1], split, ()) or (split == "valid" and _is_held_apart(*data)):
         return f"the {split} data differs"
     words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, other.job)]
     if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != other.pack:
         return "per token, and the vocabularies differ"
     return None
+
+
+def _is_held_apart(one: DataSettings, two: DataSettings) -> bool:
+    """True if the validation data is held out of the training data, and not in the same way."""
+    held = one.held_out is not None or two.held_out is not None
+    return held and (one.held_out != two.held_out or [s.paths for s in one.train] != [s.paths for s in two.train])
 
 
 def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:

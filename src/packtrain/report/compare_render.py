@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from html import escape
+from itertools import takewhile
 
 from packtrain.report.compare import (
     ComparedRun,
@@ -43,17 +44,7 @@ code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
 
 def text_lines(found: RunComparison) -> list[str]:
     """Return the comparison as lines of at most 80 columns."""
-    lines = _table(
-        ["", "run", "state", "step", "time", "workers", "speed", "score"],
-        [
-            [
-                one.letter, _cut(one.name, 20), one.state, f"{one.step:,}", show_seconds(one.seconds),
-                str(one.workers), _speed(one), _headline(one),
-            ]
-            for one in found.runs
-        ],
-    )  # fmt: skip
-    lines += ["", *_field_lines(found)]
+    lines = [*_run_lines(found.runs), "", *_field_lines(found)]
     for speed in found.speeds:
         lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed)]
     if found.gaps:
@@ -70,16 +61,48 @@ def text_lines(found: RunComparison) -> list[str]:
     return lines
 
 
+def _run_lines(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the table of runs. What all speeds or scores have in common is in the head; names are cut, if need be."""
+    speeds, scores = [_speed(one) for one in runs], [_headline(one) for one in runs]
+    units = {one.rpartition(" ")[2] for one in speeds if one}
+    measures = {one.rpartition(" ")[0] for one in scores if one}
+    if len(units) == 1:
+        speeds = [one.rpartition(" ")[0] for one in speeds]
+    if len(measures) == 1:
+        scores = [one.rpartition(" ")[2] for one in scores]
+    speed, score = units.pop() if len(units) == 1 else "speed", measures.pop() if len(measures) == 1 else "score"
+    heads = ["", "run", "state", "step", "time", "workers", speed, score]
+    rows = [
+        [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers), *shown]
+        for one, *shown in zip(runs, speeds, scores, strict=True)
+    ]
+    for most in (max(len(one.name) for one in runs), 20, 12, 8):
+        lines = _table(heads, [[row[0], _cut(row[1], most), *row[2:]] for row in rows])
+        if max(map(len, lines)) <= WIDTH:
+            break
+    return [line[:WIDTH] for line in lines]
+
+
 def _field_lines(found: RunComparison) -> list[str]:
     if not found.fields:
         return ["The jobs are the same."]
     lines = ["What differs"]
     width = min(32, max(len(row.field) for row in found.fields))
     for row in found.fields:
-        values = [f"{run.letter} {_cut(value, _MAX_VALUE)}" for run, value in zip(found.runs, row.values, strict=True)]
+        shown = _from_difference(row.values)
+        values = [f"{run.letter} {_cut(value, _MAX_VALUE)}" for run, value in zip(found.runs, shown, strict=True)]
         line = f"  {row.field:<{width}}  {'  '.join(values)}"
         lines += [line] if len(line) <= WIDTH else [f"  {row.field}"[:WIDTH], *(f"    {value}" for value in values)]
     return lines
+
+
+def _from_difference(values: Sequence[str]) -> list[str]:
+    """Return long values without the start that all of them share: what differs must be seen."""
+    shared = takewhile(lambda characters: len(set(characters)) == 1, zip(*values, strict=False))
+    start = len(list(shared)) - _SHORT
+    if start <= 3 or max(map(len, values)) <= _MAX_VALUE:
+        return list(values)
+    return [f"...{value[start:]}" for value in values]
 
 
 def _speed_lines(speed: SpeedUp) -> list[str]:
@@ -141,7 +164,7 @@ def text_chart(curve: Curve, letters: Sequence[str]) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as lines: the first columns to the left, numbers to the right; too wide ones lose their end."""
+    """Return a table as lines: the first columns to the left, numbers to the right;"""
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     lines = []
     for row in [heads, *rows]:
@@ -149,7 +172,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
             f"{cell:>{width}}" if any(one[column][:1].isdigit() for one in rows) and column else f"{cell:<{width}}"
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells).rstrip()[:WIDTH])
+        lines.append("  ".join(cells).rstrip())
     return lines
 
 

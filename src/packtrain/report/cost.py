@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from packtrain.job import Job
 from packtrain.node.deadline import dollars_paid
 from packtrain.run.records import Lease, Point
 from packtrain.units import show_dollars
+
+_MOST_EPOCHS = 1000  # that are looked at one by one
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,42 @@ def cost_of(job: Job, leases: Sequence[Lease], running: bool, steps: Sequence[Po
     if expected is not None and job.budget.dollars is not None:
         expected = min(expected, job.budget.dollars)
     return Cost(paid, per_hour, expected, job.budget.dollars)
+
+
+def goal_step(job: Job, last: Point | None) -> int | None:
+    """Return the step at which a recipe's duration ends; None if that is not known, as for a time.
+
+    The steps of an epoch are known once some of them are made; later epochs may have batches of another size.
+    """
+    duration = job.train.duration if job.recipe is not None else None
+    if duration is None or duration.unit == "seconds":
+        return None
+    if duration.unit == "steps":
+        return int(duration.value)
+    epochs = last.values["epoch"] if last is not None else 0.0
+    if last is None or not 0 < epochs < math.inf:
+        return None
+    return max(last.step, round(last.step * _relative_steps(job, duration.value) / _relative_steps(job, epochs)))
+
+
+def _relative_steps(job: Job, epochs: float) -> float:
+    """Return a number that grows as the steps of so many epochs do: with batches twice as large, half as fast."""
+    if job.train.duration.value > _MOST_EPOCHS:
+        return epochs
+    whole = int(epochs)
+    parts = [1 / job.train.in_epoch(epoch).batch.value for epoch in range(whole + 1)]
+    return sum(parts[:whole]) + (epochs - whole) * parts[whole]
+
+
+def share_done(job: Job, last: Point | None) -> float | None:
+    """Return the share of a recipe's duration that is done; a program does not tell."""
+    if job.recipe is None:
+        return None
+    if last is None:
+        return 0.0
+    goal, values = job.train.duration, last.values
+    done = {"steps": last.step, "epochs": values["epoch"], "seconds": values["elapsed_seconds"]}[goal.unit]
+    return min(1.0, done / goal.value)
 
 
 def seconds_to_goal(job: Job, steps: Sequence[Point]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from packtrain.run.records import Generation, Point, TimeSpent
 from packtrain.run.run import surviving
@@ -52,6 +52,13 @@ class Goodput:
     @property
     def fraction(self) -> float | None:
         return self.useful / self.seconds if self.seconds else None
+
+    def within(self, seconds: float) -> Goodput:
+        """Return it for a run that took so long: what its workers do not account for, nodes took to start them."""
+        rest = seconds - self.seconds
+        if not self.parts or rest <= 0:
+            return self
+        return replace(self, parts={**self.parts, "start": self.parts.get("start", 0.0) + rest})
 
 
 def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[TimeSpent]) -> Goodput:

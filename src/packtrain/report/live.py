@@ -10,18 +10,18 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.job import Job
 from packtrain.recipes import RECIPES, Recipe, recipe_class
-from packtrain.report.cost import seconds_to_goal
+from packtrain.report.cost import seconds_to_goal, share_done
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import Overview, overview_of, step_seconds, units_per_second
-from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch, State, state_now
+from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch, State, state_now, without_nodes
 from packtrain.run.records import Event, Generation, Lease, LogLine, Point, Telemetry
 from packtrain.run.run import Run
 from packtrain.store import StoreError
@@ -228,7 +228,7 @@ class LiveRun:
         overview = overview_of(self._run, self._state, self._history.points, result, self._leases)
         return RunView(
             overview=overview,
-            progress=1.0 if self._state == "finished" else _progress(job, steps),
+            progress=1.0 if self._state == "finished" else share_done(job, steps[-1] if steps else None),
             units_per_second=units_per_second(steps, overview.unit) if overview.unit else None,
             seconds_left=seconds_to_goal(job, steps) if self._state == "running" else None,
             budget_seconds_left=self._budget_left() if self._state == "running" else None,
@@ -258,7 +258,7 @@ class LiveRun:
         if self._state is None:
             return state_now(self._run)
         if self._leases and not self._lease_watch.count_remaining(now):
-            return "interrupted"
+            return without_nodes(self._run)
         return self._state
 
     def _budget_left(self) -> float | None:
@@ -275,17 +275,6 @@ class LiveRun:
             "left" if lease.left or is_over else "lost" if lost else "working" if member else "starting"
         )
         return MachineView(lease.node, lease.hostname, lease.workers, state, lease.telemetry)
-
-
-def _progress(job: Job, steps: Sequence[Point]) -> float | None:
-    """Return the share of a recipe's duration that is done; a program does not tell."""
-    if job.recipe is None:
-        return None
-    if not steps:
-        return 0.0
-    last, goal = steps[-1], job.train.duration
-    done = {"steps": last.step, "epochs": last.values["epoch"], "seconds": last.values["elapsed_seconds"]}[goal.unit]
-    return min(1.0, done / goal.value)
 
 
 class RunWatcher:

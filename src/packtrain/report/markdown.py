@@ -22,6 +22,8 @@ def markdown(evidence: Evidence, findings: Sequence[Finding]) -> str:
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     summary = evidence.summary
     yield from (f"# {_plain(summary.run)}", "", f"**{_plain(summary.outcome)}**, {_plain(summary.description)}")
+    if evidence.job.parent is not None:
+        yield from ("", f"Started from {_plain(evidence.job.parent.identified)}.")
     if summary.scores:
         scores = sorted(summary.scores.items())
         yield from ("", *_table(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))

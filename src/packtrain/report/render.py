@@ -86,12 +86,13 @@ pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .
 
 def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[str, bytes] | None = None) -> str:
     """Return the page; `pictures` are those that its samples name, by their digests."""
-    summary = evidence.summary
+    summary, parent = evidence.summary, evidence.job.parent
     sections = [
         "<header>",
         f"<h1>{escape(summary.run)}</h1>",
         f'<p><b class="{_state(summary)}">{escape(summary.outcome)}</b></p>',
         f'<p class="dim">{escape(summary.description)}</p>',
+        *([f'<p class="dim">Started from {escape(parent.identified)}.</p>'] if parent is not None else []),
         _figures(summary),
         *(f'<p class="dim">{escape(name)}: <code>{escape(one)}</code></p>' for name, one in summary.signatures.items()),
         _tally(findings),

@@ -8,7 +8,7 @@ from typing import Any
 
 from packtrain.job import Job
 from packtrain.recipes import RECIPES, recipe_class
-from packtrain.report.cost import Cost, cost_of
+from packtrain.report.cost import Cost, cost_of, goal_step
 from packtrain.report.goodput import Goodput, goodput
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
@@ -92,7 +92,7 @@ def overview(run: Run, state: State) -> Overview:
 
 def is_evaluated(job: Job) -> bool:
     """True if the validation split is measured now and then."""
-    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.valid)
+    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.has_valid)
 
 
 def overview_of(
@@ -110,9 +110,10 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     """Summarize a run whose points and result were read already; `raw` includes the steps that were lost."""
     generations, points, leases = run.generations(), surviving(raw), run.leases()
     known = _overview_fields(run, state, points, result, leases)
+    times = goodput(generations, raw, run.time_spent().read()).within(result.seconds if result else 0.0)
     steps = [point for point in points if point.kind == "train"]
     return Summary(
-        **known,
+        **{**known, "seconds": max(known["seconds"], times.seconds)},
         generations=len(generations),
         # A running run shows its current speed, a finished one its average.
         units_per_second=units_per_second(steps if result else steps[-_RECENT_STEPS:], known["unit"]),
@@ -123,7 +124,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
             )
             for node in leases
         ),
-        goodput=goodput(generations, raw, run.time_spent().read()),
+        goodput=times,
     )  # fmt: skip
 
 
@@ -146,9 +147,10 @@ def _overview_fields(
         "reason": result.reason if result else "",
         "description": " ".join(job.program)
         if job.program is not None
-        else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch",
+        else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch"
+        + (f", {job.data.share} held out to validate" if job.data.held_out else ""),
         "step": _step(run, steps, result),
-        "goal": int(job.train.duration.value) if job.recipe and job.train.duration.unit == "steps" else None,
+        "goal": goal_step(job, steps[-1] if steps else None),
         "loss": sum(point.values["loss"] for point in recent) / len(recent) if recent else None,
         "rate": recent[-1].values["rate"] if recent else None,
         # A job with the user's own recipe names its score: showing a run must not execute the user's code.

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -156,7 +157,18 @@ def watch_states(
         if not watches or clock() >= deadline:
             break
         sleep(poll_seconds)
+    for index in watches:
+        states[index] = attempt(partial(without_nodes, runs[index]))
     return states
+
+
+def without_nodes(run: Run) -> State:
+    """Return the state of a run that nodes have left: waiting if it was launched since, and none has joined yet.
+
+    Both times are the store's, or those of machines that share its directory: never that of this reader.
+    """
+    left, launched = ([one.modified for one in run.store.list(run.key(folder))] for folder in ("nodes/", "launches/"))
+    return "waiting" if not left or (launched and max(launched) > max(left)) else "interrupted"
 
 
 def state_of(run: Run) -> State:
@@ -208,7 +220,7 @@ class StateWatch:
         self._watch.observe((self._watch.leases | read).values(), now)
         present = [lease for lease in self._watch.leases.values() if not lease.left]
         self._alive = {lease.node for lease in present if self._may_live(lease, modified, now)}
-        return "running" if self._alive else "interrupted" if self._watch.leases else "waiting"
+        return "running" if self._alive else without_nodes(self._run)
 
     def _may_live(self, lease: Lease, modified: Mapping[str, datetime], now: float) -> bool:
         age = _age(self._run, lease, modified, datetime.now(UTC))
@@ -281,12 +293,17 @@ def states_now(
         unfinished = [index for index, state in enumerate(states) if state is None]
         # Before the leases are read: a lease that is renewed meanwhile then looks younger than it is, never older.
         now = clock_of(runs[unfinished[0]].store) if unfinished else None
-        found = readers.map(lambda index: attempt(lambda: state_by(_ages(runs[index], now))), unfinished)
+        found = readers.map(lambda index: attempt(lambda: _at_one_look(runs[index], now)), unfinished)
         for index, state in zip(unfinished, found, strict=True):
             states[index] = state
     doubtful = [index for index in unfinished if states[index] is None]
     watched = dict(zip(doubtful, watch([runs[index] for index in doubtful]), strict=True)) if doubtful else {}
     return [state or watched[index] for index, state in enumerate(states)]
+
+
+def _at_one_look(run: Run, now: datetime | None) -> State | None:
+    state = state_by(_ages(run, now))
+    return without_nodes(run) if state == "interrupted" else state
 
 
 def _ages(run: Run, now: datetime | None) -> list[LeaseAge] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from packtrain.errors import Mistake
@@ -13,7 +14,6 @@ from packtrain.job.load import LoadedJob
 from packtrain.pack.build import PackProgress, PlainProgress
 from packtrain.recipes import recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
-from packtrain.run.trust import remember
 from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for
@@ -115,7 +115,7 @@ def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
     settings = {(loaded.job.train.duration, loaded.job.evaluate.every) for loaded in jobs}
     if len(settings) > 1:
         raise Mistake("--halving: compares runs at the same points; do not sweep train.duration or evaluate.every")
-    if any(not loaded.job.data.valid for loaded in jobs):
+    if any(not loaded.job.data.has_valid for loaded in jobs):
         raise Mistake("--halving: judges runs by their validation scores; the job needs data.valid")
     [(duration, every)] = settings
     return rungs_for(len(jobs), duration, every)
@@ -152,8 +152,9 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         packed.add(data)
         # One copy in memory: runs of one sweep mostly share their code.
         code = codes.setdefault(hashlib.sha256(made.code).digest(), made.code)
-        new.append(NewRun(made.store, made.job, code, made.pack))
+        new.append(replace(made, code=code))
     sweep.put_plan(plan)
     for trial, made in zip(plan.trials, new, strict=True):
-        remember(create_trial_run(sweep, trial, made.job.model_dump_json(indent=1).encode(), made.code, made.pack_name))
+        job = made.job.model_dump_json(indent=1).encode()
+        made.create_with(partial(create_trial_run, sweep, trial, job, made.code, made.pack_name))
     return sweep

@@ -9,16 +9,20 @@ import time
 from pathlib import Path
 
 from packtrain.backoff import Backoff
+from packtrain.errors import Mistake
 from packtrain.job.job import CheckpointSettings
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch, fetch_newest, prune
+from packtrain.run.parent import fetch_weights
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.train.engine import Engine
 from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
 from packtrain.train.state import Description, Snapshot, SnapshotCopier, check, restore, take, versions
+from packtrain.train.weights import parent_weights
 from packtrain.train.world import World
+from packtrain.units import show_seconds
 
 Scored = tuple[Snapshot, float | None]
 
@@ -63,7 +67,7 @@ class Checkpointer:
         # All ranks load what the first one found: if each listed by itself, a commit in between would divide them.
         chosen = self._world.share(found.name.encode() if found else b"").decode()
         if not chosen:
-            self._engine.load_initial_weights()
+            self._begin(directory)
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
             fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
@@ -75,6 +79,25 @@ class Checkpointer:
         if self._world.is_first:
             self._recorder.event("restored", f"restored checkpoint {progress.step} ({chosen})")
         return progress
+
+    def _begin(self, directory: Path) -> None:
+        """Load the weights of the first step: those of another run, if the job says so. Collective."""
+        parent = self._run.job.parent
+        if parent is None:
+            self._engine.load_initial_weights()
+            return
+        if parent.takes == "everything":
+            raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")
+        if self._world.rank_of_node == 0:
+            fetch_weights(self._run, directory)
+        self._world.barrier()  # now every machine has the files
+        taken = parent_weights(self._recipe, self._engine, directory)
+        self._engine.begin_with(taken.tensors)
+        self._world.barrier()  # now no rank of this machine needs them
+        if self._world.rank_of_node == 0:
+            shutil.rmtree(directory)
+        if self._world.is_first:
+            self._recorder.event("restored", f"started from {parent.in_words}: {taken.fit.in_words}")
 
     def _warn(self, text: str) -> None:
         self._recorder.event("warning", text)
@@ -227,7 +250,7 @@ class BackgroundCommitter:
             self._recorder.flush_points()
             checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
         self.commit_seconds = time.monotonic() - started
-        self._recorder.event("checkpoint", f"committed {checkpoint.name} in {self.commit_seconds:.1f} s")
+        self._recorder.event("checkpoint", f"committed {checkpoint.name} in {show_seconds(self.commit_seconds)}")
         try:
             prune(self._run, self._settings.keep_last, self._settings.keep_best)
         except StoreError as error:

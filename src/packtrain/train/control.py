@@ -98,7 +98,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = False
-        self._handled: set[int] = set()
+        self._is_heard = False
 
     def listen(self) -> StopSignal:
         for number in STOP_SIGNALS:
@@ -107,14 +107,16 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True
-        self._handled.add(number)
+        self._is_heard = True
 
     def end_if_stuck(self, patience: Callable[[], float], keep: Callable[[], None]) -> None:
-        """End the process if a signal is not handled for so many seconds, after `keep` returns.
+        """After a signal, end the process if it hears none for so many seconds and `keep` has returned.
 
         Python runs no handler while a worker waits for a GPU, which may wait for a peer that has died; the launcher
-        would kill it half a minute later. The kernel tells this thread of the signal through a pipe.
+        would kill it half a minute later. The kernel tells a thread of the signal through a pipe. It may have been
+        heard just before the wait began: so the thread sends another one later, and listens to that.
         """
+        main_thread = threading.get_ident()
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -124,7 +126,10 @@ class StopSignal:
                 if data[0] not in STOP_SIGNALS:
                     continue
                 time.sleep(patience())
-                if data[0] not in self._handled:
+                self._is_heard = False
+                signal.pthread_kill(main_thread, data[0])
+                time.sleep(patience())
+                if not self._is_heard:
                     with suppress(Exception):  # whatever is wrong with what it kept, this process has to end
                         keep()
                     os._exit(EXIT_STUCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,10 +66,13 @@ class Engine:
         if settings.compile:
             self.model.compile(dynamic=True)
 
-    @torch.no_grad()
     def load_initial_weights(self) -> None:
         """Load the weights that a run starts from where they are not random; the same on every rank."""
-        first = self._recipe.initial_weights(self.model)
+        self.begin_with(self._recipe.initial_weights(self.model))
+
+    @torch.no_grad()
+    def begin_with(self, first: Mapping[str, Tensor]) -> None:
+        """Put whole tensors into the model and its average, before the first step; the same on every rank."""
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
             own = model.state_dict()
             for name, tensor in first.items():

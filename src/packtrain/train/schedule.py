@@ -25,7 +25,7 @@ from packtrain.job.part import (
     Scale,
     Steps,
 )
-from packtrain.units import Duration
+from packtrain.units import Duration, keep_share
 
 if TYPE_CHECKING:  # progress needs numpy, which takes longer to import than it takes to read a job
     from packtrain.train.progress import Progress
@@ -58,6 +58,11 @@ class NoamSettings(ScheduleKind):
             f"It rises linearly for {self.warmup}, then falls with the inverse square root of the step: the factor is"
             f" {factor}."
         )
+
+    def fitted(self, written: Duration, now: Duration) -> NoamSettings:
+        if now.unit != "steps" or self.warmup.value < now.value:
+            return self
+        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now) or Duration(1, "steps")})
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         warmup = self.warmup.value
@@ -129,6 +134,12 @@ class CosineSettings(_OverTheRun):
         start = f"rises linearly to {self.peak:g} in {self.warmup}" if self.warmup else f"starts at {self.peak:g}"
         return f"It {start}, then falls along half a cosine to {self.floor:g} at the end of the run."
 
+    def fitted(self, written: Duration, now: Duration) -> CosineSettings:
+        fits = self.warmup is None or (self.warmup.unit == now.unit and self.warmup.value < now.value)
+        if self.warmup is None or fits or now.unit == "seconds":
+            return self
+        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now)})
+
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         yield from super().faults_in(train)
         where = ("schedule", "cosine", "warmup")
@@ -168,6 +179,11 @@ class StepDownSettings(ScheduleKind):
         for field, length in (("every", self.every), ("warmup", self.warmup)):
             if length is not None and length.unit == "seconds":
                 yield (field,), "must be in steps or epochs"
+
+    def fitted(self, written: Duration, now: Duration) -> StepDownSettings:
+        if self.warmup is None or self.warmup.unit != now.unit or self.warmup.value < now.value:
+            return self
+        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now)})
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         from packtrain.train.progress import multiples

@@ -184,9 +184,9 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
         load_weights(engine.ema.model, directory / EMA_FILE)
     # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
     states = len(list(directory.glob("optimizer*.safetensors")))
-    load_optimizer(engine.optimizer, engine.model, _load(directory / _optimizer_file(rank % max(1, states))))
+    load_optimizer(engine.optimizer, engine.model, load_tensors(directory / _optimizer_file(rank % max(1, states))))
     sync_file = directory / GRADIENT_SYNC_FILE
-    engine.gradient_sync.restore(_load(sync_file) if sync_file.exists() else {})
+    engine.gradient_sync.restore(load_tensors(sync_file) if sync_file.exists() else {})
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
@@ -196,8 +196,8 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     _expected_description(directory, expected)
     weights = [MODEL_FILE] if engine.ema is None else [MODEL_FILE, EMA_FILE]
     there = {path.name for path in directory.glob("*.safetensors")}
-    shapes = {name: _shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
-    own = _shapes_of(engine.model.state_dict())
+    shapes = {name: tensor_shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
+    own = shapes_of(engine.model.state_dict())
     for name in weights:
         _require_fit(name, own, shapes[name])
     refuse_unknown(engine.model, shapes[OPTIMIZER_FILE])
@@ -228,14 +228,14 @@ def read_description(directory: Path) -> Description:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    own, found = model.state_dict(), _load(path)
-    _require_fit(path.name, _shapes_of(own), _shapes_of(found))
+    own, found = model.state_dict(), load_tensors(path)
+    _require_fit(path.name, shapes_of(own), shapes_of(found))
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(placed(found[name], tensor))
 
 
-def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -249,7 +249,7 @@ def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
             raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]}, expected {own[name]}")
 
 
-def _shapes(path: Path) -> Shapes:
+def tensor_shapes(path: Path) -> Shapes:
     try:
         check_header(path)
         with safe_open(path, "pt") as file:  # reads the header alone
@@ -258,7 +258,7 @@ def _shapes(path: Path) -> Shapes:
         raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         check_header(path)
         return load_file(path)

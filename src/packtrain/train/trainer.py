@@ -34,7 +34,7 @@ from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
-_LEAST_HEED_SECONDS = 5.0
+_LEAST_HEED_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Trainer:
         self._generation, self._control, self._stop_signal = generation, control, stop_signal or StopSignal()
         self._clock = clock or clock_of(world.device)
         self._started = time.monotonic()
+        self._startup_seconds = self._clock.spent("start")  # before that
         self._recorder = Recorder(run, generation, world.rank)
         self._engine = Engine(recipe, run.job.train, world, self._clock)
         self._checkpointer = Checkpointer(
@@ -358,7 +359,7 @@ class Trainer:
             "finished",
             f"reached {self._job.train.duration}",
             self._progress.step,
-            self._elapsed_seconds(),
+            self._used_seconds(),
             {f"{split}.{name}": value for name, value in scores.values.items()},
             {f"{split}.{name}": text for name, text in scores.signatures.items()},
             scores.samples,
@@ -389,6 +390,12 @@ class Trainer:
     def _elapsed_seconds(self) -> float:
         """Return the time spent on the run by this generation and by those it continues."""
         return self._restored_seconds + time.monotonic() - self._started
+
+    def _used_seconds(self) -> float:
+        """Return the time that the run took, with its startup and with what failed generations lost."""
+        latest = self._run.latest_generation()
+        before = 0.0 if latest is None else latest.used_seconds
+        return before + self._startup_seconds + time.monotonic() - self._started
 
     def _stop_requested(self) -> bool:
         return self._stop_signal.received or self._control.stop_requested()

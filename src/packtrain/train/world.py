@@ -41,7 +41,7 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What workers must have in common, or agree on."""
+    """Facts about a worker that all must have in common, or agree on."""
 
     host: str
     device: str

@@ -138,6 +138,7 @@ class DashboardEndpoints:
             },
             "result": None if result is None else {**vars(result), "samples": []},
             "job_file": _part(lambda: _job_file(run), str, problems),
+            "parent": _part(lambda: _parent(run), str, problems),
             "names": reader.names(),
         }
         if problems:
@@ -411,6 +412,11 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _parent(run: Run) -> str:
+    """Return the checkpoint that the run started from, in words; empty if it started from nothing."""
+    return "" if run.job.parent is None else f"started from {run.job.parent.identified}"
 
 
 def _difference(runs: Sequence[Run]) -> list[dict[str, Any]]:

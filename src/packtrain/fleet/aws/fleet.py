@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from shutil import which
 from typing import Annotated, Any, Literal
 
@@ -27,7 +29,19 @@ from packtrain.fleet.aws.spot import spot_notice
 from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
 from packtrain.fleet.cloud import CloudFleet, budget_seconds, label_of, wait_until_left
-from packtrain.fleet.fleet import Check, Fleet, LaunchPlan, Machine, Python, Say, Target, Word, silent, states_of
+from packtrain.fleet.fleet import (
+    Check,
+    Fleet,
+    LaunchPlan,
+    Machine,
+    Python,
+    Say,
+    Target,
+    Word,
+    missing_package,
+    silent,
+    states_of,
+)
 from packtrain.fleet.local import session_name
 from packtrain.fleet.prices import list_price
 from packtrain.job import Job
@@ -164,6 +178,16 @@ class AwsSettings(FleetKind):
 
     def build(self) -> Fleet:
         return AwsFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        variables = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+        files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+        has_keys = any(os.environ.get(name) for name in variables) or any(
+            Path(os.environ.get(name) or usual).expanduser().exists() for name, usual in files.items()
+        )
+        keys = {} if has_keys else {"credentials": "run `aws configure`, or set AWS_PROFILE"}
+        return missing_package("boto3", "aws") | keys
 
     def hourly_prices(self) -> Mapping[str, float | None]:
         """Return the prices on demand: spot costs less, but how much less is known only afterwards."""

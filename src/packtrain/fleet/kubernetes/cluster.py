@@ -218,12 +218,22 @@ class Cluster:
         return f"the cluster refuses to {what} {where}: {said}"
 
 
+def config_files() -> str:
+    # Read now: the client reads KUBECONFIG only when it is imported.
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+
+
+def has_access() -> bool:
+    """True if there is a kubeconfig, or this process is in a pod."""
+    files = (Path(file) for file in config_files().split(os.pathsep) if file)
+    return any(file.exists() for file in files) or bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
+
+
 def _configure(configuration: Any, context: str | None) -> str:
     """Read kubectl's configuration into the client's, and return the namespace that it names."""
     from kubernetes.config import ConfigException, kube_config, load_incluster_config
 
-    # Read now: the client reads KUBECONFIG only when it is imported.
-    files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    files = config_files()
     try:
         if not any(Path(file).exists() for file in files.split(os.pathsep) if file):
             if context is None and os.environ.get("KUBERNETES_SERVICE_HOST"):

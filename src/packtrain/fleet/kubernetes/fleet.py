@@ -17,7 +17,7 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -38,6 +38,7 @@ from packtrain.fleet.fleet import (
     Say,
     Target,
     Word,
+    missing_package,
     passed_variables,
     silent,
     states_of,
@@ -52,6 +53,7 @@ from packtrain.fleet.kubernetes.cluster import (
     RequestRefused,
     address_of,
     ending_of,
+    has_access,
     is_ending,
     is_over,
     job_machine,
@@ -180,6 +182,11 @@ class KubernetesSettings(FleetKind):
 
     def build(self) -> Fleet:
         return KubernetesFleet(self)
+
+    @classmethod
+    def missing_here(cls) -> Mapping[str, str]:
+        access = {} if has_access() else {"kubeconfig": "log in to a cluster, or set KUBECONFIG"}
+        return missing_package("kubernetes", "kubernetes") | access
 
     def variable_fault(self, variable: str) -> str | None:
         if variable in self.secrets or variable in self.variables:

@@ -33,6 +33,7 @@ from packtrain.recipes.recipe import (
     Measurement,
     Network,
     Prediction,
+    Rows,
     Scores,
     read_options,
     text_prediction,
@@ -163,6 +164,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     score_packages = ("sacrebleu",)
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
+    rows: ClassVar[Rows] = {"embedding.weight": "pieces", "bias": "pieces"}
     decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     sizes = SIZES

@@ -23,7 +23,7 @@ from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import EOS
 from packtrain.pack.words import split_words
 from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
-from packtrain.recipes.recipe import Decoding, Network, Prediction, Scores
+from packtrain.recipes.recipe import Decoding, Network, Prediction, Rows, Scores
 from packtrain.recipes.statistics import Statistic, perplexity
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Chat(PairRecipe):
     decoding = Decoding(repetition=1.2, no_repeat=3)
     supports_chat = True
     sizes = SIZES
+    rows: ClassVar[Rows] = dict.fromkeys(("embedding.weight", "output.weight", "output.bias"), "pieces")
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 8000, "max_ratio": 80.0},
         "model": "full",

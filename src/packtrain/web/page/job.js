@@ -29,6 +29,8 @@ export class Job {
     this.result = make("div");
     this.differences = card("Differences", this.result);
     this.differences.head.append(this.chooser);
+    this.parent = make("p", "readout");
+    job.head.append(this.parent);
     place.append(this.differences, job);
     this.#fill();
     this.#compare();
@@ -51,6 +53,7 @@ export class Job {
   }
 
   detailed(detail) {
+    setText(this.parent, short(detail.parent ?? "", 200));
     setText(this.source.firstChild, clean(detail.job_file ?? "", 200_000));
   }
 
