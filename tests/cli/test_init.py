@@ -152,7 +152,7 @@ AMBIGUOUS = {
     "direction": ("translate", ["train.de", "train.en"], ["en"], "[{bitext: [data/train.en, data/train.de]}]"),
     "languages": ("translate", ["train.de", "train.en", "train.fr"], ["fr", "de"], "data/train.fr, data/train.de"),
     "two candidates": ("classify", ["train/1", "val/1", "dev/1"], ["dev"], "valid: [{imagenet: data/dev}]"),
-    "only a test set": ("classify", ["train/1", "test/1"], ["no"], "valid: []\n  test: [{imagenet: data/test}]"),
+    "only a test set": ("classify", ["train/1", "test/1"], ["no"], "\n  test: [{imagenet: data/test}]\n"),
     "classes": ("classify", ["train/1", "valid/1", "bus/1"], ["yes"], "train: [{imagenet: data}]"),
     "splits": ("classify", ["train/1", "valid/1", "docs/1"], ["no"], "train: [{imagenet: data/train}]"),
 }
