@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import bench
+import packtrain
 from packtrain.data.loader import Order, Position, rank_batches
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
@@ -136,7 +137,7 @@ def main() -> None:
         scratch.mkdir()
         shared.mkdir()
         recipe_of(shared, EXCHANGES["ddp"])
-        with hosts(scratch, 2, shared=[shared, HERE.parent]) as network:
+        with hosts(scratch, 2, shared=[shared, HERE.parent, Path(packtrain.__file__).parent]) as network:
             for exchange in options.only:
                 row: dict[str, object] = {"exchange": exchange}
                 for link in options.links:

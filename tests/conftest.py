@@ -11,11 +11,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.testing
 
 from packtrain.store import Store, open_store
+from packtrain.system import FileLock
 from parts import azure, ceph, gcs, hosts, kubernetes
 from parts.kubernetes import KubernetesCluster
 from parts.loopback import served
@@ -38,25 +42,52 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["parts.reaper"]
 
-# Of the folders and files that take minutes, the longest first: so the processes that share the tests end together.
-LONG = ("test_benchmarks.py", "faults", "fleet", "recipes", "end_to_end", "train", "node")
+# Reading the options of thirty commands takes longer than most tests that run one: once is enough.
+typer.testing._get_command = cache(typer.testing._get_command)
+
+# The files that take longest, in that order: so the processes that share the tests end together.
+LONGEST = (
+    "test_on_kubernetes", "test_image", "test_killed", "test_translate_job", "test_store_away", "test_mpi",
+    "test_hosts", "test_ssh", "test_moves", "test_trainer", "test_starved", "test_aws", "test_slurm",
+    "test_dashboard_page", "test_on_aws", "test_node", "test_bundle", "test_benchmarks", "test_kill_anywhere",
+    "test_fuzz_records", "test_onnx", "test_deliver", "test_ibm", "test_environment", "test_on_arm64", "test_bucket",
+    "test_commands", "test_notebook", "test_own_recipe", "test_base", "test_drive",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        name = item.path.relative_to(Path(__file__).parent).parts[0]
-        return LONG.index(name) if name in LONG else len(LONG)
+        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file to one process, for what they share; but each benchmark to any."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith("test_benchmarks.py") else file
+
+    return ByFile(config, log)
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
-    """The run that the others are compared with."""
-    sandbox = make_sandbox(tmp_path_factory.mktemp("oracle"))
-    done = sandbox.packtrain("run", "job.yaml")
-    assert done.returncode == 0, done.stderr + done.stdout
-    return sandbox
+    """The run that the others are compared with; the processes that share the tests make it once."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uninterrupted"
+    with FileLock(place.with_suffix(".lock")):
+        if not (place / "finished").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            done = make_sandbox(place).packtrain("run", "job.yaml")
+            assert done.returncode == 0, done.stderr + done.stdout
+            (place / "finished").touch()
+    return Sandbox(place, str(place / "store"))
 
 
 @pytest.fixture

@@ -11,10 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
+from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import app
+from packtrain.cli import app, asked_for
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
@@ -369,6 +372,20 @@ def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert "..." not in packtrain("--help", cwd=tmp_path).stdout.partition("Commands:")[2]
+
+
+def test_only_the_command_that_is_asked_for_is_built() -> None:
+    for verb in ("ls", "run"):
+        built = get_command(asked_for([verb, "--help"]))
+        assert list(built.commands) == [verb]  # type: ignore[attr-defined]
+    assert all(asked_for(words) is app for words in ([], ["--help"], ["lss"], ["volume", "ls"]))
+
+
+def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(context: typer.Context) -> None: ...
+
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands, CommandInfo(callback=complete)])
+    assert asked_for(["complete"]) is app
 
 
 def test_help_names_every_verb(tmp_path: Path) -> None:

@@ -349,17 +349,21 @@ def test_a_result_that_the_store_refused_is_written_later_and_nothing_restarts(
     assert len(run.generations()) == 1
 
 
-def test_the_next_launcher_is_prepared_after_the_first_step(
-    directory_store: Store, stepped: Callable[..., Stepped]
+@pytest.mark.parametrize("first", ["a step", "ten seconds"])
+def test_the_next_launcher_is_prepared_after_the_first_step_and_ten_seconds(
+    first: str, directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:
     one = stepped(new_run(directory_store, recipe_job()))
     launchers: FakeLaunchers = one.node.launchers  # type: ignore[assignment]
     one.look(3)
     assert one.node.group is not None
-    assert not launchers.is_ready
-    one.node.group.control.report_step()
-    one.look()
-    assert launchers.is_ready
+    for is_last, is_step in ((False, first == "a step"), (True, first != "a step")):
+        if is_step:
+            one.node.group.control.report_step()
+        else:
+            one.clock.now += 10
+        one.look()
+        assert launchers.is_ready == is_last
 
 
 def test_the_programs_directory_is_restored_once(

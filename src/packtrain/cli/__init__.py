@@ -6,9 +6,12 @@ Commands import heavy modules inside their functions, so that `packtrain --help`
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from copy import copy
 from typing import Annotated
 
 import typer
+from typer.main import get_command_name
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import (
@@ -74,12 +77,28 @@ for group in (
     group.register(app)
 
 
+def asked_for(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the asked command alone, if the first word is one.
+
+    Typer reads the options of all commands before it runs one, which takes longer than most commands do. A command
+    that takes the context may look at the others there.
+    """
+    for one in app.registered_commands:
+        assert one.callback is not None
+        name = one.name or get_command_name(one.callback.__name__)
+        if [name] == list(words[:1]) and "typer.Context" not in one.callback.__annotations__.values():
+            alone = copy(app)
+            alone.registered_commands, alone.registered_groups = [one], []
+            return alone
+    return app
+
+
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
     try:
         with safe_output():
             try:
-                app()
+                asked_for(sys.argv[1:])()
             except PacktrainError as error:
                 _complain(str(error))
                 sys.exit(error.exit_code)
