@@ -40,6 +40,8 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["parts.reaper"]
+
 # Reading the options of thirty commands takes longer than most tests that run one: once is enough.
 typer.testing._get_command = cache(typer.testing._get_command)
 

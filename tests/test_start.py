@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pack.pictures import photo, saved
 from packtrain.cli import app
 from packtrain.errors import Mistake
 from packtrain.pack.build import PlainProgress
@@ -170,6 +171,22 @@ def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_pa
     assert data["images"] == "s3://bucket/images"
     assert sorted(prepared.files) == [entry.key for entry in store.list("files/")]
     assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"
+
+
+def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        f"data/{label}/{number}.jpg": saved(photo(40, 30, number), "JPEG") for label in "ab" for number in range(3)
+    }
+    write_files(tmp_path, {**files, "data/a/broken.jpg": b"?", "data/a/README.txt": b"?"})
+    job = f"name: pets\nrecipe: classify\nstore: {tmp_path}/store\ndata: {{train: {{imagenet: data}}}}\nmodel: tiny\n"
+    (tmp_path / "job.yaml").write_text(job)
+    monkeypatch.setattr("packtrain.cli.jobs._start_and_follow", lambda *_: None)
+    command = ["run", str(tmp_path / "job.yaml")]
+    refused = CliRunner().invoke(app, command)
+    assert "1 of 7 samples are unusable" in str(refused.exception)
+    done = CliRunner().invoke(app, [*command, "--allow-drops"])
+    assert done.exit_code == 0, done.exception
+    assert "train: 6 images; left out 1 (not a picture by its name), 1 (not an image" in done.output
 
 
 def test_settings_that_are_larger_than_the_data_are_named_with_what_to_set(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from packtrain.errors import Mistake
 from packtrain.store import StoreError
 from packtrain.store.errors import explained
 from packtrain.system import FileLock, cache_directory, usable_cores
+from parts.presence import need
 
 HOLDER = """
 import sys
@@ -45,6 +46,7 @@ def test_shared_locks_exclude_only_exclusive_ones(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch(mode=0o444)
     with FileLock(path, shared=True), FileLock(path, shared=True, wait=False):
+        path.chmod(0o644)  # only an exclusive lock needs to write
         assert not is_free(path)
     with FileLock(path), pytest.raises(BlockingIOError):
         FileLock(path, shared=True, wait=False)
@@ -143,6 +145,7 @@ def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int, adv
 
 
 def test_a_cache_of_another_user_is_refused(cache: Path) -> None:
+    need(os.geteuid() == 0, "only root can give a directory away")
     os.chown(cache_directory(), 12345, 12345)
     with pytest.raises(Mistake, match="belongs to another user; set PACKTRAIN_CACHE to a directory of your own"):
         cache_directory()

@@ -74,6 +74,10 @@ def stop_requested() -> bool:
     return is_stopping()
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)  # not the modules that happen to be imported
+
+
 def __getattr__(name: str) -> object:
     if name != "RunHandle":
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")

@@ -47,9 +47,9 @@ from packtrain.train.progress import Progress
 from packtrain.units import Duration
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
+def load(path: str | Path, overrides: Sequence[str] = (), allow_drops: bool = False) -> LoadedJob:
     """Load a job and check it against its recipe and this machine's environment."""
-    loaded = load_job(path, overrides, recipe_defaults)
+    loaded = replace(load_job(path, overrides, recipe_defaults), allow_drops=allow_drops)
     try:
         check_recipe(loaded.job, loaded.code)
     except FieldMistake as mistake:
@@ -83,9 +83,7 @@ def _without_launcher(loaded: LoadedJob) -> LoadedJob:
     return replace(loaded, job=job.model_copy(update={"program": (first, *rest), "fleet": fleet}))
 
 
-def pack_data(
-    loaded: LoadedJob, store: Store, progress: PackProgress, workers: Workers, allow_drops: bool = False
-) -> Manifest | None:
+def pack_data(loaded: LoadedJob, store: Store, progress: PackProgress, workers: Workers) -> Manifest | None:
     """Return the job's pack, packing it if needed; a program has none."""
     if loaded.job.program is not None:
         return None
@@ -98,7 +96,7 @@ def pack_data(
     try:
         directory = cache_directory() / "sources"  # remote files are downloaded once per machine
         data = loaded.job.data.map_sources(lambda source: local_source(source, store, directory, progress.say))
-        return pack(loaded.job.name, data, store, workers, progress, allow_drops)
+        return pack(loaded.job.name, data, store, workers, progress, loaded.allow_drops)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
 

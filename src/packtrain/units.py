@@ -13,7 +13,8 @@ from packtrain.errors import nearest
 
 # Separators only between groups of three: `1,5 hours` must not become fifteen.
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]+"
-_QUANTITY = re.compile(rf"([-+]?(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+_NUMBER = rf"(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+_QUANTITY = re.compile(rf"([-+]?{_NUMBER})\s*([A-Za-z]+)", re.ASCII)
 _MACHINES = re.compile(r"([0-9]+)(?:\s*\.\.\s*([0-9]+))?", re.ASCII)
 _MAX_MACHINES = 100_000
 MAX_WORKERS = 1024  # of one machine, more than any has GPUs or cores for
@@ -39,6 +40,24 @@ _BYTES_PER: Mapping[str, int] = {
     **{prefix + "B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), 1)},
     **{prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
 }
+
+
+def _pattern(*units: str) -> str:
+    """Return the pattern of a number with one of these units, as JSON Schema has patterns."""
+    return rf"^\s*\+?{_NUMBER}\s*(?:{'|'.join(units)})\s*$"
+
+
+TIME_PATTERN = _pattern(*_SECONDS_PER)
+STEPS_PATTERN = _pattern("step", "steps")
+DURATION_PATTERN = _pattern(*_SECONDS_PER, *_COUNTED)
+AMOUNT_PATTERN = _pattern(*_AMOUNTS)
+BYTES_PATTERN = _pattern(*_BYTES_PER)
+MACHINES_PATTERN = r"^\s*[0-9]+(?:\s*\.\.\s*[0-9]+)?\s*$"
+
+
+def amount_pattern(unit: str) -> str:
+    """Return the pattern of an amount in tokens, or of one in samples."""
+    return _pattern(*(word for word, meant in _AMOUNTS.items() if meant == unit))
 
 
 def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[float, str]:

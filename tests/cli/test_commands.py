@@ -85,6 +85,27 @@ def test_a_wrong_job_is_refused_in_one_line_and_nothing_is_started(
     assert not (tmp_path / "store" / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "suggestion"),
+    [(["rnu"], "Did you mean 'run'?"), (["run", "--detahc"], "--detach"), (["--verson"], "--version")],
+)
+def test_a_misspelled_word_is_answered_with_the_right_one(typed: list[str], suggestion: str) -> None:
+    done = CliRunner().invoke(app, typed)
+    assert done.exit_code == 2
+    assert suggestion in done.output.splitlines()[-1]
+
+
+def test_packtrain_alone_lists_the_commands_and_where_to_start() -> None:
+    done = CliRunner().invoke(app, [])
+    assert "\n  run  " in done.output
+    assert "Start with `packtrain init`" in done.output.splitlines()[-1]
+
+
+def test_the_package_lists_its_interface_and_nothing_else() -> None:
+    assert dir(pt) == sorted(pt.__all__)
+    assert all(hasattr(pt, name) for name in pt.__all__)
+
+
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\nprogram: [trian.py]\n")
     assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program: ", "there is no file")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+import tarfile
 import zipfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cli.test_commands import assert_refused, packtrain
+from packtrain.cli import app
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.cli.toy_data import english, german
 from packtrain.errors import Mistake
@@ -20,6 +24,9 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
+from parts.runs import write_files
+
+TAR = tarfile.TarInfo("x").tobuf() + bytes(1024)
 
 
 def test_there_is_a_template_for_every_recipe_an_own_one_and_a_program() -> None:
@@ -103,6 +110,112 @@ def test_own_data_is_named_in_the_job(kind: str, names: list[str], source: str, 
     assert (data.train[0].paths, data.valid, data.held_out) == (tuple(map(str, paths)), (), 0.05)
 
 
+LAYOUTS: dict[str, tuple[str, list[str], list[list[str]]]] = {
+    "folders": ("classify", ["train/cat/1", "val/cat/1", "test/cat/1", "README.md"], [["train"], ["val"], ["test"]]),
+    "archives": ("classify", ["set-train.tar", "set-test.tar"], [["set-train.tar"], ["set-test.tar"], []]),
+    "texts": (
+        "translate",
+        ["train.de", "train.en", "dev.de", "dev.en", "dev.fr"],
+        [["train.de", "train.en"], ["dev.de", "dev.en"], []],
+    ),
+    "table": ("translate", ["training.tsv.gz"], [["training.tsv.gz"], [], []]),
+    "replies": ("chat", ["a_train.txt", "a_valid.txt"], [["a_train.txt"], ["a_valid.txt"], []]),
+    "coco": (
+        "caption",
+        ["train2014/1", "val2014/1", "annotations/instances_train2014.json"]
+        + [f"annotations/captions_{split}2014.json" for split in ("train", "val")],
+        [["annotations/captions_train2014.json", "train2014"], ["annotations/captions_val2014.json", "val2014"], []],
+    ),
+    "one folder of images": (
+        "caption",
+        ["train.json", "valid.json", "images/1"],
+        [["train.json", "images"], ["valid.json", "images"], []],
+    ),
+    "lines": ("classify", ["train.jsonl", "test.jsonl", "val.jsonl"], [["train.jsonl"], ["val.jsonl"], ["test.jsonl"]]),
+    "classes": ("classify", ["train/1", "bus/1", "car/1"], [["."], [], []]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_splits_of_a_folder_are_found(layout: str, tmp_path: Path) -> None:
+    kind, names, expected = LAYOUTS[layout]
+    data = tmp_path / "data"
+    write_files(data, {name: TAR if name.endswith(".tar") else b"" for name in names})
+    written = write_job(InitRequest(kind, tmp_path / "job.yaml", train=[str(data)]))
+    job = load(tmp_path / "job.yaml").job.data
+    found = [[path for source in sources for path in source.paths] for sources in (job.train, job.valid, job.test)]
+    assert found == [[str(data / path) for path in paths] for paths in expected]
+    assert len(written.taken) == (sum(map(bool, expected)) if layout != "classes" else 0)
+
+
+AMBIGUOUS = {
+    "direction": ("translate", ["train.de", "train.en"], ["en"], "[{bitext: [data/train.en, data/train.de]}]"),
+    "languages": ("translate", ["train.de", "train.en", "train.fr"], ["fr", "de"], "data/train.fr, data/train.de"),
+    "two candidates": ("classify", ["train/1", "val/1", "dev/1"], ["dev"], "valid: [{imagenet: data/dev}]"),
+    "only a test set": ("classify", ["train/1", "test/1"], ["no"], "\n  test: [{imagenet: data/test}]\n"),
+    "classes": ("classify", ["train/1", "valid/1", "bus/1"], ["yes"], "train: [{imagenet: data}]"),
+    "splits": ("classify", ["train/1", "valid/1", "docs/1"], ["no"], "train: [{imagenet: data/train}]"),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_person_decides_where_names_can_be_read_in_two_ways(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, names, answers, expected = AMBIGUOUS[case]
+    write_files(Path("data"), dict.fromkeys(names, b""))
+    left = list(answers)
+
+    def ask(_question: str, choices: Sequence[str]) -> str:
+        assert left[0] in choices
+        return left.pop(0)
+
+    written = write_job(InitRequest(kind, Path("job.yaml"), train=["data"]), ask)
+    assert expected in Path("job.yaml").read_text()
+    assert not left
+    assert not written.notes
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome"),
+    [
+        ("direction", "translates from de; swap the files in the job for the other way"),
+        ("languages", "--data: holds de, en, fr; name the two files: --data train.en --data train.de"),
+        ("two candidates", "left out dev"),
+        ("only a test set", "there is no validation data, so the best checkpoint is chosen by test"),
+        ("classes", "train and valid are beside bus, so they may be classes; name the data: --data data/train --valid"),
+    ],
+)
+def test_without_a_person_init_says_what_it_took_or_what_to_name(
+    case: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, names, _, _ = AMBIGUOUS[case]
+    write_files(Path("data"), dict.fromkeys(names, b""))
+    done = CliRunner().invoke(app, ["init", kind, "job.yaml", "--data", "data"])
+    if "--data" in outcome:
+        assert outcome in str(done.exception)
+    else:
+        assert f"  note:    {outcome}\n" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_folder_without_splits_is_refused_where_it_cannot_be_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(Mistake, match=r"holds neither train\.en and train\.de nor train\.tsv; name the files"):
+        write_job(InitRequest("translate", tmp_path / "job.yaml", train=[str(tmp_path / "data")]))
+
+
+def test_named_validation_data_is_taken_instead_of_what_is_found(tmp_path: Path) -> None:
+    write_files(tmp_path, {"data/train/cat/1": b"", "data/valid/cat/1": b"", "other/cat/1": b""})
+    write_job(InitRequest("classify", tmp_path / "job.yaml", None, [str(tmp_path / "data")], [str(tmp_path / "other")]))
+    job = load(tmp_path / "job.yaml").job.data
+    assert [source.paths for source in (*job.train, *job.valid)] == [
+        (str(tmp_path / "data/train"),), (str(tmp_path / "other"),),
+    ]  # fmt: skip
+
+
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("mine")
     assert_refused(packtrain("init", "own", "job.yaml", cwd=tmp_path), 2, "job.yaml exists", "init own my.yaml")
@@ -112,7 +225,8 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
     write_job(InitRequest("program", tmp_path / "program.yaml"))
     assert (tmp_path / "job.yaml").read_text() == "mine"
     assert (tmp_path / "train.py").read_text() == "mine too"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat-data", "job.yaml", "program.yaml", "train.py"]
+    kept = {"chat-data", "job.yaml", "train.py"}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "program.yaml", ".packtrain"}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from packtrain.pack.folder import FolderSource
 from packtrain.pack.web import Download, FetchPolicy, Say, redirected
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explained
+from parts.presence import need
 from parts.proxy import CUT, DROP, REFUSE, Proxy
 
 DATA = bytes(range(256)) * 12_000  # more than what is read at a time
@@ -520,6 +521,7 @@ def visited(folder: Path, urls: list[str]) -> list[tuple[str, set[str]]]:
     """Fetch each URL elsewhere; return what was told, and which addresses were asked."""
     hosts = folder / "hosts"
     hosts.write_text("8.8.8.8 changing.test\n169.254.169.254 metadata.test\n127.0.0.1 inside.test localhost\n")
+    need(os.geteuid() == 0, "only root can make a network of its own")
     command = ["unshare", "-n", "-m", "sh", "-c", ELSEWHERE, "sh", sys.executable, str(hosts), str(folder), VISITOR]
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     done = subprocess.run(

@@ -26,7 +26,7 @@ from pack.rawsets import (
 from packtrain.errors import Mistake
 from packtrain.pack.devkit import devkit_synsets
 from packtrain.pack.imagenet import CIRCLE, EMPTY_CLASS, NO_CLASS, NO_FILE, NO_IMAGE, ImageNetSource
-from packtrain.pack.raw import HIDDEN, MISSING_FILE, DropCounter, RawImage
+from packtrain.pack.raw import HIDDEN, MISSING_FILE, NO_PICTURE, DropCounter, RawImage
 
 ANIMALS = {"n02": ["b.JPEG", "a.JPEG"], "n01": ["c.JPEG"], "n03": ["d.JPEG", "e.JPEG", "f.JPEG"]}
 
@@ -117,6 +117,19 @@ class TestFoldersOfClasses:
         filtered = DropCounter()
         assert [sample.name for sample in samples(train, filtered=filtered)] == ["n01/x", "n02/y"]
         assert filtered.counts == {HIDDEN: 7, NO_CLASS: 1, NO_FILE: 1, CIRCLE: 1}
+
+    def test_what_is_no_picture_by_its_name_is_no_sample(self, tmp_path: Path) -> None:
+        others = ["README.txt", "SHA256SUMS", "md5sum.txt", "labels.CSV", "index.html", "photos.db", "README"]
+        pictures = ["x", "y.JPEG", "notes.txt.jpg", "readme-1.png", "1.heic", "2.xyz"]
+        train = write_classes(tmp_path / "train", {"n01": [*others, *pictures], "n02": ["z"]})
+        (tmp_path / "train/n02/LICENSE").symlink_to("nowhere")
+        (tmp_path / "train/n02/photos.db").mkdir()
+        write(tmp_path / "train/n02/photos.db/deep", picture(5))
+        dropped, filtered = DropCounter(), DropCounter()
+        found = {sample.name for sample in samples(train, drop=dropped, filtered=filtered)}
+        assert found == {*(f"n01/{name}" for name in pictures), "n02/z", "n02/photos.db/deep"}
+        assert filtered.counts == {NO_PICTURE: len(others) + 1}
+        assert not dropped.counts
 
     def test_splits_are_not_taken_for_classes(self, tmp_path: Path) -> None:
         data = write_classes(tmp_path / "data", {"train": ["x"], "val": ["y"]})
@@ -238,7 +251,10 @@ CLASS_FILES = [
     ("n02/deep/a.JPEG", picture(3)),
     ("__MACOSX/n02/._b.JPEG", b"?"),
     ("n01/.DS_Store", b"?"),
+    ("LABELS", b"?"),
     ("README", b"?"),
+    ("n01/README.txt", b"?"),
+    ("docs/index.html", b"?"),
 ]
 
 
@@ -253,7 +269,7 @@ class TestClassFoldersInArchives:
             ("n01/c.JPEG", 0, picture(2)),
             ("n02/deep/a.JPEG", 1, picture(3)),
         ]
-        assert filtered.counts == {HIDDEN: 2, NO_CLASS: 1}
+        assert filtered.counts == {HIDDEN: 2, NO_CLASS: 1, NO_PICTURE: 3}
 
     def test_folders_around_the_class_folders_do_not_matter(self, tmp_path: Path, name: str) -> None:
         around = [(f"data/train/{file}", data) for file, data in CLASS_FILES]

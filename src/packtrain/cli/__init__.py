@@ -17,6 +17,7 @@ from typer.main import get_command_name
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.cli import (
     compare,
+    completion,
     copies,
     evaluate,
     export,
@@ -26,6 +27,7 @@ from packtrain.cli import (
     packages,
     plan,
     runs,
+    schema,
     serve,
     stored,
     sweep,
@@ -54,6 +56,7 @@ app = typer.Typer(
     name="packtrain",
     cls=Commands,
     help="Pack your data once, train it anywhere, bring the model home.",
+    epilog="Start with `packtrain init`; `packtrain COMMAND --help` has the options.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -87,7 +90,7 @@ def options(
 
 for group in (
     jobs, plan, sweep, runs, stored, compare, ui, tensorboard, models, evaluate, export, serve, copies, machines,
-    packages,
+    packages, schema, completion,
 ):  # fmt: skip
     group.register(app)
 

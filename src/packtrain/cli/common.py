@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
@@ -50,12 +50,17 @@ SetOption = Annotated[
         "--set", metavar="FIELD=VALUE", help='Override a field of the job, e.g. train.duration="100 steps"; repeatable.'
     ),
 ]
+DropsOption = Annotated[bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-code", help="Run the run's own code even if you have not run it from here before.")
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint of a run: by score, age or step."),
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|STEP",
+        help="Which checkpoint of a run: by score, age or step. Default: last.",
+    ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
@@ -207,6 +212,22 @@ def confirm(lines: Iterable[str], question: str, reason: str, yes: bool, refusal
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise Mistake(refusal)
+
+
+def ask(question: str, answers: Sequence[str]) -> str | None:
+    """Ask on standard error, and return the answer; None if there is nobody to ask. Enter takes the first one."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    while True:
+        print(f"{question} [{'/'.join(answers)}] ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        given = line.strip().lower()
+        fitting = [answer for answer in answers if answer.lower().startswith(given)]
+        exact = [answer for answer in fitting if answer.lower() == given]
+        if not line or not given:
+            return answers[0]
+        if exact or len(fitting) == 1:
+            return (exact or fitting)[0]
 
 
 class SafeStream(io.TextIOBase):

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from packtrain.cli.common import (
-    CheckpointOption,
     JsonOption,
     StoreOption,
     TrustOption,
@@ -30,7 +29,10 @@ def export(
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to write. Default: model.")
     ] = None,
     store: StoreOption = None,
-    checkpoint: CheckpointOption = "best",
+    checkpoint: Annotated[
+        str,
+        typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint: by score, age or step."),
+    ] = "best",
     average: Annotated[
         int, typer.Option("--average", min=1, max=100, help="Average the weights of that many checkpoints.")
     ] = 1,
@@ -41,7 +43,9 @@ def export(
     int8: Annotated[bool, typer.Option("--int8", help="Quantize the weights: smaller, and faster on CPUs.")] = False,
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", min=0.0, help="How much worse than in torch the model may score."),
+        typer.Option(
+            "--tolerance", min=0.0, help="How much worse than in torch the model may score. Default: the recipe's."
+        ),
     ] = None,
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Compare the two on at most this many validation samples.")

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import (
+    DropsOption,
     JobArgument,
     QuietOption,
     RunArgument,
     SetOption,
     StoreOption,
     TrustOption,
+    ask,
     console,
     find_run,
     hints,
@@ -57,7 +59,11 @@ def init(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="PATH", help="Training data; repeatable. Default: generate toy data."),
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Training data, or a folder with train, valid and test; repeatable. Default: generate toy data.",
+        ),
     ] = None,
     valid: Annotated[
         list[str] | None, typer.Option("--valid", metavar="PATH", help="Validation data; repeatable.")
@@ -72,9 +78,11 @@ def init(
             screen.say((f"packtrain init {word:<10}", "bold"), f" {template.about}")
         return
     job = Path(path or f"{kind}.yaml")
-    written = write_job(InitRequest(kind, job, name, data or (), valid or ()))
+    written = write_job(InitRequest(kind, job, name, data or (), valid or ()), ask)
     *first, last = written.files
     screen.say(f"Wrote {', '.join(first)}{' and ' if first else ''}{last}")
+    screen.say_lines(f"  data:    {line}" for line in written.taken)
+    screen.say_lines(f"  note:    {line}" for line in written.notes)
     screen.say("  train:   ", (shlex.join(["packtrain", "run", str(job)]), "bold"))
     if written.example:
         screen.say("  predict: ", (f"packtrain predict {written.example}", "bold"))
@@ -90,9 +98,7 @@ def pack(
         str | None, typer.Option(metavar="ADDRESS", help="Pack on a Dask cluster, e.g. tcp://host:8786.")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics and write a page of samples.")] = False,
-    allow_drops: Annotated[
-        bool, typer.Option("--allow-drops", help="Drop unusable samples instead of stopping.")
-    ] = False,
+    allow_drops: DropsOption = False,
 ) -> None:
     """Pack a job's raw data into its store, unless the pack exists."""
     from packtrain.cli.packs import ProgressBars, show_stats
@@ -100,10 +106,10 @@ def pack(
     from packtrain.start import load, pack_data
     from packtrain.store import open_store
 
-    loaded = load(job, overrides or ())
+    loaded = load(job, overrides or (), allow_drops)
     store, screen = open_store(loaded.job.store, create=True), console()
     workers = Dask(dask) if dask else Processes(processes)
-    manifest = pack_data(loaded, store, ProgressBars(screen), workers, allow_drops)
+    manifest = pack_data(loaded, store, ProgressBars(screen), workers)
     if manifest is None:
         screen.say("Nothing to pack: the job runs a program.")
         return
@@ -118,6 +124,7 @@ def run(
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
     quiet: QuietOption = False,
+    allow_drops: DropsOption = False,
     parent: Annotated[
         str | None,
         typer.Option(
@@ -151,7 +158,7 @@ def run(
     if fresh and parent is None:
         raise Mistake("--fresh: needs --from RUN")
     beginning = None if parent is None else Beginning(read_name(parent, "--from "), fresh)
-    loaded = load(job, overrides or ())
+    loaded = load(job, overrides or (), allow_drops)
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
     if form is not None:

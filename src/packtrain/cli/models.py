@@ -53,25 +53,45 @@ def predict(
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="Read the inputs from a file, one per line.")
     ] = None,
-    beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size.")] = None,
+    beam: Annotated[
+        int | None, typer.Option("--beam", min=1, max=100, help="Beam size. Default: the recipe's.")
+    ] = None,
     n_best: Annotated[
-        int | None, typer.Option("--n-best", min=1, max=100, help="Print the N best outputs with their scores.")
+        int | None,
+        typer.Option(
+            "--n-best", min=1, max=100, help="Print the N best outputs with their scores. Default: the best alone."
+        ),
     ] = None,
     nucleus: Annotated[
         float | None,
         typer.Option(
-            "--nucleus", min=0.0, max=1.0, help="Sample from the most likely tokens that add up to this probability."
+            "--nucleus",
+            min=0.0,
+            max=1.0,
+            help="Sample from the most likely tokens that add up to this probability. Default: the recipe's.",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0.01, max=100.0, help="Sampling temperature; higher is more random."),
+        typer.Option(
+            "--temperature",
+            min=0.01,
+            max=100.0,
+            help="Sampling temperature; higher is more random. Default: the recipe's.",
+        ),
     ] = None,
     repetition: Annotated[
         float | None,
-        typer.Option("--repetition", min=1.0, max=100.0, help="Repetition penalty; values above 1 discourage repeats."),
+        typer.Option(
+            "--repetition",
+            min=1.0,
+            max=100.0,
+            help="Repetition penalty; values above 1 discourage repeats. Default: the recipe's.",
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**62, help="Random seed for sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**62, help="Random seed for sampling. Default: 1.")
+    ] = None,
     attention_maps: Annotated[
         Path | None,
         typer.Option("--attention-maps", metavar="DIR", help="Write an attention map (PNG) for each image to DIR."),

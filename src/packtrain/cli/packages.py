@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import JobArgument, SetOption, console
+from packtrain.cli.common import DropsOption, JobArgument, SetOption, console
 
 if TYPE_CHECKING:
     from packtrain.fleet.bundle import BundleWriter
@@ -151,6 +151,7 @@ def bundle(
     platform: PlatformOption = None,
     python: PythonOption = None,
     requirements: RequirementsOption = None,
+    allow_drops: DropsOption = False,
 ) -> None:
     """Write a job with its wheels, code and pack, for use offline."""
     from packtrain.cli.packs import ProgressBars
@@ -166,7 +167,7 @@ def bundle(
 
     _check_requirements(requirements)
     target = _wheel_target(variant, platform, python)
-    loaded, screen = load(job, overrides or ()), console()
+    loaded, screen = load(job, overrides or (), allow_drops), console()
     name = f"{loaded.job.name}-bundle"
     file = output or Path(f"{name}.tar")
     if not file.parent.is_dir():  # before the download, which takes minutes

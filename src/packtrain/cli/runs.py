@@ -260,7 +260,9 @@ def logs(
     name: RunArgument = None,
     store: StoreOption = None,
     keep: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only lines of this worker.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Only lines of this worker. Default: all.")
+    ] = None,
 ) -> None:
     """Print the output of all workers, or of one. With -f, also the steps and scores of a recipe."""
     run = find_run(store, name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packtrain.cli.common import (
+    DropsOption,
     JsonOption,
     SetOption,
     StoreOption,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from packtrain.run.sweeps import Sweep
     from packtrain.run.trust import Accept
     from packtrain.store import Store
-    from packtrain.sweep.plan import PreparedSweep
+    from packtrain.sweep.plan import PreparedSweep, SweepRequest
 
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 5.0  # between two tables of a sweep that runs
@@ -75,6 +76,7 @@ def sweep(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write table and plot as an HTML page.")
     ] = None,
     store: StoreOption = None,
+    allow_drops: DropsOption = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,6 +85,7 @@ def sweep(
     Ctrl-C detaches: runs keep running, and the same command, or the name of the sweep, continues.
     """
     from packtrain.run.sweeps import Sweep
+    from packtrain.sweep.plan import SweepRequest
 
     if target is None:
         _list(existing_store(store), as_json)
@@ -97,29 +100,22 @@ def sweep(
         sys.exit(_drive(found, parallel, trusting(trust_code), output, as_json))
     if store is not None:
         raise Mistake("--store: a job file names its store; change it with --set store=...")
-    prepared = _prepared(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name)
+    request = SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
+    prepared = _prepared(request)
     if dry_run:
         _print_plan(prepared, as_json)
         return
     sys.exit(_drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json))
 
 
-def _prepared(
-    job: Path,
-    grid: list[str] | tuple[()],
-    overrides: list[str] | tuple[()],
-    draws: int | None,
-    seed: int,
-    halving: bool,
-    parallel: int | None,
-    name: str | None,
-) -> PreparedSweep:
+def _prepared(request: SweepRequest) -> PreparedSweep:
     from packtrain.job.part import is_name
-    from packtrain.sweep.plan import SweepRequest, prepare_sweep
+    from packtrain.sweep.plan import prepare_sweep
 
+    name = request.name
     if name is not None and (not is_name(name) or len(name) > 56):
         raise Mistake(f"--name {name[:60]}: names have at most 56 of a-z, 0-9 and -, and do not start with -")
-    return prepare_sweep(SweepRequest(job, grid, overrides, draws, seed, halving, parallel, name))
+    return prepare_sweep(request)
 
 
 def _created(prepared: PreparedSweep, as_json: bool) -> Sweep:

@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from packtrain.cli import toy_data
+from packtrain.cli.schema import EDITOR_LINE, write_beside
+from packtrain.cli.splits import Ask, Splits, find_splits
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
 
@@ -21,6 +23,7 @@ _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
 # Settings for a natural language, and for the few words of the toy data.
 _LANGUAGE = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
 _FEW_WORDS = {"vocabulary": "400", "warmup": "100 steps", "every": "100 steps"}
+_VALID = re.compile(r"^  valid: .*\n", re.MULTILINE)
 _HELD_OUT = "5 %"  # where a person has no validation data
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
@@ -97,13 +100,18 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class InitResult:
-    """Descriptions of the files that were written, and arguments of `packtrain predict` to try."""
+    """Descriptions of the files that were written, and arguments of `packtrain predict` to try.
+
+    `taken` says which data was found in a folder, and `notes` what that means.
+    """
 
     files: list[str]
     example: str = ""
+    taken: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
-def write_job(request: InitRequest) -> InitResult:
+def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None) -> InitResult:
     """Write the job file and all files it needs, or nothing if one of them exists."""
     template = template_of(request.kind)
     name = request.name or request.path.stem.lower().replace("_", "-")
@@ -121,8 +129,12 @@ def write_job(request: InitRequest) -> InitResult:
     if request.train:
         if not template.format:
             raise Mistake(f"--data: not for a {request.kind}, which reads its data itself")
-        splits = {"train": request.train, "valid": request.valid}
+        found = _splits(template.format, request, ask)
+        splits = {"train": found.train, "valid": found.valid, "test": found.test}
         sources = {split: _source(template.format, split, paths, folder) for split, paths in splits.items()}
+        if tuple(request.train) != found.train:
+            taken = [f"{' '.join(paths)} for {split}" for split, paths in splits.items() if paths]
+            result = replace(result, taken=taken, notes=found.notes)
     else:
         sources = {split: _toy_source(template, split, data.name) for split in ("train", "valid")}
         if toy_files := template.make_data():
@@ -135,8 +147,22 @@ def write_job(request: InitRequest) -> InitResult:
     text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
     held_out = f"  valid: {_HELD_OUT} # of the training data, chosen by a hash of each sample\n"
     text = text.replace("  valid: []\n", held_out)
-    _write(request.path, {request.path: _aligned(text).encode(), **beside})
+    if sources.get("test"):
+        text = _VALID.sub(lambda valid: f"{valid[0]}  test: [{sources['test']}]\n", text)
+    _write(request.path, {request.path: (EDITOR_LINE + _aligned(text)).encode(), **beside})
+    write_beside(request.path)
     return result
+
+
+def _splits(kind: str, request: InitRequest, ask: Ask) -> Splits:
+    """Return the data of each split: as named, or as found in the one folder that is named."""
+    named = Splits(tuple(request.train), tuple(request.valid))
+    if len(named.train) != 1 or is_address(named.train[0]) or not Path(named.train[0]).is_dir():
+        return named
+    found = find_splits(kind, Path(named.train[0]), ask)
+    if found is None:
+        return named
+    return replace(found, valid=named.valid) if named.valid else found
 
 
 def _aligned(text: str) -> str:

@@ -57,12 +57,22 @@ from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import SshFleet, SshSettings, in_parallel
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Boolean, Location, Ordinal, Seconds, StorePath, Variable, matching, must_be
+from packtrain.job.part import (
+    Boolean,
+    Location,
+    Ordinal,
+    Seconds,
+    StorePath,
+    Variable,
+    matching,
+    must_be,
+    text_in_schema,
+)
 from packtrain.node.preemption import OFF_VARIABLE
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.system import state_directory
-from packtrain.units import Duration, Machines, counted, parse_bytes
+from packtrain.units import BYTES_PATTERN, Duration, Machines, counted, parse_bytes
 
 _CANCEL_SECONDS = 45.0  # less than a node waits for the end of its machine
 _LOGIN_SECONDS = 300.0  # for sshd to answer on a server that IBM calls ready
@@ -118,8 +128,12 @@ def _read_image(value: object) -> str:
     return str(value).strip()
 
 
-Gigabytes = Annotated[int, PlainValidator(_read_gigabytes), PlainSerializer(lambda count: f"{count} GB")]
-ImageName = Annotated[str, PlainValidator(_read_image)]
+Gigabytes = Annotated[
+    int,
+    PlainValidator(_read_gigabytes, json_schema_input_type=text_in_schema(BYTES_PATTERN, "100 GB")),
+    PlainSerializer(lambda count: f"{count} GB"),
+]
+ImageName = Annotated[str, PlainValidator(_read_image, json_schema_input_type=str | int)]
 KeyLabel = Annotated[str, matching(r"[^\x00-\x1f\x7f,]{1,128}", "the label of an ssh key")]
 Domain = Annotated[str, matching(r"([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}", "a domain")]
 ScriptAddress = Annotated[str, matching(r"https://[^\s\x00-\x1f\x7f]+", "an address that begins with https://")]

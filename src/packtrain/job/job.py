@@ -168,8 +168,12 @@ def _read_options(value: object) -> dict[str, Option]:
 class ModelSettings(Part):
     """A named size and the options that change it. The recipe checks both."""
 
+    filled_in = frozenset({"size"})
+
     size: Name
-    options: Annotated[dict[str, Option], PlainValidator(_read_options)] = Field(default_factory=dict)
+    options: Annotated[dict[str, Option], PlainValidator(_read_options, json_schema_input_type=dict[str, Option])] = (
+        Field(default_factory=dict)
+    )
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
@@ -200,6 +204,8 @@ class EpochSettings:
 
 class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
+
+    filled_in = frozenset({"duration", "batch", "schedule"})
 
     duration: Length
     batch: BatchSize
@@ -420,7 +426,9 @@ class Job(Part):
     origin: CodeOrigin | None = None
     weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
     parent: Parent | None = None
-    inputs: Annotated[dict[str, str], PlainValidator(_read_inputs)] = Field(default_factory=dict)
+    inputs: Annotated[dict[str, str], PlainValidator(_read_inputs, json_schema_input_type=dict[str, str])] = Field(
+        default_factory=dict
+    )
     data: Annotated[DataSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     model: Annotated[ModelSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)
     train: Annotated[TrainSettings, _NULL_FOR_PROGRAMS] = Field(default_factory=_absent)

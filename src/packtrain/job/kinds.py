@@ -23,6 +23,7 @@ from packtrain.job.part import (
     NotNegative,
     Part,
     Positive,
+    in_schema,
     must_be,
     problems_of,
     refusal,
@@ -310,7 +311,7 @@ def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
         except ValidationError as error:
             raise refusal(problems_of(error, *(() if listed else (word,)))) from None
 
-    return PlainValidator(read)
+    return PlainValidator(read, json_schema_input_type=in_schema(kinds=base.__name__))
 
 
 def write_kind(kinds: Mapping[str, str]) -> PlainSerializer:
@@ -360,7 +361,11 @@ def _write_source(source: Source) -> dict[str, Any]:
     return {source.kind: list(source.paths), "weight": source.weight, **source.options}
 
 
-AnySource = Annotated[Source, PlainValidator(_read_source), PlainSerializer(_write_source)]
+AnySource = Annotated[
+    Source,
+    PlainValidator(_read_source, json_schema_input_type=in_schema(kinds="Source")),
+    PlainSerializer(_write_source),
+]
 AnySchedule = Annotated[ScheduleKind, read_kind(SCHEDULES, ScheduleKind), write_kind(SCHEDULES)]
 AnyOptimizer = Annotated[OptimizerKind, read_kind(OPTIMIZERS, OptimizerKind), write_kind(OPTIMIZERS)]
 AnyExchange = Annotated[ExchangeKind, read_kind(EXCHANGES, ExchangeKind), write_kind(EXCHANGES)]

@@ -152,13 +152,17 @@ def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job with the directory of its file, where its code is. `notes` say what differs from what a person wrote."""
+    """A job with the directory of its file, where its code is. `notes` say what differs from what a person wrote.
+
+    `allow_drops`: unusable samples are dropped, however many there are, where its data is packed.
+    """
 
     job: Job
     directory: Path
     document: Document
     notes: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    allow_drops: bool = False
 
     @property
     def file(self) -> str:

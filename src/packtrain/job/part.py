@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,12 +20,25 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from packtrain.errors import nearest, quoted
-from packtrain.units import MAX_WORKERS, Amount, Duration, Machines, parse_bytes
+from packtrain.units import (
+    AMOUNT_PATTERN,
+    BYTES_PATTERN,
+    DURATION_PATTERN,
+    MACHINES_PATTERN,
+    MAX_WORKERS,
+    STEPS_PATTERN,
+    TIME_PATTERN,
+    Amount,
+    Duration,
+    Machines,
+    parse_bytes,
+)
 
 Location = tuple[int | str, ...]
 
@@ -165,6 +178,9 @@ class Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    filled_in: ClassVar[frozenset[str]] = frozenset()
+    """Required fields that a job file may leave out: a recipe's defaults, or `arrange`, fill them in."""
+
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         """Turn what a job file says into the fields of the class, where the two differ."""
@@ -227,8 +243,18 @@ def _interval(value: object) -> Duration | Literal["auto"]:
     return "auto" if value == "auto" else _quantity(Duration, "5 min")(value)
 
 
-def _string(fault_of: Callable[[str], str | None]) -> PlainValidator:
-    """Return the validator of a string for which `fault_of` returns no fault."""
+def in_schema(**schema: Any) -> Any:
+    """Return the type of what a job file may have in place of a value, for its JSON Schema (job/schema.py)."""
+    return Annotated[Any, WithJsonSchema(schema)]
+
+
+def text_in_schema(pattern: str, *examples: str) -> Any:
+    """Return the type of a text that matches a pattern; an editor shows the examples."""
+    return in_schema(type="string", pattern=pattern, **({"examples": list(examples)} if examples else {}))
+
+
+def _string(fault_of: Callable[[str], str | None], pattern: str = r"\S") -> PlainValidator:
+    """Return the validator of a string for which `fault_of` returns no fault; it matches the pattern anyway."""
 
     def read(value: object) -> str:
         if not isinstance(value, str):
@@ -237,7 +263,7 @@ def _string(fault_of: Callable[[str], str | None]) -> PlainValidator:
             raise ValueError(fault)
         return value
 
-    return PlainValidator(read)
+    return PlainValidator(read, json_schema_input_type=text_in_schema(pattern))
 
 
 def matching(pattern: str, what: str) -> PlainValidator:
@@ -247,7 +273,7 @@ def matching(pattern: str, what: str) -> PlainValidator:
         good = re.fullmatch(pattern, text) and not text.startswith("-")
         return None if good else f"{quoted(text, _SHOWN)} is not {what}"
 
-    return _string(fault_of)
+    return _string(fault_of, rf"^(?!-)(?:{pattern})$")
 
 
 def _name_fault(text: str) -> str | None:
@@ -365,17 +391,17 @@ def _write_machines(machines: Machines) -> int | str:
     return machines.least if machines.is_fixed else str(machines)
 
 
-Name = Annotated[str, _string(_name_fault)]
-RecipeName = Annotated[str, _string(_recipe_fault)]
+Name = Annotated[str, _string(_name_fault, f"^{_NAME.pattern}$")]
+RecipeName = Annotated[str, _string(_recipe_fault, f"^(?:{_NAME.pattern}|{_OWN_RECIPE.pattern})$")]
 ScoreName = Annotated[str, matching(r"[a-z][a-z0-9_-]{0,62}", "a valid score name")]
-Variable = Annotated[str, _string(_variable_fault)]
+Variable = Annotated[str, _string(_variable_fault, "^[A-Za-z_][A-Za-z0-9_]*$")]
 DataPath = Annotated[str, _string(_data_path_fault)]
 StorePath = Annotated[str, _string(_store_path_fault)]
 TrackingPath = Annotated[str, _string(_tracking_fault)]
 CodePath = Annotated[str, _string(code_path_fault)]
 DirectoryPath = Annotated[str, _string(_directory_fault)]
-ByteSize = Annotated[str, _string(_size_fault)]
-Argument = Annotated[str, _string(_argument_fault)]
+ByteSize = Annotated[str, _string(_size_fault, BYTES_PATTERN)]
+Argument = Annotated[str, _string(_argument_fault, "")]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Ordinal = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 WorkerCount = Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)]
@@ -385,9 +411,56 @@ NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Scale = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 Boolean = Annotated[bool, Field(strict=True)]
-Length = Annotated[Duration, PlainValidator(_quantity(Duration, "500 steps")), PlainSerializer(str)]
-Steps = Annotated[Duration, PlainValidator(_quantity(Duration, "500 steps", only="steps")), PlainSerializer(str)]
-Seconds = Annotated[Duration, PlainValidator(_quantity(Duration, "1 min", only="seconds")), PlainSerializer(str)]
-Interval = Annotated[Duration | Literal["auto"], PlainValidator(_interval), PlainSerializer(str)]
-BatchSize = Annotated[Amount, PlainValidator(_quantity(Amount, "4096 tokens")), PlainSerializer(str)]
-MachineCount = Annotated[Machines, PlainValidator(_read_machines), PlainSerializer(_write_machines)]
+Length = Annotated[
+    Duration,
+    PlainValidator(
+        _quantity(Duration, "500 steps"),
+        json_schema_input_type=text_in_schema(DURATION_PATTERN, "500 steps", "10 epochs", "6 h"),
+    ),
+    PlainSerializer(str),
+]
+Steps = Annotated[
+    Duration,
+    PlainValidator(
+        _quantity(Duration, "500 steps", only="steps"),
+        json_schema_input_type=text_in_schema(STEPS_PATTERN, "500 steps"),
+    ),
+    PlainSerializer(str),
+]
+Seconds = Annotated[
+    Duration,
+    PlainValidator(
+        _quantity(Duration, "1 min", only="seconds"),
+        json_schema_input_type=text_in_schema(TIME_PATTERN, "5 min", "1 h"),
+    ),
+    PlainSerializer(str),
+]
+Interval = Annotated[
+    Duration | Literal["auto"],
+    PlainValidator(
+        _interval,
+        json_schema_input_type=in_schema(
+            anyOf=[{"const": "auto"}, {"type": "string", "pattern": DURATION_PATTERN}], examples=["5 min", "auto"]
+        ),
+    ),
+    PlainSerializer(str),
+]
+BatchSize = Annotated[
+    Amount,
+    PlainValidator(
+        _quantity(Amount, "4096 tokens"),
+        json_schema_input_type=text_in_schema(AMOUNT_PATTERN, "4096 tokens", "256 samples"),
+    ),
+    PlainSerializer(str),
+]
+MachineCount = Annotated[
+    Machines,
+    PlainValidator(
+        _read_machines,
+        json_schema_input_type=in_schema(
+            anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": MACHINES_PATTERN}],
+            examples=[3, "2..4"],
+        ),
+    ),
+    PlainSerializer(_write_machines),
+]

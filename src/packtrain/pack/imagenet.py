@@ -31,6 +31,7 @@ from packtrain.pack.picture import MAX_BYTES
 from packtrain.pack.raw import (
     HIDDEN,
     MISSING_FILE,
+    NO_PICTURE,
     ImageSource,
     RawImage,
     check_link,
@@ -38,6 +39,7 @@ from packtrain.pack.raw import (
     is_folder_or_archive,
     is_hidden,
     is_text_file,
+    may_be_picture,
     read_lines,
     sorted_classes,
 )
@@ -215,12 +217,14 @@ def _class_folders_in(path: str) -> tuple[str, list[str]]:
 
 
 def _visible(members: Iterator[ArchiveMember], look: _Look | None = None) -> Iterator[ArchiveMember]:
-    """Skip hidden files, and those in hidden folders."""
+    """Skip hidden files, those in hidden folders, and what is no picture by its name."""
     for member in members:
-        if not any(map(is_hidden, member.name.split("/"))):
+        parts = member.name.split("/")
+        reason = HIDDEN if any(map(is_hidden, parts)) else None if may_be_picture(parts[-1]) else NO_PICTURE
+        if reason is None:
             yield member
         elif look is not None:
-            look.filtered(HIDDEN, printable(member.name))
+            look.filtered(reason, printable(member.name))
 
 
 def _files(root: str, folder: str, look: _Look) -> Iterator[ArchiveMember]:
@@ -231,6 +235,9 @@ def _files(root: str, folder: str, look: _Look) -> Iterator[ArchiveMember]:
         deeper = []
         for entry in _listing(folder, look):
             name = prefix + entry.name
+            if not may_be_picture(entry.name) and not _is_there(entry.is_dir):
+                look.filtered(NO_PICTURE, printable(entry.path))
+                continue
             if entry.is_symlink():
                 if not look.links:
                     check_link(root, entry.path, root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,10 +27,19 @@ MISSING_FILE = "missing file"
 NO_CAPTION = "image without a caption"
 EMPTY_CAPTION = "empty caption"
 HIDDEN = "hidden or system file"
+NO_PICTURE = "not a picture by its name"
 
 _FIRST_NAMES = 10
 # Left by file managers, unpackers and file systems beside what a person put there.
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"}
+# Names of what people keep beside pictures. A name without an ending, or with an unknown one, may be that of a picture.
+_OTHER_NAMES = re.compile(
+    r"(readme|licen[sc]e|copying|notice|authors|changelog|changes|makefile|(md5|sha[0-9]*|check)[-_]?sums?)"
+    r"|.*\.(txt|text|md|rst|rtf|pdf|docx?|odt|tex|bib|html?|css|js|xml|jsonl?|ya?ml|toml|ini|cfg|conf|csv|tsv|xlsx?|ods|log"
+    r"|db|sqlite|pyc?|ipynb|m|mat|r|sh|bat|np[yz]|h5|hdf5|pkl|pth?|parquet|arrow|md5|sha[0-9]+|crc|sfv|sig|asc|lst|lnk|url"
+    r"|bak|mp[34]|wav|avi|mov|mkv|webm)",
+    re.ASCII | re.DOTALL,
+)
 
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz")
 
@@ -117,6 +127,11 @@ def is_text_file(path: str) -> bool:
 def is_hidden(name: str) -> bool:
     """True for the name of a file or folder that a person did not put there, such as `.DS_Store`."""
     return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+
+
+def may_be_picture(name: str) -> bool:
+    """False for the name of a file that nobody would give to a picture, such as `README.txt` or `SHA256SUMS`."""
+    return _OTHER_NAMES.fullmatch(name.lower()) is None
 
 
 def file_inside(folder: str, name: str, place: str, links: bool = False) -> str | None:

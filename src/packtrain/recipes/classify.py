@@ -62,9 +62,11 @@ class ClassifierOptions:
     words: str = ""
 
 
+OPTIONS = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
+
+
 def classifier_options(model: ModelSettings) -> ClassifierOptions:
-    sizes = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
-    return read_options(model, sizes, choices={"stem": ("large", "small")})
+    return read_options(model, OPTIONS, choices={"stem": ("large", "small")})
 
 
 class Guess(NamedTuple):
@@ -90,6 +92,7 @@ class Classify(ImageRecipe[ImageBatches]):
     files = ("weights", "words")
     rows: ClassVar[Rows] = {"fc.weight": "classes", "fc.bias": "classes"}
     decode_options = frozenset()
+    sizes = OPTIONS
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},
         "model": "resnet50",

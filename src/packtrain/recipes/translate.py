@@ -35,6 +35,7 @@ class Translate(PairRecipe):
     limits: ClassVar[Mapping[str, float]] = {"bleu": 100, "chrf": 100}
     forms = ("ctranslate2", "onnx")
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
+    sizes = SIZES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",

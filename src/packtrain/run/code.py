@@ -31,7 +31,7 @@ IGNORE = ".packtrainignore"  # in the directory of the code
 MAX_BYTES = 20_000_000
 MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
-_NOT_CODE_FOLDERS = {".git", "__pycache__", "node_modules", ".venv", "venv"}
+_NOT_CODE_FOLDERS = {".git", ".packtrain", "__pycache__", "node_modules", ".venv", "venv"}
 _STORE_FOLDERS = {"runs", "packs", "files"}
 _KEY_FOLDERS = {
     ".ssh", ".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".terraform",

@@ -36,6 +36,7 @@ class SweepRequest:
     halving: bool = False
     parallel: int | None = None
     name: str | None = None
+    allow_drops: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _load(request: SweepRequest, combination: Combination) -> LoadedJob:
     """Load the job of a combination; an error of a swept field names `--grid` and the combination."""
     changes = [f"{field}={value}" for field, value in combination.items()]
     try:
-        return load(request.job, [*request.overrides, *changes])
+        return load(request.job, [*request.overrides, *changes], request.allow_drops)
     except Mistake as mistake:
         text = str(mistake)
         if text.startswith("--set ") and any(text.startswith(f"--set {field}") for field in combination):

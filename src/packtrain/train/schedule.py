@@ -75,6 +75,8 @@ class NoamSettings(ScheduleKind):
 
 
 class ConstantSettings(ScheduleKind):
+    """The same rate all along."""
+
     rate: Positive
 
     @property
@@ -207,7 +209,11 @@ class Phase(Part):
     """A phase of the run; a pair of rates is a linear change. Fields that are not given keep their value."""
 
     until: Length
-    rate: Annotated[tuple[float, float], PlainValidator(_rates), PlainSerializer(list)]
+    rate: Annotated[
+        tuple[float, float],
+        PlainValidator(_rates, json_schema_input_type=Positive | tuple[Positive, Positive]),
+        PlainSerializer(list),
+    ]
     batch: BatchSize | None = None
     size: Pixels | None = None
     min_scale: Scale | None = None

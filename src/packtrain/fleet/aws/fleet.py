@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import which
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import InitErrorDetails
 
 from packtrain.backoff import Backoff
@@ -46,7 +46,17 @@ from packtrain.fleet.local import session_name
 from packtrain.fleet.prices import list_price
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Boolean, Count, Location, Seconds, StorePath, Variable, matching, problem
+from packtrain.job.part import (
+    Boolean,
+    Count,
+    Location,
+    Seconds,
+    StorePath,
+    Variable,
+    matching,
+    problem,
+    text_in_schema,
+)
 from packtrain.node.preemption import NoticeSource
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
@@ -59,20 +69,30 @@ _IMAGE = "ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ub
 _KEEPS_TRYING = "the group keeps trying: `packtrain ls` shows its state"
 
 
+_REFERENCE = r"(ssm:/?|secretsmanager:)[A-Za-z0-9/_+=.@-]{1,512}"
+
+
 def _read_reference(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"(ssm:/?|secretsmanager:)[A-Za-z0-9/_+=.@-]{1,512}", value):
+    if not isinstance(value, str) or not re.fullmatch(_REFERENCE, value):
         # The value is not repeated: it may be the secret itself.
         raise ValueError("must be where AWS keeps the value: ssm:/name or secretsmanager:name")
     return value
 
 
 InstanceType = Annotated[str, matching(r"[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as g5.xlarge")]
+InstanceTypes = Annotated[
+    tuple[InstanceType, ...],
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=InstanceType | tuple[InstanceType, ...],
+    ),
+]
 Zone = Annotated[str, matching(r"[a-z]{2}(-[a-z0-9]+)+[a-z]", "an availability zone, such as us-east-1a")]
 Subnet = Annotated[str, matching(r"subnet-[0-9a-f]+", "a subnet, such as subnet-0123456789abcdef0")]
 Network = Annotated[str, matching(r"[0-9]{1,3}(\.[0-9]{1,3}){3}/[0-9]{1,2}", "a network, such as 203.0.113.7/32")]
 ImageName = Annotated[str, matching(r"[A-Za-z0-9 ()\[\]./'@_:*?+-]{3,256}", "an image: its id, its name, or ssm:/name")]
 Owner = Annotated[str, matching(r"self|amazon|aws-marketplace|[0-9]{12}", "self, amazon or the number of an account")]
-Reference = Annotated[str, PlainValidator(_read_reference)]
+Reference = Annotated[str, PlainValidator(_read_reference, json_schema_input_type=text_in_schema(f"^{_REFERENCE}$"))]
 MountSource = Annotated[
     str, matching(r"[A-Za-z0-9.-]+:/[A-Za-z0-9._/-]*", "fs-0123456789abcdef0:/ of EFS, or server:/path of any NFS")
 ]
@@ -88,9 +108,11 @@ class AwsSettings(FleetKind):
     ends those of a run without a budget.
     """
 
+    filled_in = frozenset({"region"})
+
     region: Word
     profile: Word | None = None
-    instances: tuple[InstanceType, ...]
+    instances: InstanceTypes
     spot: Boolean = False
     on_demand: Count = 0
     zones: tuple[Zone, ...] = ()
@@ -116,8 +138,6 @@ class AwsSettings(FleetKind):
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
-        if isinstance(given.get("instances"), str):
-            given = {**given, "instances": [given["instances"]]}
         # Into the job, so that the machines, and whoever ends them, need not have this person's configuration.
         if given.get("region") is None:
             profile = given.get("profile")

@@ -16,8 +16,8 @@ from pydantic import PlainValidator
 
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion
-from packtrain.job.part import Location, Ordinal, Part, matching, must_be
-from packtrain.units import Machines, parse_bytes
+from packtrain.job.part import Location, Ordinal, Part, matching, must_be, text_in_schema
+from packtrain.units import BYTES_PATTERN, Machines, parse_bytes
 
 PACK = "packtrain-pack"  # tag of a snapshot: the pack that is on it
 _FIELD = "fleet.aws.volume"
@@ -35,7 +35,7 @@ def _read_size(value: object) -> str:
     return value
 
 
-DiskSize = Annotated[str, PlainValidator(_read_size)]
+DiskSize = Annotated[str, PlainValidator(_read_size, json_schema_input_type=text_in_schema(BYTES_PATTERN, "600 GB"))]
 VolumeName = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name, such as imagenet")]
 Snapshot = Annotated[str, matching(r"snap-[0-9a-f]{8,17}", "a snapshot, such as snap-0123456789abcdef0")]
 

@@ -97,9 +97,15 @@ LabelValue = Annotated[str, matching(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0
 Text = Annotated[str, matching(r"[^\x00-\x1f]{0,4096}", "one line of text")]
 Image = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}", "an image, as in registry.example/train:1")]
 AmountText = Annotated[
-    str, matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?", "an amount, as in 8, 500m or 32Gi"), BeforeValidator(_digits)
+    str,
+    matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?", "an amount, as in 8, 500m or 32Gi"),
+    BeforeValidator(_digits, json_schema_input_type=float | str),
 ]
-ValueText = Annotated[str, matching(r"[^\x00-\x1f]{0,4096}", "one line of text"), BeforeValidator(_digits)]
+ValueText = Annotated[
+    str,
+    matching(r"[^\x00-\x1f]{0,4096}", "one line of text"),
+    BeforeValidator(_digits, json_schema_input_type=float | str),
+]
 SecretKey = Annotated[str, matching(rf"{_DNS}/[A-Za-z0-9._-]{{1,253}}", "a secret's key, as in wandb/api-key")]
 PodPath = Annotated[str, matching(r"/[^\x00-\x1f:]{1,1023}", "an absolute path")]
 NfsPath = Annotated[str, matching(r"[A-Za-z0-9.:\[\]-]+:/[^\x00-\x1f]{0,1023}", "server:/path")]

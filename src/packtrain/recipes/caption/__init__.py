@@ -167,6 +167,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     rows: ClassVar[Rows] = {"embedding.weight": "pieces", "bias": "pieces"}
     decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
+    sizes = SIZES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
         "model": "resnet101",

@@ -55,6 +55,7 @@ class Chat(PairRecipe):
     best_metric = "perplexity"
     decoding = Decoding(repetition=1.2, no_repeat=3)
     supports_chat = True
+    sizes = SIZES
     rows: ClassVar[Rows] = dict.fromkeys(("embedding.weight", "output.weight", "output.bias"), "pieces")
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 8000, "max_ratio": 80.0},

@@ -1,0 +1,334 @@
+"""JSON Schema of the job file, for editors: made of the settings that check a job, and of the tables in docs/job.md.
+
+A job that loads is valid by the schema. The schema cannot know everything: rules between fields, files and machines are
+checked when a job is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any, Protocol
+
+from packtrain.job.job import (
+    BudgetSettings,
+    CacheSettings,
+    CheckpointSettings,
+    DataSettings,
+    EvaluateSettings,
+    FleetSettings,
+    Job,
+    ModelSettings,
+    ReportSettings,
+    TrainSettings,
+)
+from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
+from packtrain.job.part import Part
+from packtrain.units import Amount, Duration, Machines, amount_pattern
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+Schema = dict[str, Any]
+
+# The families of kinds: the base class that a field names, the words, and where the reference describes them.
+_FAMILIES = {
+    "ScheduleKind": (SCHEDULES, "schedule"),
+    "OptimizerKind": (OPTIMIZERS, "optimizer"),
+    "ExchangeKind": (EXCHANGES, "exchange"),
+}
+_SECTIONS: Mapping[str, type[Part]] = {
+    "train": TrainSettings,
+    "evaluate": EvaluateSettings,
+    "checkpoint": CheckpointSettings,
+    "budget": BudgetSettings,
+    "report": ReportSettings,
+}
+_STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
+_PLAIN = {"type": ["string", "number", "boolean"]}
+_SHARE = {"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$", "examples": ["5 %"]}
+_PATH = {"type": "string", "pattern": r"\S"}
+
+
+class RecipeFacts(Protocol):
+    """The facts of a recipe that the schema has."""
+
+    unit: str
+    contents: frozenset[str]
+    sizes: Mapping[str, Any]
+
+
+def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFacts]) -> Schema:
+    """Return the schema of a job file; `recipes` are the built-in ones, by name."""
+    texts = descriptions(reference())
+    sections = {name: _part(kind, texts, name) for name, kind in _SECTIONS.items()}
+    sections |= {"data": _data(texts), "fleet": _fleet(texts), "model": _model(texts)}
+    properties = _part(Job, texts, "job")["properties"]
+    for name in _STORED:
+        del properties[name]
+    for name in sections:
+        properties[name] = {"anyOf": [_ref(name), {"type": "null"}], "description": texts["job", name]}
+    # Shown with its description whatever the job runs; which form it has is said below.
+    properties["data"] = {"description": texts["job", "data"]}
+    own = {"type": "string", "pattern": properties["recipe"]["anyOf"][0]["pattern"]}
+    properties["recipe"] |= {"anyOf": [{"enum": list(recipes)}, own, {"type": "null"}]}
+    families = {name: _kinds(words, texts, name) for words, name in _FAMILIES.values()}
+    named = {"source": _source(texts), "inputs": _inputs(), "cache": _part(CacheSettings, texts, "fleet.cache")}
+    none = {"type": "null"}
+    of_program = {"data": _ref("inputs"), "recipe": none, "model": none, "train": none, "evaluate": none}
+    rules = [_recipe(name, recipe) for name, recipe in recipes.items()]
+    return {
+        "$schema": DIALECT,
+        "title": "Packtrain job",
+        "type": "object",
+        "properties": properties,
+        "required": ["name"],
+        "additionalProperties": False,
+        "anyOf": [{"required": [name]} for name in ("recipe", "program", "data")],
+        "if": {"required": ["program"], "properties": {"program": {"type": "array"}}},
+        "then": {"properties": of_program},
+        "else": {"properties": {"data": _ref("data")}, "required": ["data"], "allOf": rules},
+        "$defs": {**sections, **families, **named, **_nested(texts)},
+    }
+
+
+# Parts.
+
+
+def _data(texts: Descriptions) -> Schema:
+    """Return the section of the data: validation data may be a share of the training data, such as `5 %`."""
+    made = _part(DataSettings, texts, "data")
+    del made["properties"]["held_out"]
+    made["properties"]["valid"]["anyOf"].append(_SHARE)
+    return made
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
+    made = kind.model_json_schema(mode="validation")
+    found = _completed(made.get("properties", {}))
+    for name, field in found.items():
+        default = kind.model_fields[name].default
+        if isinstance(default, Machines):
+            field["default"] = default.least
+        elif isinstance(default, Duration | Amount):
+            field["default"] = str(default)
+        elif isinstance(default, Part):
+            field.pop("default", None)
+        if text := describe(texts, scope, name):
+            field["description"] = text
+    required = [name for name in made.get("required", ()) if name not in kind.filled_in]
+    return {"type": "object", "properties": found, "additionalProperties": False} | (
+        {"required": required} if required else {}
+    )
+
+
+def _completed(value: Any, is_schema: bool = False) -> Any:
+    """Return a schema of pydantic without its titles, and with a reference for each family of kinds."""
+    if isinstance(value, list):
+        return [_completed(one, is_schema=True) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("items") == {"kinds": "Source"}:
+        return {"anyOf": [_ref("source"), {"type": "array", "items": _ref("source")}]}
+    if "kinds" in value and isinstance(value["kinds"], str):
+        return _ref(_FAMILIES[value["kinds"]][1])
+    if "$ref" in value:
+        return {"$ref": value["$ref"].replace("CacheSettings", "cache")}
+    below = {key: _completed(one, is_schema=key != "properties") for key, one in value.items()}
+    return {key: one for key, one in below.items() if not (is_schema and key == "title" and isinstance(one, str))}
+
+
+def _nested(texts: Descriptions) -> dict[str, Schema]:
+    """Return the parts that settings of kinds have in turn, such as the phases of a schedule."""
+    found: dict[str, Schema] = {}
+    for kinds in (FLEETS, SCHEDULES, OPTIMIZERS, EXCHANGES):
+        for word in kinds:
+            parts = kind_class(kinds, word).model_json_schema(mode="validation").get("$defs", {})
+            for name, part in parts.items():
+                found[name] = {key: value for key, value in _completed(part, True).items() if key != "description"}
+                for field, schema in found[name]["properties"].items():
+                    if text := describe(texts, "phase" if name == "Phase" else name, field):
+                        schema["description"] = text
+    return found
+
+
+# Kinds: a mapping of one word to its settings, or the word alone.
+
+
+def _settings(kinds: Mapping[str, str], texts: Descriptions, family: str) -> dict[str, Schema]:
+    """Return the schema of the settings of each word; those without a required field may be left out."""
+    found: dict[str, Schema] = {}
+    for word in kinds:
+        made = _part(kind_class(kinds, word), texts, f"{family}.{word}")
+        choices = [made] if "required" in made else [made, {"type": "null"}]
+        if word in made["properties"]:  # `phases: [...]` sets `phases`
+            choices.append(made["properties"][word])
+        found[word] = {"anyOf": choices} if len(choices) > 1 else made
+        text = describe(texts, family, word) or (kind_class(kinds, word).__doc__ or "").partition("\n")[0]
+        found[word] = {**found[word], "description": text}
+    return found
+
+
+def _words(settings: Mapping[str, Schema]) -> list[str]:
+    return [word for word, schema in settings.items() if {"type": "null"} in schema.get("anyOf", ())]
+
+
+def _kinds(kinds: Mapping[str, str], texts: Descriptions, family: str) -> Schema:
+    settings = _settings(kinds, texts, family)
+    one: Schema = {"type": "object", "properties": settings, "additionalProperties": False}
+    words = _words(settings)
+    return {"anyOf": [*([{"enum": words}] if words else []), {**one, "minProperties": 1, "maxProperties": 1}]}
+
+
+def _fleet(texts: Descriptions) -> Schema:
+    made, settings = _part(FleetSettings, texts, "fleet"), _settings(FLEETS, texts, "fleet")
+    del made["properties"]["kind"]
+    made["properties"] = {**settings, **made["properties"]}
+    others = {word: [other for other in FLEETS if other != word] for word in FLEETS}
+    made["dependentSchemas"] = {word: _without(rest) for word, rest in others.items()}
+    return {"anyOf": [{"enum": _words(settings)}, made]}
+
+
+def _without(names: Iterable[str]) -> Schema:
+    return {"properties": dict.fromkeys(names, False)}
+
+
+def _source(texts: Descriptions) -> Schema:
+    properties: dict[str, Schema] = {}
+    own: dict[str, list[str]] = {}
+    for word in FORMATS:
+        kind = kind_class(FORMATS, word)
+        made = _part(kind, texts, "source")["properties"]
+        del made["paths"]
+        listed = {"type": "array", "items": _PATH, "minItems": min(kind.path_counts), "maxItems": max(kind.path_counts)}
+        choices = [*([_PATH] if 1 in kind.path_counts else []), listed]
+        properties[word] = {"anyOf": choices, "description": texts["source", word], "examples": [kind.example]}
+        properties |= {name: schema for name, schema in made.items() if name not in properties}
+        own[word] = [word, *made]
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "anyOf": [{"required": [word]} for word in FORMATS],
+        "dependentSchemas": {word: {"propertyNames": {"enum": names}} for word, names in own.items()},
+    }
+
+
+def _inputs() -> Schema:
+    """Return what `data` is for a program."""
+    mapping = {"type": "object", "additionalProperties": _PATH}
+    return {"anyOf": [_PATH, {"type": "array", "items": _PATH}, mapping]}
+
+
+# Recipes.
+
+
+def _model(texts: Descriptions) -> Schema:
+    made = _part(ModelSettings, texts, "model")
+    size = made["properties"]["size"]
+    return {"anyOf": [size, {"type": "object", "properties": {"size": size}, "additionalProperties": _PLAIN}]}
+
+
+def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
+    """Return what holds for the jobs of a recipe: its sizes and options, the unit of its batches, the data it reads."""
+    learns = [word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents]
+    one = _without(word for word in FORMATS if word not in learns)
+    split = {"anyOf": [{"type": "array", "items": one}, {"type": "object", **one}, _SHARE]}
+    amount = {"type": ["string", "null"], "pattern": amount_pattern(recipe.unit)}
+    return {
+        "if": {"required": ["recipe"], "properties": {"recipe": {"const": name}}},
+        "then": {
+            "properties": {
+                "model": _model_of(recipe),
+                "train": {"properties": {"batch": amount, "micro_batch": amount}},
+                "data": {"properties": dict.fromkeys(("train", "valid", "test"), split)},
+            }
+        },
+    }
+
+
+def _model_of(recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
+    sizes = {"enum": list(recipe.sizes)}
+    options = asdict(next(iter(recipe.sizes.values())))
+    properties = {name: _option(default) for name, default in options.items()}
+    made = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
+    return {"anyOf": [sizes, made, {"type": "null"}]}
+
+
+def _option(default: object) -> Schema:
+    if isinstance(default, str):
+        return {"type": "string"}
+    return {"type": "integer" if isinstance(default, int) else "number", "minimum": 0}
+
+
+# Descriptions: the tables of the reference.
+
+Descriptions = dict[tuple[str, str], str]
+
+_HEADINGS = {"The job": "job", "Optimizers": "optimizer", "Schedules": "schedule", "Exchanges": "exchange"}
+_OF = re.compile(r"\(of (.*)\)")
+_WORD = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+def reference() -> str:
+    return (files("packtrain.job") / "reference.md").read_text("utf-8")
+
+
+def describe(texts: Descriptions, scope: str, field: str) -> str | None:
+    """Return the meaning of a field; one that all kinds of a family have may be described once for all of them."""
+    return texts.get((scope, field)) or texts.get((f"{scope.partition('.')[0]}.*", field))
+
+
+def descriptions(markdown: str) -> Descriptions:
+    """Return the meaning of each field in the tables of the reference, by its section or kind, and its name."""
+    found: Descriptions = {}
+    scope, columns, kind = "", list[str](), ""
+    for line in markdown.partition("\n## Reference\n")[2].splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+            scope, columns = _HEADINGS.get(heading, heading), []
+        elif not line.startswith("|"):
+            columns = []
+        elif not columns:
+            columns, kind = _cells(line), ""
+        elif not line.startswith("| ---"):
+            row = dict(zip(columns, _cells(line), strict=True))
+            kind = row.get("kind", "").strip("`") or kind
+            for place, field in _named(row["field"], _scope(scope, columns, kind, found)):
+                if row["meaning"]:
+                    found.setdefault((place, field), _sentence(row["meaning"]))
+            if "kind" in row and not row["field"] and row["meaning"]:
+                found.setdefault((scope, kind), _sentence(row["meaning"]))
+    return found
+
+
+def _scope(section: str, columns: list[str], kind: str, found: Descriptions) -> str:
+    if "kind" in columns:
+        return f"{section}.{kind}"
+    if section == "schedule":
+        return "phase"
+    # The second table of `data` describes a source; the first one ends with `pack`.
+    return "source" if section == "data" and ("data", "pack") in found else section
+
+
+def _named(cell: str, scope: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the name of each field of a cell such as "`hosts` (of `ssh`, `mpi`)"."""
+    of = _OF.search(cell)
+    kinds = [""] if of is None else ["*"] if of[1] == "a kind" else _WORD.findall(of[1])
+    for name in _WORD.findall(_OF.sub("", cell)):
+        yield from ((f"{scope}.{kind}" if kind else scope, name) for kind in kinds)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def _sentence(text: str) -> str:
+    text = _LINK.sub(r"\1", text).removesuffix(", below").replace(", below;", ";")
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
