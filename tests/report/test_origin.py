@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pack.corpus import job_of
 from packtrain.job.load import load_job
 from packtrain.recipes import recipe_defaults
@@ -122,6 +124,15 @@ def test_a_long_command_has_a_line_for_each_part() -> None:
         "    --set 'fleet={ssh: {hosts: [a, b]}}' \\",
         "    --set data.pack=job-0123456789ab",
     ]
+
+
+@pytest.mark.parametrize(("takes", "words"), [("everything", ""), ("weights", " --fresh"), ("ema", " --fresh")])
+def test_a_run_that_began_with_another_is_repeated_from_its_checkpoint(takes: str, words: str) -> None:
+    parent = {"run": "old-1", "store": "/data/store", "step": 40, "checkpoint": "000000040-000001-0123456789ab"}
+    job = recipe_job(parent={**parent, "sha256": "a" * 64, "takes": takes})
+    assert (
+        command_of(JobSource("job.yaml", ""), job=job) == f"packtrain run job.yaml --from /data/store/old-1:40{words}"
+    )
 
 
 def test_the_code_of_a_program_is_in_the_store() -> None:

@@ -134,15 +134,18 @@ def reproduce(evidence: Evidence) -> Finding:
         facts.append("With data.pack the pack in the store is used as it is, without the raw data.")
     return Finding(
         "reproduce", "run", "How can I repeat it?", answer, "good", tuple(facts),
-        (Text("command", command_of(source, evidence.pack)),
+        (Text("command", command_of(source, evidence.pack, job)),
          Rows(("what", "which"), tuple(row for row in rows if row[1])), Text(source.file, source.text)),
     )  # fmt: skip
 
 
-def command_of(source: JobSource, pack: str = "") -> str:
+def command_of(source: JobSource, pack: str = "", job: Job | None = None) -> str:
     """Return the command that starts the same run again, with a line for each part if it is long."""
     overrides = _last_of_each([*source.overrides, *([f"data.pack={pack}"] if pack else [])])
     parts = [shlex.join(["packtrain", "run", source.file]), *(shlex.join(["--set", one]) for one in overrides)]
+    if job is not None and job.parent is not None and job.weights is None:  # otherwise the file says it
+        fresh = [] if job.parent.takes == "everything" else ["--fresh"]
+        parts.append(shlex.join(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh]))
     line = " ".join(parts)
     return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(parts)
 

@@ -413,7 +413,7 @@ def _source(run: Run) -> dict[str, Any]:
     """Return the job as it was written, and the command that starts the same run again."""
     source = run.source() or generated_source(run.job)
     pack = attempt(run.pack_name) if run.job.recipe is not None else ""
-    return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "")}
+    return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "", run.job)}
 
 
 def _parent(run: Run) -> str:
