@@ -18,7 +18,7 @@ from packtrain.fork import CheckpointName, read_name
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class
-from packtrain.report.findings import gather
+from packtrain.report.evidence import gather
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
 from packtrain.run.checkpoint import commit, committed, fetch

@@ -14,7 +14,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
 from packtrain.pack.manifest import PackFile
 from packtrain.run.code import archive, unpacked
-from packtrain.run.records import Discarding, encode
+from packtrain.run.records import Discarding, JobSource, encode
 from packtrain.run.removal import remove_run
 from packtrain.run.run import create_run, run_names
 from packtrain.run.uses import announced
@@ -105,7 +105,7 @@ def test_a_run_that_starts_during_the_deletion_of_its_pack_is_not_created(
     age(store, "")
     other = FaultyStore(store)
     refused: list[str] = []
-    new = NewRun(store, program_job("late"), archive({"train.py": b""}), None)
+    new = NewRun(store, program_job("late"), archive({"train.py": b""}), None, JobSource("job.yaml", ""))
     monkeypatch.setattr(NewRun, "pack_name", "left-1")
     monkeypatch.setattr(NewRun, "uses", garbage.Uses(packs=frozenset({"left-1"})))
 

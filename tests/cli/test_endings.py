@@ -81,7 +81,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "slow_part"),
     [
-        ("run job.yaml", "packtrain.start:create"),
+        ("run job.yaml", "packtrain.start:prepare_run"),
         ("run job.yaml", "packtrain.cli.follow:Follower.until_ended"),
         ("resume", "packtrain.run.liveness:state_of"),
         ("pack job.yaml", "packtrain.start:pack_data"),

@@ -421,6 +421,10 @@ class TestKaggle:
         [
             (KAGGLE.replace("n01 1 2 3 4", "n02 1 2 3 4"), "solution.csv:3: must have one class"),
             (KAGGLE.replace("n02 85 1 499 272", ""), "solution.csv:2: must have one class"),
+            (
+                KAGGLE.replace("ImageId,", "ImageId,\r"),
+                "solution.csv:1: is not CSV: new-line character seen in unquoted field",
+            ),
             (KAGGLE.replace("00000003", "00000001"), "solution.csv:3: 'ILSVRC2012_val_00000001' occurs twice"),
             (KAGGLE.replace("Prediction", "Other"), "solution.csv:1: has no column PredictionString"),
             (KAGGLE.replace("00000003", "00000004"), "ILSVRC2012_val_00000003.JPEG is not in"),

@@ -239,7 +239,7 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete it. Default: only list it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what no run uses in a store and in the cache, or delete it.
+    """List what no run uses in a store and the cache, or delete it.
 
     Packs and files that no run uses, what interrupted commands left, and what this machine has downloaded and can
     download again.

@@ -357,7 +357,11 @@ def _numbered(rows: list[str], place: str, synsets: list[str], listed: str) -> l
 
 def _kaggle_truth(rows: list[str], place: str) -> GroundTruth:
     """Read `ImageId,PredictionString`, whose second column has a class and four numbers for each box."""
-    heading, *records = csv.reader(rows)
+    reader = csv.reader(rows)
+    try:
+        heading, *records = reader
+    except csv.Error as error:
+        raise Mistake(f"{place}:{reader.line_num}: is not CSV: {error}") from None
     if _KAGGLE_BOXES not in heading:
         raise Mistake(f"{place}:1: has no column {_KAGGLE_BOXES}")
     image, boxes = heading.index(_KAGGLE_IMAGE), heading.index(_KAGGLE_BOXES)
