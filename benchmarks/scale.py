@@ -72,6 +72,10 @@ class CountingStore(Store):
         self._count(True, path.stat().st_size)
         self._inner.put_file(key, path)
 
+    def copy(self, key: str, target: str) -> None:
+        self._count(True, 0)
+        self._inner.copy(key, target)
+
     def find(self, key: str, limit: int = RECORD_BYTES) -> bytes | None:
         data = self._inner.find(key, limit)
         self._count(False, len(data or b""))

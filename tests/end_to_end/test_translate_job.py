@@ -130,7 +130,8 @@ def test_the_folder_of_a_run_has_the_documented_names(uninterrupted: Sandbox) ->
     names = {entry.key.removeprefix("runs/small-1/").split("/")[0] for entry in store.list("runs/small-1")}
     assert names == {
         "job.json", "code.tar.zst", "pack.txt", "launches", "proposers", "generations", "nodes", "events", "telemetry",
-        "time", "metrics", "logs", "tensorboard", "checkpoints", "plan.json", "result.json", "report.html",
+        "time", "metrics", "logs", "tensorboard", "checkpoints", "plan.json", "source.json", "result.json",
+        "report.html",
     }  # fmt: skip
 
 

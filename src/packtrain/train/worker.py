@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import synchronize
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NoReturn
@@ -69,8 +70,10 @@ def main(stop_signal: StopSignal, started: float) -> None:
     finally:
         if not succeeded:
             end_process(1)
-    # The launcher waits for this function to return, and then for the process to end, which comes here first. The
-    # trainer is kept until then (see end_process).
+    # torch's launcher wants this function to return. Its result is in a pipe then; that the launcher has read it is not
+    # waited for, because a launcher that is ending never says so.
+    synchronize.Event.wait = lambda *_: True  # type: ignore[method-assign]
+    # The first thing that happens at the end of the process. The trainer is kept until then (see end_process).
     Finalize(None, lambda _kept: end_process(0), (trainer,), exitpriority=0)
 
 
