@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes.pairs import TransformerShape
@@ -159,3 +160,37 @@ def test_the_position_table_may_start_anywhere() -> None:
     assert torch.equal(sinusoids(7, 5, 16, device), table[7:12])
     assert table[0].tolist() == [0.0] * 8 + [1.0] * 8
     assert len({tuple(row) for row in table.tolist()}) == 20
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_same_in_parts_whose_logits_are_not_kept(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, smoothing: float
+) -> None:
+    target = padded(TARGETS)
+    at, network = places(target != PAD), make_model()
+    labels = torch.arange(3, 3 + len(at))
+    vocabulary = network.embedding.weight.shape[0]
+
+    def results() -> tuple[Tensor, list[Tensor], int]:
+        kept = 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += tensor.numel() if tensor.shape[-1:] == (vocabulary,) else 0
+            return tensor
+
+        network.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = network(padded(SOURCES), target, at, labels, smoothing)
+        loss.backward()
+        return loss.detach(), [one.grad.clone() for one in network.parameters() if one.grad is not None], kept
+
+    whole, gradients, kept = results()
+    logits = network(padded(SOURCES), target, at)
+    assert torch.allclose(whole, cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum"))
+    assert kept >= logits.numel()
+    monkeypatch.setattr("packtrain.recipes.transformer.LOGIT_BYTES", 3 * 4 * vocabulary)  # three positions at a time
+    in_parts, others, kept = results()
+    assert torch.allclose(in_parts, whole)
+    assert all(map(close, others, gradients))
+    assert kept == 0

@@ -182,12 +182,10 @@ class PairRecipe(Recipe):
 
     @staticmethod
     def _loss(model: nn.Module, batch: Batch, label_smoothing: float) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
         target, predicted = batch["target"], batch["predicted"]
-        logits = model(batch["source"], target[:, :-1], predicted)
         labels = target[:, 1:].flatten()[predicted]
-        return cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="sum")
+        loss: Tensor = model(batch["source"], target[:, :-1], predicted, labels, label_smoothing)
+        return loss
 
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network, pairs = _network(model), self.pairs[request.split]

@@ -15,9 +15,12 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from packtrain.pack.vocabulary import BOS, PAD
 from packtrain.recipes.pairs import TransformerShape
+
+LOGIT_BYTES = 256 << 20  # of logits that exist at the same time while training
 
 
 @dataclass
@@ -181,14 +184,39 @@ class Transformer(nn.Module):
             x_BSD = layer(x_BSD, mask_B11S)
         return self.finish(self.encoder_norm, x_BSD, embedded_BSD), mask_B11S
 
-    def forward(self, source_BS: Tensor, target_BT: Tensor, predicted_N: Tensor) -> Tensor:
-        """Return logits for some positions, one row each; positions count through all rows of the target."""
+    def forward(
+        self,
+        source_BS: Tensor,
+        target_BT: Tensor,
+        predicted_N: Tensor,
+        labels_N: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Return logits for some positions, one row each; positions count through all rows of the target.
+
+        With labels, return the sum of their losses instead, without all logits in memory at once.
+        """
         # The softmax over the vocabulary is the largest part of the work, so padding is left out before it.
         memory_BSD, mask_B11S = self.encode(source_BS)
         x_BTD = embedded_BTD = self.embed_target(target_BT)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, memory_BSD, mask_B11S)
-        return self.logits(self.finish(self.decoder_norm, x_BTD.flatten(0, 1), embedded_BTD.flatten(0, 1), predicted_N))
+        hidden_ND = self.finish(self.decoder_norm, x_BTD.flatten(0, 1), embedded_BTD.flatten(0, 1), predicted_N)
+        return self.logits(hidden_ND) if labels_N is None else self._loss(hidden_ND, labels_N, label_smoothing)
+
+    def _loss(self, hidden_ND: Tensor, labels_N: Tensor, label_smoothing: float) -> Tensor:
+        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            logits = self.logits(hidden).float()
+            return F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="sum")
+
+        rows = max(1, LOGIT_BYTES // (4 * padded_to_8(self.vocabulary)))
+        if len(labels_N) <= rows:
+            return loss(hidden_ND, labels_N)
+        # Logits, their softmax and its gradient take 10 GB for 25,000 tokens of 32,000 pieces. A part's logits are
+        # computed again for its gradient, and so exist for one part at a time.
+        parts = zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
+        losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(losses).sum()
 
     def start(self, memory_BSD: Tensor) -> list[DecoderCache]:
         return [cast(DecoderLayer, layer).start(memory_BSD) for layer in self.decoder]
