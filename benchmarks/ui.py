@@ -233,6 +233,8 @@ def seconds_until_shown(page: Any, url: str) -> float:
 
 def seconds_until_still(page: Any, url: str, is_read: Callable[[], bool]) -> float | None:
     """Return how long it takes from the address to the last change that is seen; None if it takes too long."""
+    from playwright.sync_api import Error
+
     open_requests: set[Any] = set()
 
     def begin(request: Any) -> None:
@@ -252,8 +254,11 @@ def seconds_until_still(page: Any, url: str, is_read: Callable[[], bool]) -> flo
     page.goto(url, wait_until="commit")
     before = b""
     while (now := time.perf_counter()) < started + _LIMIT_SECONDS:
-        seen = hashlib.sha256(page.screenshot()).digest()
-        if seen != before:
+        try:
+            seen = hashlib.sha256(page.screenshot()).digest()
+        except Error:  # too busy with drawing to be looked at
+            seen = b""
+        if not seen or seen != before:
             before, changed = seen, time.perf_counter()
         # Some ask all the time, but the answer that counts takes as long as the picture stands still.
         elif now > changed + _QUIET_SECONDS and not open_requests and is_read():

@@ -9,6 +9,7 @@ import pytest
 
 from packtrain.plan.devices import GPUS, Hardware, Link
 from packtrain.plan.estimate import (
+    START_SECONDS,
     Advice,
     Estimate,
     Goal,
@@ -47,7 +48,7 @@ def test_a_single_worker_is_bound_by_computing() -> None:
     assert (one.limit, one.exchange_seconds, one.sent_bytes) == ("compute", 0.0, 0.0)
     assert one.step_seconds == pytest.approx(1.0)
     assert one.units_per_second == pytest.approx(1000.0)
-    assert one.seconds == pytest.approx(1000.0)
+    assert one.seconds == pytest.approx(START_SECONDS + 1000.0)
 
 
 def test_with_a_fast_network_twice_the_machines_take_half_the_time() -> None:
@@ -132,7 +133,7 @@ def test_evaluations_belong_to_the_time_of_a_run() -> None:
     found = on(1, work=work, goal=goal, score_seconds=0.01, decode_seconds=0.1)
     # Four of the validation split, and the test split at the end.
     assert found.evaluation_seconds == pytest.approx(4 * (1.0 + 2.0) + 10 * 0.11)
-    assert found.seconds == pytest.approx(1000 + found.evaluation_seconds)
+    assert found.seconds == pytest.approx(START_SECONDS + 1000 + found.evaluation_seconds)
 
 
 def test_without_a_test_split_the_rest_of_the_validation_split_is_decoded_at_the_end() -> None:
@@ -164,7 +165,7 @@ def priced(dollars_per_hour: float | None = 3.6, **budget: float) -> list[Estima
 
 def test_the_cheapest_is_the_most_efficient_and_the_fastest_the_largest() -> None:
     estimates = priced()
-    assert estimates[0].dollars == pytest.approx(1.0)
+    assert estimates[0].dollars == pytest.approx((START_SECONDS + 1000) / 1000)
     assert choose(estimates) == Advice(1, 4)
 
 
@@ -219,7 +220,7 @@ def test_a_device_of_the_table_reaches_a_part_of_its_peak() -> None:
 def test_a_forecast_says_three_lines() -> None:
     lines = lines_of(forecast_of(WORK, priced()[1]), recipe_job(checkpoint={"every": "5 min"}))
     assert lines == [
-        "about 9 min 00 s for 1,000 steps, $1.08 (made up)",
+        "about 9 min 02 s for 1,000 steps, $1.08 (made up)",
         "540 ms per step, 1,852 samples/s, limited by compute; 40.0 MB of gradients sent per step",
         "10.0 million parameters, 510 MB of memory per worker, checkpoints of 120 MB every 5 min",
     ]

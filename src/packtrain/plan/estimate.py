@@ -27,6 +27,7 @@ _BACKWARD = 2 / 3  # of the computing of a step
 _EXPOSED = 0.1  # of a step, the communication that a network may add and still be good enough
 _BASE_BYTES = {"gpu": 900_000_000, "cpu": 350_000_000}  # of a worker without a model: Python, torch, CUDA
 _INSIDE = {"gpu": Link(10e9, 2e-5, "PCIe, assumed"), "cpu": Link(1.5e9, 1e-4, "loopback, assumed")}
+START_SECONDS = 2.5  # until the first step: workers join, open the pack and build the model (benchmarks/plan.py)
 _MOST_EPOCHS = 10_000.0  # whose sizes are looked at: more change nothing
 _HALF_ACTIVATIONS = 0.6  # of the bytes in 32 bits: sums and norms stay as they are
 
@@ -290,10 +291,10 @@ def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float
     if goal.steps is None:
         assert goal.seconds is not None
         steps = max(1, int(goal.seconds / (step + per_step)))
-        return steps, steps * per_step + one + last, goal.seconds + one + last
+        return steps, steps * per_step + one + last, START_SECONDS + goal.seconds + one + last
     times = 1 if goal.evaluate_steps is None else max(1, math.ceil(goal.steps / goal.evaluate_steps - 1e-9))
     evaluation = times * one + last
-    return goal.steps, evaluation, goal.steps * step + evaluation
+    return goal.steps, evaluation, START_SECONDS + goal.steps * step + evaluation
 
 
 def _in_budget(goal: Goal, seconds: float, dollars: float | None) -> bool:
