@@ -214,7 +214,7 @@ class Transformer(nn.Module):
             return loss(hidden_ND, labels_N)
         # Logits, their softmax and its gradient take 10 GB for 25,000 tokens of 32,000 pieces. A part's logits are
         # computed again for its gradient, and so exist for one part at a time.
-        parts = zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
+        parts = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)
         losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(losses).sum()
 
