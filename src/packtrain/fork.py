@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -122,7 +123,7 @@ class Inheritance:
                     _name_pack(directory, pack.name)
                 files = {file.name: directory / file.name for file in self.checkpoint.files}
                 # In generation 0, before all that the run makes itself: its first workers resume from it.
-                yield lambda run: void(commit(run, self.checkpoint.step, 0, self.checkpoint.score, files))
+                yield partial(self._commit, files)
                 return
             assert pack is not None and recipe is not None
             theirs = _manifest_of(self.run)
@@ -140,9 +141,8 @@ class Inheritance:
                 check_parent_fit(recipe(job, data), directory, record)
             yield lambda run: put_weights(run, directory, record)
 
-
-def void(_: object) -> None:
-    """Ignore a result."""
+    def _commit(self, files: Mapping[str, Path], run: Run) -> None:
+        commit(run, self.checkpoint.step, 0, self.checkpoint.score, files)
 
 
 def find_parent(name: CheckpointName, store: Store) -> Run:

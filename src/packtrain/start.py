@@ -140,12 +140,13 @@ class NewRun:
     def create_with(self, make: Callable[[], Run]) -> Run:
         """Make the run, and give it everything else that it starts with."""
         with ExitStack() as stack:
-            give: Callable[[Run], None] = lambda _: None  # noqa: E731
+            give = None
             if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
                 give = stack.enter_context(self.inheritance.fetched(self.store, self.job, self.pack, self.recipe))
             run = make()
             try:
-                give(run)
+                if give is not None:
+                    give(run)
             except BaseException:
                 self.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
                 raise

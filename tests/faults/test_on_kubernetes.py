@@ -106,9 +106,11 @@ def test_pods_that_are_cut_off_drained_and_evicted_are_replaced_and_nothing_is_l
 
     first, second = cluster.nodes
     first.cut()
-    replaced = lambda: list(cluster.pods().values()) == ["host2", "host2"]  # noqa: E731
+    both_here = ["host2", "host2"]
     try:
-        wait_until(replaced, "the lost pod's replacement", 240, KUBECTL_SECONDS)
+        wait_until(
+            lambda: list(cluster.pods().values()) == both_here, "the lost pod's replacement", 240, KUBECTL_SECONDS
+        )
     except AssertionError:
         print(cluster.kubectl("get", "nodes,pods,events", "-o", "wide"), sandbox.packtrain("show").stdout)  # why not
         first.restore()  # for the tests after this one
