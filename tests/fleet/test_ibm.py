@@ -431,7 +431,7 @@ PROGRAM = """
 import os, psutil, time
 from pathlib import Path
 
-lines = [" ".join(process.cmdline()) for process in psutil.process_iter()]
+lines = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
 seen = [line for line in lines if os.environ["SECRET"] in line]
 own = [name for name in os.environ if name.startswith("SL_")]
 print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], seen, own, flush=True)

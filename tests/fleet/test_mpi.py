@@ -160,7 +160,8 @@ def test_mpirun_ends_when_its_supervisor_is_killed(directory_store: Store) -> No
 
 SEEN = """
 import psutil
-print("seen", [p.cmdline() for p in psutil.process_iter() if "canary" in " ".join(p.cmdline())], flush=True)
+lines = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+print("seen", [line for line in lines if "canary" in " ".join(line)], flush=True)
 """
 
 
