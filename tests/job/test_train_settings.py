@@ -171,7 +171,7 @@ WHOLE = "must be a whole number of epochs; the next phase changes the batch or t
          "exchange.ddp.compress: 'int8' is not one of no, fp16, bf16; known: bf16, fp16, no"),
         ({"exchange": {"horovod": {}}}, "exchange.horovod: unknown key; known: ddp, fsdp, local"),
         ({"optimizer": {"sgd": {"momentum": 0.0, "nesterov": True}}}, "optimizer.sgd.nesterov: requires a momentum"),
-        ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, sgd"),
+        ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, lamb, lars, sgd"),
         ({"patience": "100 steps"}, "patience: must be in seconds, such as '1 min'"),
         ({"compile": "yes"}, "compile: must be true or false, not a string"),
     ],

@@ -202,6 +202,35 @@ class EpochSettings:
     rectangular: bool
 
 
+class RateScale(Part):
+    """The batch that the rates of the schedule are written for: with another one they change linearly with it, or with
+    its square root."""
+
+    linear: BatchSize | None = None
+    sqrt: BatchSize | None = None
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if (self.linear is None) == (self.sqrt is None):
+            yield (), "set exactly one of linear and sqrt, such as {linear: 256 samples}"
+
+    @property
+    def base(self) -> Amount:
+        base = self.linear or self.sqrt
+        assert base is not None
+        return base
+
+    def factor(self, batch: Amount) -> float:
+        """Return what a rate is multiplied by with a batch of that size."""
+        return (batch.value / self.base.value) ** (0.5 if self.linear is None else 1.0)
+
+    def in_words(self, batch: Amount) -> str:
+        how = "linearly" if self.sqrt is None else "with the square root"
+        return (
+            f"rates are written for {self.base} and scaled {how}: at {batch} they are multiplied by"
+            f" {self.factor(batch):.4g}"
+        )
+
+
 class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
 
@@ -214,6 +243,7 @@ class TrainSettings(Part):
     exchange: AnyExchange = default_kind(EXCHANGES, "ddp")
     optimizer: AnyOptimizer = default_kind(OPTIMIZERS, "adam")
     schedule: AnySchedule
+    scale_rate: RateScale | None = None
     clip: Positive | None = None
     label_smoothing: Fraction = 0.0
     ema: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] | None = None
@@ -227,6 +257,9 @@ class TrainSettings(Part):
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        if self.scale_rate is not None and self.scale_rate.base.unit != self.batch.unit:
+            word = "sqrt" if self.scale_rate.linear is None else "linear"
+            yield ("scale_rate", word), f"must be in {self.batch.unit}, like the batch"
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)

@@ -24,6 +24,7 @@ from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.schedule import rate_of
 from packtrain.train.world import World
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_: a gradient of zero is not divided by
@@ -59,7 +60,7 @@ class Engine:
         followers = [] if self.ema is None else [self.ema.model]
         self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
         self.optimizer = settings.optimizer.build(self.model)
-        self._rate = settings.schedule.build(recipe.width, settings.duration)
+        self._rate = rate_of(settings, recipe.width)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
         """Called when the gradients are computed and nothing has been updated yet."""
