@@ -221,7 +221,8 @@ class RateScale(Part):
 
     def factor(self, batch: Amount) -> float:
         """Return what a rate is multiplied by with a batch of that size."""
-        return (batch.value / self.base.value) ** (0.5 if self.linear is None else 1.0)
+        ratio = batch.value / self.base.value
+        return math.sqrt(ratio) if self.linear is None else ratio
 
     def in_words(self, batch: Amount) -> str:
         how = "linearly" if self.sqrt is None else "with the square root"

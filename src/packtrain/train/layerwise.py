@@ -1,7 +1,7 @@
 """Optimizers for large batches, which scale the update of each layer by the norm of its weights: LARS and LAMB.
 
-Each tensor with two or more dimensions is a layer. Norms and biases are updated as by plain SGD and Adam: they are small
-and few, and a ratio of their norms would hold them back.
+Each tensor with two or more dimensions is a layer. Norms and biases are updated as by plain SGD and Adam: many start at
+zero, and a ratio of their norms would hold them back.
 
 Nothing here waits for a GPU: counters and norms stay on the device. A sharded weight is updated shard by shard, and the
 norms of all weights of a group are summed over the ranks by one collective.
@@ -63,7 +63,7 @@ class Lars(_Layerwise):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
         weights, gradients = _shards(parameters), _shards([cast(Tensor, one.grad) for one in parameters])
-        changes = torch._foreach_add(gradients, weights, alpha=decay)
+        changes = list(torch._foreach_add(gradients, weights, alpha=decay))
         if group["scaled"]:
             of_weights, of_gradients = norms(weights, parameters), norms(gradients, parameters)
             ratios = group["trust"] * of_weights / (of_gradients + decay * of_weights)
@@ -134,6 +134,6 @@ def _shards(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _scales(ratios: Tensor, *of: Tensor) -> list[Tensor]:
-    """Return the ratio of each tensor, but 1 where a norm is zero: weights that are all zero could not begin to learn."""
+    """Return the ratio of each tensor, but 1 where a norm is zero: a layer of zeros could not begin to learn."""
     usable = torch.stack(of).gt(0).all(dim=0)
     return list(torch.where(usable, ratios, 1.0).unbind())
