@@ -51,6 +51,7 @@ from packtrain.job.part import (
     Length,
     Location,
     Name,
+    NotNegative,
     Ordinal,
     Part,
     Pixels,
@@ -202,6 +203,29 @@ class EpochSettings:
     rectangular: bool
 
 
+class RandAugmentSettings(Part):
+    """How many random operations change an image, and how much each of them changes it."""
+
+    operations: Annotated[int, Field(strict=True, ge=1, le=8)] = 2
+    magnitude: Annotated[float, Field(strict=True, ge=0, le=30, allow_inf_nan=False)] = 9.0
+
+
+class AugmentSettings(Part):
+    """What happens to a training image after it is cropped. `mixup` and `cutmix` mix pairs of images, and their classes.
+
+    These two are the parameter of the beta distribution that the weights are drawn from; 0 is off.
+    """
+
+    randaugment: RandAugmentSettings | None = None
+    erasing: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.0
+    mixup: NotNegative = 0.0
+    cutmix: NotNegative = 0.0
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
 class RateScale(Part):
     """The batch that the rates of the schedule are written for: with another one they change linearly with it, or with
     its square root."""
@@ -251,6 +275,7 @@ class TrainSettings(Part):
     size: Pixels = 224
     min_scale: Scale = 0.08
     rectangular: Boolean = False
+    augment: AugmentSettings | None = None
     compile: Boolean = False
     patience: Seconds = Duration(60, "seconds")
     seed: Count = 1
@@ -261,6 +286,10 @@ class TrainSettings(Part):
         if self.scale_rate is not None and self.scale_rate.base.unit != self.batch.unit:
             word = "sqrt" if self.scale_rate.linear is None else "linear"
             yield ("scale_rate", word), f"must be in {self.batch.unit}, like the batch"
+        if self.augment is not None and self.augment.mixes:
+            for field, amount in (("batch", self.batch), ("micro_batch", self.micro_batch)):
+                if amount is not None and amount.value < 2:
+                    yield (field,), "must be at least 2 samples: mixup and cutmix mix pairs of images"
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from packtrain.job.job import (
+    AugmentSettings,
     BudgetSettings,
     CacheSettings,
     CheckpointSettings,
@@ -21,6 +22,7 @@ from packtrain.job.job import (
     FleetSettings,
     Job,
     ModelSettings,
+    RandAugmentSettings,
     RateScale,
     ReportSettings,
     TrainSettings,
@@ -49,6 +51,8 @@ _SECTIONS: Mapping[str, type[Part]] = {
 # Parts within a section: their place in the reference. Each is named after the last word of it.
 _WITHIN: Mapping[str, tuple[type[Part], str]] = {
     "CacheSettings": (CacheSettings, "fleet.cache"),
+    "AugmentSettings": (AugmentSettings, "train.augment"),
+    "RandAugmentSettings": (RandAugmentSettings, "train.randaugment"),
     "RateScale": (RateScale, "train.scale_rate"),
 }
 _STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
