@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import SCHEDULES
@@ -168,19 +167,3 @@ def test_a_phase_with_another_batch_is_scaled_by_that_batch() -> None:
     phases = [{"until": "2 epochs", "rate": 0.1}, {"until": "9 epochs", "rate": 0.1, "batch": "512 samples"}]
     rate = scaled({"phases": phases}, linear="256 samples")
     assert [rate(at(7, epoch)) for epoch in (0.0, 1.99, 2.0, 8.9)] == pytest.approx([0.4, 0.4, 0.2, 0.2])
-
-
-@pytest.mark.parametrize(
-    ("scale", "told"),
-    [
-        ({}, r"set exactly one of linear and sqrt, such as \{linear: 256 samples\}"),
-        ({"linear": "8 samples", "sqrt": "8 samples"}, "set exactly one of linear and sqrt"),
-        ({"linear": "256 tokens"}, "must be in samples, like the batch"),
-        ({"linear": 256}, "needs a unit, such as '4096 tokens'"),
-        ({"root": "8 samples"}, "unknown key"),
-    ],
-)
-def test_a_base_batch_that_means_nothing_is_refused(scale: dict[str, Any], told: str) -> None:
-    train = {"duration": "9 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.1}}, "scale_rate": scale}
-    with pytest.raises(ValidationError, match=told):
-        TrainSettings.model_validate(train)

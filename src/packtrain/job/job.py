@@ -211,7 +211,7 @@ class RandAugmentSettings(Part):
 
 
 class AugmentSettings(Part):
-    """What happens to a training image after it is cropped. `mixup` and `cutmix` mix pairs of images, and their classes.
+    """Changes of a training image after it is cropped. `mixup` and `cutmix` mix pairs of images, and their classes.
 
     These two are the parameter of the beta distribution that the weights are drawn from; 0 is off.
     """

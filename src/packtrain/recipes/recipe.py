@@ -237,7 +237,7 @@ class Recipe(ABC):
 
     @property
     def group(self) -> int:
-        """How many samples of a batch in a row belong together, such as 2 if pairs are mixed: `batch` gets whole groups.
+        """How many samples in a row belong together, such as 2 if pairs are mixed: `batch` gets whole groups.
 
         Only the last group of a global batch may have fewer.
         """

@@ -65,7 +65,7 @@ class Lars(_Layerwise):
         weights, gradients = _shards(parameters), _shards([cast(Tensor, one.grad) for one in parameters])
         changes = list(torch._foreach_add(gradients, weights, alpha=decay))
         if group["scaled"]:
-            of_weights, of_gradients = norms(weights, parameters), norms(gradients, parameters)
+            of_weights, of_gradients = _norms(parameters, weights, gradients)
             ratios = group["trust"] * of_weights / (of_gradients + decay * of_weights)
             torch._foreach_mul_(changes, _scales(ratios, of_weights, of_gradients))
         if momentum:
@@ -88,7 +88,7 @@ class Lamb(_Layerwise):
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         if group["scaled"]:
-            of_weights, of_updates = norms(weights, parameters), norms(updates, parameters)
+            of_weights, of_updates = _norms(parameters, weights, updates)
             torch._foreach_mul_(updates, _scales(of_weights / of_updates, of_weights, of_updates))
         torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
@@ -118,14 +118,14 @@ class Lamb(_Layerwise):
         return [self.state[parameter]["step"] for parameter in parameters]
 
 
-def norms(shards: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    """Return the norm of each tensor [len]; of sharded ones those of the whole, which is a collective."""
-    own = torch.stack(torch._foreach_norm(shards))
-    if not isinstance(parameters[0], DTensor):
-        return own
-    squares = own.square()
-    dist.all_reduce(squares, group=parameters[0].device_mesh.get_group())
-    return squares.sqrt()
+def _norms(parameters: list[Tensor], *lists: list[Tensor]) -> list[Tensor]:
+    """Return the norms of each list of tensors as a vector; of shards those of the whole, which is one collective."""
+    norms = torch.stack([torch.stack(torch._foreach_norm(tensors)) for tensors in lists])
+    if isinstance(parameters[0], DTensor):
+        norms.square_()
+        dist.all_reduce(norms, group=parameters[0].device_mesh.get_group())
+        norms.sqrt_()
+    return list(norms.unbind())
 
 
 def _shards(tensors: list[Tensor]) -> list[Tensor]:
