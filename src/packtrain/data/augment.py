@@ -165,7 +165,8 @@ def mix_into(pixels: Pixels, other: Pixels, mix: Mix) -> None:
 
 def swapped(values: NDArray[Any]) -> NDArray[Any]:
     """Return the value of the other one of each pair; the last one of an odd number has its own."""
-    return values[np.minimum(np.arange(len(values)) ^ 1, max(0, len(values) - 1))]
+    other: NDArray[Any] = values[np.minimum(np.arange(len(values)) ^ 1, max(0, len(values) - 1))]
+    return other
 
 
 class AugmentedBatches(ImageBatches):

@@ -154,7 +154,8 @@ def share(batch: Ids, rank: int, num_ranks: int, group: int = 1) -> Ids:
 
     Every `group` samples in a row stay together: one rank has them, however many there are.
     """
-    return batch[np.arange(len(batch)) // group % num_ranks == rank]
+    own: Ids = batch[np.arange(len(batch)) // group % num_ranks == rank]
+    return own
 
 
 def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None, group: int = 1) -> list[Ids]:
