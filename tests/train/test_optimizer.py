@@ -205,6 +205,24 @@ def test_layerwise_optimizers_follow_their_formulas(settings: OptimizerKind, by_
 
 
 @pytest.mark.parametrize("settings", [LarsSettings(), LambSettings()])
+def test_layerwise_optimizers_change_no_weight_where_the_device_found_an_infinite_gradient(
+    settings: OptimizerKind,
+) -> None:
+    model, told = a_model(), a_model()
+    optimizer, one_told = settings.build(model), settings.build(told)
+    one_told.found_inf = torch.zeros(())
+    train(model, optimizer, range(3))
+    train(told, one_told, range(3))
+    assert all(torch.equal(found, told.state_dict()[name]) for name, found in model.state_dict().items())
+    one_told.found_inf += 1
+    for parameter in told.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    one_told.step()
+    assert all(torch.equal(found, told.state_dict()[name]) for name, found in model.state_dict().items())
+    assert all(tensor.isfinite().all() for tensor in optimizer_tensors(one_told, told).values())
+
+
+@pytest.mark.parametrize("settings", [LarsSettings(), LambSettings()])
 def test_layerwise_steps_read_nothing_from_the_device(settings: OptimizerKind) -> None:
     """A device without memory has nothing to read: whoever asks for a number there fails."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)).to("meta")

@@ -22,7 +22,14 @@ Groups = Iterable[dict[str, Any]]
 
 
 class _Layerwise(torch.optim.Optimizer, ABC):
-    """An optimizer whose groups have the parameters (`params`), their decay, and whether updates are `scaled`."""
+    """An optimizer whose groups have the parameters (`params`), their decay, and whether updates are `scaled`.
+
+    As torch's fused optimizers, it can be told on the device that gradients are not finite: where `found_inf` is 1, no
+    weight changes.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
 
     def __init__(self, groups: Groups, **defaults: float) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "scaled": True, **defaults})
@@ -43,6 +50,18 @@ class _Layerwise(torch.optim.Optimizer, ABC):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update parameters of a group that have gradients."""
 
+    def _gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        gradients = _shards([cast(Tensor, one.grad) for one in parameters])
+        if self.found_inf is None:
+            return gradients
+        # Zeros, so that the state stays finite as well.
+        return [torch.where(self.found_inf.bool(), 0.0, gradient) for gradient in gradients]
+
+    def _move(self, weights: list[Tensor], changes: list[Tensor], rate: float) -> None:
+        if self.found_inf is not None:
+            changes = list(torch._foreach_mul(changes, 1 - self.found_inf))
+        torch._foreach_add_(weights, changes, alpha=-rate)
+
     def _states(self, parameters: list[Tensor], entry: str) -> list[Tensor]:
         """Return an entry of the state of each parameter, of its shape and sharding; zeros at first."""
         for parameter in parameters:
@@ -62,7 +81,7 @@ class Lars(_Layerwise):
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
-        weights, gradients = _shards(parameters), _shards([cast(Tensor, one.grad) for one in parameters])
+        weights, gradients = _shards(parameters), self._gradients(parameters)
         changes = list(torch._foreach_add(gradients, weights, alpha=decay))
         if group["scaled"]:
             of_weights, of_gradients = _norms(parameters, weights, gradients)
@@ -73,7 +92,7 @@ class Lars(_Layerwise):
             torch._foreach_mul_(velocities, momentum)
             torch._foreach_add_(velocities, changes)
             changes = velocities
-        torch._foreach_add_(weights, changes, alpha=-group["lr"])
+        self._move(weights, changes, group["lr"])
 
 
 class Lamb(_Layerwise):
@@ -90,11 +109,11 @@ class Lamb(_Layerwise):
         if group["scaled"]:
             of_weights, of_updates = _norms(parameters, weights, updates)
             torch._foreach_mul_(updates, _scales(of_weights / of_updates, of_weights, of_updates))
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        self._move(weights, updates, group["lr"])
 
     def _adam_updates(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         first, second = group["beta1"], group["beta2"]
-        gradients = _shards([cast(Tensor, one.grad) for one in parameters])
+        gradients = self._gradients(parameters)
         means, squares = (_shards(self._states(parameters, entry)) for entry in ("exp_avg", "exp_avg_sq"))
         steps = self._steps(parameters)
         torch._foreach_add_(steps, 1.0)
