@@ -77,7 +77,8 @@ def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
     assert_nothing_left(sandbox)
 
 
-LARGE = ("model.width=256", "model.feedforward=8192", "train.batch=100 tokens")  # so that a checkpoint takes long enough to be caught
+# So that a checkpoint takes long enough to be caught, and a step does not.
+LARGE = ("model.width=256", "model.feedforward=8192", "train.batch=100 tokens")
 SHORT = ("train.duration=15 steps", "checkpoint.every=3 steps", "fleet.local.machines=1")
 
 
