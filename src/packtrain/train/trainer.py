@@ -129,6 +129,10 @@ class Trainer:
         self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
+        if self._world.is_first and self._world.device.type == "cuda" and self._progress.step == 0:
+            note = self._job.train.small_share(self._world.num_ranks)
+            if note is not None:
+                self._recorder.event("warning", note)
 
     def _conditions(self) -> dict[str, float]:
         """Return what this generation trains with: numbers that explain the time of its steps. Collective."""

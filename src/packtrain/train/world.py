@@ -111,6 +111,16 @@ def _own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def gpu_addresses(device: torch.device, workers: int) -> list[str]:
+    """Return the PCI address of the GPU of each worker of this machine, as the system writes it; none without GPUs."""
+    if device.type != "cuda":
+        return []
+    # Of the parts of a GPU a process sees only its own: then the others are taken to be on the same one.
+    numbers = range(workers) if torch.cuda.device_count() >= workers else [device.index] * workers
+    found = [torch.cuda.get_device_properties(number) for number in numbers]
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]  # type: ignore[attr-defined]
+
+
 def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
