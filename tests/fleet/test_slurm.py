@@ -32,9 +32,11 @@ from packtrain.fleet.slurm import (
     QueuedJob,
     SlurmFleet,
     SlurmSettings,
+    cpus_per_gpu,
     script,
     should_requeue,
     slurm_time,
+    with_cpus,
 )
 from packtrain.run.checkpoint import commit, committed
 from packtrain.run.records import Result
@@ -90,6 +92,49 @@ def test_a_machine_is_a_whole_node_unless_the_job_asks_for_a_part(
 ) -> None:
     lines = header(script_of(new_run(directory_store), **settings))
     assert ("--exclusive" in lines) == whole
+
+
+NODES = """
+NodeName=a Arch=x86_64 CPUAlloc=0 CPUEfctv=62 CPUTot=64 Gres=gpu:a100:8(S:0-1) Partitions=gpu,all State=IDLE
+NodeName=b CPUTot=48 Gres=gpu:2,gpu:h100:2,shard:8 Partitions=all State=DOWN+DRAIN Reason=no disk [root@2026]
+NodeName=c CPUTot=8 Gres=gpu:1 Partitions=all
+NodeName=d CPUTot=128 Gres=(null) Partitions=all
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "partition", "cpus"),
+    [(8, "gpu", 7), (4, None, 7), (1, "all", 7), (2, "b", None), (16, None, None)],
+)
+def test_a_gpu_comes_with_its_share_of_a_nodes_cores(gpus: int, partition: str | None, cpus: int | None) -> None:
+    assert cpus_per_gpu(NODES, gpus, partition) == cpus
+
+
+def test_cores_are_the_jobs_own_word_or_the_nodes(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.fleet.slurm.ask", lambda *_: NODES)
+    run = new_run(directory_store)
+
+    def cores(**settings: Any) -> list[str]:
+        [plan] = SlurmFleet(SlurmSettings.model_validate(settings)).plan(run)
+        assert plan.script is not None
+        return [line for line in header(plan.script) if line.startswith("--cpus")]
+
+    assert cores(gpus=4, partition="gpu") == ["--cpus-per-task=28"]
+    assert cores(gpus=4, cpus_per_gpu=3) == ["--cpus-per-task=12"]
+    assert cores(gpus=4, options=["--cpus-per-gpu=5"]) == ["--cpus-per-gpu=5"]
+    assert cores(gpus=4, options=["--exclusive"]) == []
+    assert cores(gpus=64) == []
+    assert cores() == []
+
+
+def test_a_cluster_that_does_not_say_what_it_has_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise Mistake("scontrol: timed out")
+
+    monkeypatch.setattr("packtrain.fleet.slurm.ask", refuse)
+    settings = SlurmSettings.model_validate({"gpus": 2})
+    assert with_cpus(settings) == settings
+    assert settings.needs_cpus
 
 
 def test_the_script_is_valid_and_holds_no_secret(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

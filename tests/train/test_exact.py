@@ -38,7 +38,8 @@ def torch_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def kernels() -> dict[str, object]:
     return {
-        "strict": torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        "strict": torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
         "deterministic": torch.backends.cudnn.deterministic,
         "benchmark": torch.backends.cudnn.benchmark,
         "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled(),

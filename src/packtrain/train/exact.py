@@ -12,8 +12,8 @@ Every operation of the four recipes has a deterministic kernel, so none is exemp
 | memory-efficient attention, backward | keys are split among blocks | not split, unless strict mode only warns |
 | cuDNN attention, backward | as flash attention, without a deterministic form | not used |
 
-Max pooling and embeddings need nothing: each gradient is summed by one thread, or after a stable sort. TF32 rounds more,
-but always in the same way: it is left as torch has it, and allowed wherever it is faster if the run need not be exact.
+Max pooling and embeddings need nothing: one thread sums each gradient, or a stable sort comes before. TF32 rounds more,
+but always in the same way: it stays as torch has it, and is allowed for all products if the run need not be exact.
 """
 
 from __future__ import annotations
