@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -478,6 +479,20 @@ def test_a_job_that_slurm_would_reject_is_refused_before_the_data_is_packed(clus
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "sbatch: invalid partition specified: gpu" in done.stderr
     assert list((place / "refused").rglob("*.json")) == []
+
+
+def test_a_job_with_gpus_gets_the_cores_that_come_with_them(cluster: Cluster) -> None:
+    """A node has two cores and one GPU; Slurm's own number is one core for the one task."""
+    nodes = cluster.command("scontrol", "show", "nodes", "--oneliner")
+    assert cpus_per_gpu(nodes, 1, "main") == 2
+    cluster.command("scontrol", "update", "PartitionName=main", "State=DOWN")
+    run = submitted(cluster, "cores", "{slurm: {gpus: 1}, workers: 1}", COUNTING)
+    job = number_of(cluster, run)
+    asked = shown(cluster, job)
+    cluster.command("scancel", job)
+    cluster.command("scontrol", "update", "PartitionName=main", "State=UP")
+    assert re.findall(r"CPUs/Task=(\d+)", asked) == ["2"], asked
+    wait_until(lambda: settled(cluster), "an empty queue")
 
 
 def settled(cluster: Cluster) -> bool:
