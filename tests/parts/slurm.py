@@ -83,7 +83,8 @@ def slurm(network: Network) -> Iterator[Cluster]:
     place = network.shared / "slurm"
     place.mkdir(exist_ok=True)
     hosts = tuple(network)
-    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=2000 Gres=gpu:1" for host in hosts)
+    size = "CPUs=2 RealMemory=2000 Gres=gpu:1"
+    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} {size}" for host in hosts)
     configuration = _CONFIGURATION.format(controller=hosts[0].name, address=hosts[0].address, nodes=nodes)
     (place / "slurm.conf").write_text(configuration)
     (place / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # nobody uses it
