@@ -70,6 +70,7 @@ def test_the_system_says_which_cores_and_gpus_belong_together(tmp_path: Path) ->
     assert node_of_gpu("0000:dc:00.0", devices) == 1
     assert node_of_gpu("0000:01:00.0", devices) is None, "the system does not know"
     assert node_of_gpu("0000:02:00.0", devices) is None, "in a container that shows no devices"
+    assert node_of_gpu("", devices) is None
     assert numa_nodes(tmp_path / "nothing") == {}
 
 
@@ -112,6 +113,12 @@ def test_threads_start_on_the_cores_near_the_gpu(monkeypatch: pytest.MonkeyPatch
     stay_nearby([], 0, 2)
     assert asked[1:] == [{1, 2, 3}]
     stay_nearby(["unknown", "near 0"], 0, 2)
+
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+    stay_nearby(["near 1", "near 0"], 0, 2)  # goes on as it is
     monkeypatch.setattr(module, "numa_nodes", dict)
     stay_nearby(["near 1", "near 0"], 0, 2)
     assert len(asked) == 2

@@ -174,4 +174,6 @@ def test_gpus_have_the_addresses_that_the_system_gives_them(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     assert gpu_addresses(torch.device("cuda", 0), workers) == found
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
+    assert gpu_addresses(torch.device("cuda", 0), workers) == [""] * workers
     assert gpu_addresses(torch.device("cpu"), workers) == []

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,8 +75,9 @@ def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given], threads: 
 def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, frozenset[int]]:
     """Return the cores of every NUMA node; none where the system does not say."""
     found = {}
-    for place in nodes.glob("node[0-9]*/cpulist"):
-        found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text())
+    with suppress(OSError, ValueError):
+        for place in nodes.glob("node[0-9]*/cpulist"):
+            found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text())
     return dict(sorted(found.items()))
 
 
@@ -122,5 +124,6 @@ def stay_nearby(gpus: Sequence[str], rank: int, workers: int) -> None:
     places = [node_of_gpu(address) for address in gpus] if gpus else spread(workers, list(nodes))
     cores = cores_nearby(nodes, places, rank, num_threads())
     if cores is not None:
-        os.sched_setaffinity(0, cores)
-        say(f"threads: keeping to the {len(cores)} cores of NUMA node {places[rank]}")
+        with suppress(OSError):  # a container may forbid it: then the threads are slower, and nothing else
+            os.sched_setaffinity(0, cores)
+            say(f"threads: keeping to the {len(cores)} cores of NUMA node {places[rank]}")
