@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.data.loader import Arrays, LoadedBatch
+from packtrain.data.loader import LoadedBatch
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
@@ -24,6 +24,7 @@ from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.transfer import Reading, is_queued, on_device
 from packtrain.train.world import World
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_: a gradient of zero is not divided by
@@ -42,8 +43,13 @@ class StepResult:
 
     loss: Tensor
     rate: float
-    gradient_norm: float
+    norm: Reading | float
     skipped: bool
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm before clipping; reading it waits for this step, and not for those queued after it."""
+        return self.norm if isinstance(self.norm, float) else self.norm.read()[0]
 
 
 class Engine:
@@ -59,6 +65,9 @@ class Engine:
         followers = [] if self.ema is None else [self.ema.model]
         self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
         self.optimizer = settings.optimizer.build(self.model)
+        # The loss scale of fp16 has to be known before the next step.
+        can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not self.precision.scale.enabled
+        self._spoilt = torch.zeros((), device=world.device) if is_queued(world.device) and can_skip else None
         self._rate = settings.schedule.build(recipe.width, settings.duration)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
@@ -91,6 +100,7 @@ class Engine:
         """Make the step after `now` on this rank's part of a global batch.
 
         `cost` is that of the global batch, `own_cost` that of this rank's part; `last` if no other step follows.
+        A loss or gradient that is not finite raises NonFinite here, or in `confirm` if the device runs behind.
         """
         seed_randomness(self._settings.seed, now.step, self._world.rank, self._world.device)
         rate = self._rate(now)
@@ -119,15 +129,18 @@ class Engine:
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
 
-    def _update(self, now: Progress, loss: Tensor) -> tuple[float, bool]:
+    def _update(self, now: Progress, loss: Tensor) -> tuple[Reading | float, bool]:
         """Clip and update; return the gradient norm, and True if fp16 overflowed and the step was skipped."""
         scale = self.precision.scale
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         found = nn.utils.get_total_norm(gradients, foreach=True)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found) / scale.value
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        if self._spoilt is not None:
+            return self._update_unread(gradients, found, self._spoilt), False
+        norm = float(found) / scale.value
         skipped = not math.isfinite(norm)
         if skipped:
-            self._skip_or_raise(now, loss)
+            self._skip_or_raise(now.step + 1, loss)
         else:
             limit = math.inf if self._settings.clip is None else self._settings.clip
             # Clipping and removing the loss scale are one multiplication.
@@ -139,7 +152,31 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 
-    def _skip_or_raise(self, now: Progress, loss: Tensor) -> None:
+    def _update_unread(self, gradients: list[Tensor], found: Tensor, spoilt: Tensor) -> Reading:
+        """Clip and update without reading the norm: the host would wait for it, and the device then for the host.
+
+        `spoilt` becomes 1 when a norm is not finite, and stays: neither that step nor those queued by the time the host
+        knows change a weight. The average of the weights may move, but is neither evaluated nor saved before `confirm`.
+        """
+        norm = found.to(spoilt.device, torch.float64)  # as precise as on the host
+        torch.maximum(spoilt, (~norm.isfinite()).to(spoilt.dtype), out=spoilt)
+        if self._settings.clip is not None:
+            factor = (self._settings.clip / (norm + _EPSILON)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self.optimizer.found_inf = spoilt  # as torch's GradScaler tells fused optimizers
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Reading(norm)
+
+    def confirm(self, step: int, result: StepResult) -> None:
+        """Raise NonFinite if step number `step` was not finite: neither it nor any later one has changed the weights.
+
+        Call it before a result is recorded, and before the weights are evaluated or saved.
+        """
+        if not result.skipped and not math.isfinite(result.gradient_norm):
+            self._skip_or_raise(step, result.loss)
+
+    def _skip_or_raise(self, step: int, loss: Tensor) -> None:
         scale = self.precision.scale
         scale.overflowed()
         # Ranks that sync every step come here together; one that updates locally decides alone.
@@ -148,7 +185,7 @@ class Engine:
             infinite, wrong = self._world.count(infinite > 0, wrong > 0)
         # A loss may overflow fp16 as a gradient does, and is infinite then; one that is NaN is wrong.
         if wrong or scale.exhausted:
-            raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {now.step + 1} is not finite")
+            raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {step} is not finite")
 
     def _update_ema(self, step: int, last: bool) -> None:
         """Update the EMA where all ranks have the same weights."""
@@ -182,29 +219,32 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         self._source = model
-        self._pairs: tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]] | None = None
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
+        self._statistics: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def update(self, step: int, steps: int = 1) -> None:
         """Add the weights as they are after step number `step`; `steps` were made since the last update."""
         # With local steps, one update stands for several.
         decay = min(self._decay, (step + 1) / (step + 10)) ** steps
         # Collected once, which takes a while, and not before the first step: by then fsdp has sharded the weights.
-        self._pairs = averages, weights, buffers = self._pairs or (
-            list(self.model.parameters()),
-            list(self._source.parameters()),
-            list(zip(self.model.buffers(), self._source.buffers(), strict=True)),
-        )
+        if self._pairs is None:
+            self._pairs = list(self.model.parameters()), list(self._source.parameters())
+            self._statistics = _by_dtype(list(self.model.buffers()), list(self._source.buffers()))
+        averages, weights = self._pairs
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - decay)
-            for buffer, source in buffers:
-                buffer.copy_(source)  # statistics of norm layers are averages already
+            for buffers, sources in self._statistics:
+                torch._foreach_copy_(buffers, sources)  # statistics of norm layers are averages already
 
 
-def on_device(arrays: Arrays, device: torch.device) -> Batch:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if device.type == "cuda":  # from pinned memory the copy runs asynchronously
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+def _by_dtype(copies: list[Tensor], sources: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Group pairs by dtype: a GPU copies tensors of one dtype in a few kernels."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for copied, source in zip(copies, sources, strict=True):
+        group = groups.setdefault(source.dtype, ([], []))
+        group[0].append(copied)
+        group[1].append(source)
+    return list(groups.values())
 
 
 _TRIED_SAMPLES, _NAMED_SAMPLES = 256, 5

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
@@ -27,10 +29,11 @@ from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
 from packtrain.train.checkpointer import Checkpointer
 from packtrain.train.control import Control, StopSignal, WorkerError
-from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples, on_device
+from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples
 from packtrain.train.evaluator import Evaluation, Evaluator
 from packtrain.train.progress import Progress, Recurring, reached
 from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
+from packtrain.train.transfer import Feed, SentBatch, pinned
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
@@ -39,8 +42,9 @@ _LEAST_HEED_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was made and whose sync is still in progress; `last` if it reaches the goal."""
+    """A step that was made `before` it was known to be good; its sync is in progress. `last` if it reaches the goal."""
 
+    before: Progress
     step: int
     epochs: float
     result: StepResult
@@ -149,15 +153,15 @@ class Trainer:
             self._save()
         if reached(goal, self._progress):
             return True
-        loader = self._open_loader()
+        feed = Feed(self._open_loader(), self._world.device)
         pending: PendingStep | None = None
         agreed = self._progress  # but with the first rank's clock, so that all ranks make the same decisions
         evaluate = save = stop = end = False
         try:
             while True:
-                batch = self._next_batch(loader)
+                batch = self._next_batch(feed)
                 # The sync of the previous step has had the time of this step to complete: reading it does not wait.
-                previous, pending = pending, self._step(batch, loader)
+                previous, pending = pending, self._step(batch, feed)
                 totals = self._settle(previous) if previous is not None else None
 
                 before, seconds = agreed, totals.seconds if totals is not None else agreed.seconds
@@ -193,7 +197,7 @@ class Trainer:
                 self._save()
             return False
         finally:
-            loader.close()
+            feed.close()
 
     # The parts of a step.
 
@@ -203,7 +207,7 @@ class Trainer:
         return Loader(
             rank_batches(
                 training_order(recipe),
-                recipe.batch,
+                lambda *which: pinned(recipe.batch(*which), self._world.device),
                 self._progress.position,
                 self._world.rank,
                 self._world.num_ranks,
@@ -213,7 +217,7 @@ class Trainer:
             )
         )
 
-    def _next_batch(self, loader: Loader) -> LoadedBatch:
+    def _next_batch(self, feed: Feed) -> SentBatch:
         """Wait for the data of the next step, together with the other ranks if one may be short of it.
 
         Raises StopRequested on all ranks if a stop is requested while one of them waits for data.
@@ -222,7 +226,7 @@ class Trainer:
         self._watchdog.begin(DATA, name, STORE_SECONDS)
         # Between two syncs of local steps there is no common state that all ranks could leave with.
         together = self._short_of_data and self._engine.gradient_sync.is_common(self._progress.step)
-        batch = loader.next(lambda: together and self._data_barrier.all_ready(False))
+        batch = feed.next(lambda: together and self._data_barrier.all_ready(False))
         self._clock.mark("data")
         if together and self._world.num_ranks > 1:
             self._watchdog.begin("data barrier", f"waiting for the other ranks' {name}")
@@ -231,9 +235,9 @@ class Trainer:
             self._clock.mark("wait")
         return batch
 
-    def _step(self, batch: LoadedBatch, loader: Loader) -> PendingStep:
+    def _step(self, sent: SentBatch, feed: Feed) -> PendingStep:
         """Make a step and start its sync."""
-        before, goal = self._progress, self._job.train.duration
+        before, goal, batch = self._progress, self._job.train.duration, sent.loaded
         epochs = batch.after.epoch + batch.after.batch / batch.batches_in_epoch
         after = replace(before, step=before.step + 1, epochs=epochs, position=batch.after, owes_evaluation=False)
         # It is known before the step that it is the last one, except for a goal in wall time.
@@ -245,30 +249,42 @@ class Trainer:
             self._recipe.prepare(batch.at.epoch, self._engine.model)
             self._engine.model.train()  # layers that the recipe has frozen or released change their mode
             self._prepared_epoch = batch.at.epoch
-        micro_batches = [on_device(arrays, self._world.device) for arrays in batch.micro_batches]
-        try:
-            result = self._engine.step(before, micro_batches, batch.cost, batch.own_cost, last)
-        except NonFinite as error:
-            self._watchdog.pause()  # trying every sample alone takes longer than a step
-            bad = name_bad_samples(self._engine, self._recipe, self._world, self._job.train.exchange, batch)
-            raise NonFinite(f"{error}; {bad}; nothing was updated") from error
+        with self._named_samples(batch):
+            result = self._engine.step(before, sent.receive(), batch.cost, batch.own_cost, last)
+        feed.send_ahead()
         self._progress = replace(after, seconds=self._elapsed_seconds())
         communication, seconds = self._clock.spent("communication"), self._clock.take()
         sync = StepSync(
             self._world,
             result.loss,
             self._stop_requested(),
-            loader.ready < ENOUGH_BATCHES,
+            feed.ready < ENOUGH_BATCHES,
             self._control.take_commit_request() or self._checkpointer.is_due(self._progress.seconds),
             self._progress.seconds,
             communication,
         )
-        return PendingStep(after.step, epochs, result, batch, seconds, sync, last)
+        return PendingStep(before, after.step, epochs, result, batch, seconds, sync, last)
+
+    @contextmanager
+    def _named_samples(self, batch: LoadedBatch) -> Iterator[None]:
+        """Add to NonFinite which samples of the batch cause it. Collective then."""
+        try:
+            yield
+        except NonFinite as error:
+            self._watchdog.pause()  # trying every sample alone takes longer than a step
+            bad = name_bad_samples(self._engine, self._recipe, self._world, self._job.train.exchange, batch)
+            raise NonFinite(f"{error}; {bad}; nothing was updated") from error
 
     def _settle(self, pending: PendingStep) -> StepTotals:
-        """Read a step's sync and record the step."""
+        """Read a step's sync and record the step. Raises NonFinite if its update was left out."""
         self._clock.mark("other")
         totals = pending.sync.wait()
+        try:
+            with self._named_samples(pending.batch):
+                self._engine.confirm(pending.step, pending.result)
+        except NonFinite:
+            self._progress = pending.before  # the step after it has been made, and has changed nothing
+            raise
         self._short_of_data = totals.short_of_data
         self._clock.mark("wait")
         # Time in the gradient sync until the slowest rank arrived is waiting; only the rest is communication.
