@@ -319,6 +319,46 @@ def test_a_loss_that_is_not_finite_is_never_committed(directory_store: Store, co
     assert all(step < 5 for step in losses(run))
 
 
+@pytest.fixture
+def runs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are made as on a GPU: what comes out is read one step later."""
+    monkeypatch.setattr("packtrain.train.engine.is_queued", lambda _device: True)
+
+
+@pytest.mark.parametrize("save_every", [1, 100])
+@pytest.mark.usefixtures("runs_behind")
+def test_a_bad_step_that_is_noticed_late_leaves_what_was_before_it(
+    directory_store: Store, control: Control, save_every: int
+) -> None:
+    class Broken(Interrupted):
+        made = 0
+
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            self.made = max(self.made, self._steps)
+            return super().loss(model, batch) * (math.nan if self._steps == 5 and model.training else 1.0)
+
+    run = tiny_run(directory_store, tiny_job(checkpoint={"every": f"{save_every} steps"}))
+    trainer = Trainer(run, recipe := Broken(run.job), World(), 1, control, StopSignal().listen())
+    with pytest.raises(NonFinite, match=r"^the loss of step 5 is not finite; .*; nothing was updated$"):
+        trainer.train()
+    assert trainer.step == 4
+    assert recipe.made >= (5 if save_every == 1 else 6)  # before a save the host waits for the step
+    assert all(one.step < 5 for one in committed(run))
+    assert list(losses(run)) == [1, 2, 3, 4]
+
+
+def test_a_run_whose_steps_are_read_late_is_the_same(
+    directory_store: Store, control: Control, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    job = tiny_job(train={"clip": 0.5, "ema": 0.9}, checkpoint={"every": "4 steps"})
+    waiting, behind = tiny_run(directory_store, job), tiny_run(directory_store, job)
+    train(waiting, control)
+    request.getfixturevalue("runs_behind")
+    train(behind, new_control(tmp_path, "behind"))
+    assert history(behind) == history(waiting)
+    assert weights(behind) == weights(waiting)
+
+
 # Signals.
 
 
