@@ -60,6 +60,15 @@ class Gpu:
             gpu.calls.append(f"use {used}")
             yield
 
+        def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+            assert non_blocking
+            gpu.calls.append(f"{gpu.stream}: copy to {device}")
+            return tensor.clone()
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            gpu.calls.append("pin")
+            return tensor.clone()
+
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", stream)
@@ -67,8 +76,8 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: Stream(name=gpu.stream))
         for name in ("tensor", "empty"):
             monkeypatch.setattr(torch, name, self._on_cpu(getattr(torch, name)))
-        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: self._to(tensor, *where, **how))
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, used: self.calls.append(f"kept for {used.name}"))
         # Tensors stay in main memory: they are taken for those of the GPU.
         monkeypatch.setattr("packtrain.train.transfer.is_queued", lambda _device: True)
@@ -80,15 +89,6 @@ class Gpu:
             return make(*args, **options)
 
         return made
-
-    def _to(self, tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
-        assert non_blocking
-        self.calls.append(f"{self.stream}: copy to {device}")
-        return tensor.clone()
-
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls.append("pin")
-        return tensor.clone()
 
     def take(self) -> list[str]:
         taken, self.calls = self.calls, []

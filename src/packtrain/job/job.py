@@ -59,6 +59,7 @@ from packtrain.job.part import (
     Scale,
     ScoreName,
     Seconds,
+    Steps,
     StorePath,
     TrackingPath,
     Variable,
@@ -74,6 +75,7 @@ from packtrain.job.part import (
 )
 from packtrain.units import Amount, Duration
 
+_MAX_PROFILED_STEPS = 100
 MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
@@ -222,11 +224,14 @@ class TrainSettings(Part):
     rectangular: Boolean = False
     compile: Boolean = False
     patience: Seconds = Duration(60, "seconds")
+    profile: Steps | None = None
     seed: Count = 1
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        if self.profile is not None and self.profile.value > _MAX_PROFILED_STEPS:
+            yield ("profile",), f"must be at most {_MAX_PROFILED_STEPS} steps: a trace of more takes minutes to write"
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)

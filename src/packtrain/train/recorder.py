@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import shutil
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from packtrain.run.chunks import Flushable, Flusher
+from packtrain.run.outputs import output_key
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
@@ -106,9 +110,10 @@ class Recorder:
         self._spent: Counter[str] = Counter()
         self._spent_at = time.monotonic()
         self._tensorboard, self._pictures = TensorBoardWriter(run, generation), PictureWriter(run)
-        # Pictures last: nobody else waits for them.
-        writers: list[Flushable] = [self._events, self._points, self._times, self._tensorboard, self._pictures]
-        self._flusher = Flusher(writers, self._warn)
+        self._outputs = OutputWriter(run)
+        # Pictures and outputs last: nobody else waits for them.
+        writers: list[Flushable] = [self._events, self._points, self._times, self._tensorboard]
+        self._flusher = Flusher([*writers, self._pictures, self._outputs], self._warn)
 
     def event(self, kind: EventKind, text: str) -> None:
         say(f"{kind}: {text}")
@@ -122,6 +127,10 @@ class Recorder:
     def pictures(self, pictures: Mapping[str, bytes]) -> None:
         """Record JPEGs of samples, by their digests; every rank records those that it has."""
         self._pictures.add(pictures)
+
+    def output(self, name: str, path: Path) -> None:
+        """Put a file into the outputs of the run, compressed, and remove it."""
+        self._outputs.add(name, path)
 
     def time_spent(self, step: int, seconds: Mapping[str, float], now: bool = False) -> None:
         """Add to where the time went; a record is written every few seconds, or `now`."""
@@ -169,6 +178,28 @@ class PictureWriter:
             self._run.put_picture(jpeg)
             with self._changing:
                 del self._pending[digest]
+
+
+class OutputWriter:
+    """Puts files into the outputs of a run. A store that is away keeps them waiting on the disk."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._waiting: deque[tuple[str, Path]] = deque()
+
+    def add(self, name: str, path: Path) -> None:
+        self._waiting.append((name, path))
+
+    def flush(self) -> None:
+        while self._waiting:
+            name, path = self._waiting[0]
+            packed = path.with_name(f"{path.name}.gz")
+            with path.open("rb") as file, gzip.open(packed, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(file, target)
+            self._run.store.put_file(output_key(self._run, name), packed)
+            self._waiting.popleft()
+            path.unlink()
+            packed.unlink()
 
 
 class TensorBoardWriter:

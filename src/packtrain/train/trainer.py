@@ -31,6 +31,7 @@ from packtrain.train.checkpointer import Checkpointer
 from packtrain.train.control import Control, StopSignal, WorkerError
 from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples
 from packtrain.train.evaluator import Evaluation, Evaluator
+from packtrain.train.profile import StepProfile
 from packtrain.train.progress import Progress, Recurring, reached
 from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
 from packtrain.train.transfer import Feed, SentBatch, pinned
@@ -38,6 +39,7 @@ from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
 _LEAST_HEED_SECONDS = 3.0
+_PROFILED = ("start", "resumed")  # generations that a person started: a failure does not record another trace
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Trainer:
             self._engine, recipe, world, run.job.evaluate.beam, self._pulse, self._watchdog.pause
         )
         self._data_barrier = DataBarrier(world, self._stop_requested)
+        self._profile: StepProfile | None = None
         self._short_of_data = True  # until the first step sync says that all ranks have batches ready
         self._progress = Progress()
         self._saved: Progress | None = None
@@ -133,6 +136,20 @@ class Trainer:
         self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
+        latest = self._run.latest_generation() if self._job.train.profile else None
+        if self._job.train.profile and self._world.is_first and (latest is None or latest.cause in _PROFILED):
+            self._begin_profile(int(self._job.train.profile.value))
+
+    def _begin_profile(self, steps: int) -> None:
+        # A name that TensorBoard's plugin recognizes: worker, milliseconds, and this suffix.
+        name = f"generation-{self._generation}-rank-{self._world.rank}.{int(time.time() * 1000)}.pt.trace.json"
+        path = self._control.directory / name
+
+        def done() -> None:
+            self._recorder.output(f"profile/{name}.gz", path)
+            self._recorder.event("data", f"recorded a trace of steps: packtrain get {self._run.name} profile")
+
+        self._profile = StepProfile(steps, self._world.device, path, done)
 
     def _conditions(self) -> dict[str, float]:
         """Return what this generation trains with: numbers that explain the time of its steps. Collective."""
@@ -198,6 +215,8 @@ class Trainer:
             return False
         finally:
             feed.close()
+            if self._profile is not None:
+                self._profile.close()
 
     # The parts of a step.
 
@@ -263,6 +282,8 @@ class Trainer:
             self._progress.seconds,
             communication,
         )
+        if self._profile is not None:
+            self._profile.step()
         return PendingStep(before, after.step, epochs, result, batch, seconds, sync, last)
 
     @contextmanager
