@@ -95,6 +95,13 @@ class DeviceClock(Clock):
             self._passed = event
 
 
+def peak_gpu_bytes() -> tuple[int, int]:
+    """Return the most memory that tensors took on this worker's GPU, and that torch held for them; 0 without a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
 def clock_of(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else Clock()
 
@@ -137,7 +144,8 @@ class Recorder:
         self._spent.update(seconds)
         # A record of every step would be as large as the metrics, from every rank.
         if now or time.monotonic() - self._spent_at > _SECONDS_BETWEEN_TIMES:
-            self._times.append(TimeSpent(time.time(), self._generation, self._rank, step, dict(self._spent)))
+            who = self._generation, self._rank
+            self._times.append(TimeSpent(time.time(), *who, step, dict(self._spent), *peak_gpu_bytes()))
             self._spent.clear()
             self._spent_at = time.monotonic()
 
