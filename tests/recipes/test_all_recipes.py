@@ -16,6 +16,7 @@ from torch import nn
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
+from parts.host_reads import HostReads
 from recipes.learn import learn
 from recipes.small import SMALL
 
@@ -92,6 +93,14 @@ def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Rec
     assert loss.item() == 0.0
     learnt = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
     assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
+
+
+def test_no_loss_makes_the_host_wait_for_the_device(any_recipe: Recipe) -> None:
+    model, batch = model_of(any_recipe).train(), tensors(any_recipe, everything(any_recipe))
+    any_recipe.loss(model, batch)  # the first one puts constants on the device
+    with HostReads(batch[name] for name in any_recipe.on_host) as reads:
+        any_recipe.loss(model, batch).backward()
+    assert reads.found == []
 
 
 def test_every_sample_of_a_split_is_measured_by_one_worker(any_recipe: Recipe) -> None:

@@ -152,6 +152,13 @@ def test_the_next_batch_is_copied_beside_the_computing(gpu: Gpu) -> None:
     feed.close()
 
 
+def test_arrays_that_the_host_needs_stay_with_it(gpu: Gpu) -> None:
+    feed = Feed(loader_of(batch(0)), GPU, on_host=frozenset({"ids"}))
+    assert feed.next().receive()[0]["ids"].tolist() == [0]
+    assert gpu.take() == ["side 1: event 1", "computing waits for event 1"]
+    feed.close()
+
+
 def test_one_batch_and_no_more_is_copied_ahead(gpu: Gpu) -> None:
     feed = Feed(loader_of(batch(0), batch(1)), GPU)
     feed.send_ahead()

@@ -285,7 +285,7 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
         micro, recipe.prefetch,
         equal_counts=settings.exchange.shards_model,
     )  # fmt: skip
-    feed, clock = Feed(Loader(source), world.device), engine.clock
+    feed, clock = Feed(Loader(source), world.device, recipe.on_host), engine.clock
     found = _MeasuredSteps([], [])
     pending: tuple[dict[str, float], int, StepSync] | None = None
     started, began = time.perf_counter(), time.perf_counter()

@@ -175,6 +175,8 @@ class Recipe(ABC):
     """The score that decides which checkpoint is the best."""
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
     """Scores that should be low; all others should be high."""
+    on_host: ClassVar[frozenset[str]] = frozenset()
+    """Arrays of a batch that stay in main memory: sizes that a GPU's work depends on, without a wait to read them."""
     limits: ClassVar[Mapping[str, float]] = {}
     """The most that a score can be, of those that lie between 0 and that."""
 

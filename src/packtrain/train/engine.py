@@ -260,7 +260,7 @@ def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exc
     found: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.repeats[at : at + 1])
-        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
+        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device, recipe.on_host))):
             found[sample] = None
     bad = list(found)
     if not alone:

@@ -170,7 +170,7 @@ class Trainer:
             self._save()
         if reached(goal, self._progress):
             return True
-        feed = Feed(self._open_loader(), self._world.device)
+        feed = Feed(self._open_loader(), self._world.device, self._recipe.on_host)
         pending: PendingStep | None = None
         agreed = self._progress  # but with the first rank's clock, so that all ranks make the same decisions
         evaluate = save = stop = end = False

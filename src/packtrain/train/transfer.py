@@ -8,7 +8,7 @@ used where they are, and numbers are read at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -31,8 +31,10 @@ def pinned(arrays: Arrays, device: torch.device) -> Arrays:
         return {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}
 
 
-def on_device(arrays: Arrays, device: torch.device) -> Batch:
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+def on_device(arrays: Arrays, device: torch.device, on_host: Collection[str] = ()) -> Batch:
+    """Return the arrays as tensors on the device; those that `on_host` names stay in main memory."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: one if name in on_host else one.to(device, non_blocking=True) for name, one in tensors.items()}
 
 
 class SideStream:
@@ -76,10 +78,12 @@ class Reading:
 class SentBatch:
     """A batch that is being copied to the device."""
 
-    def __init__(self, loaded: LoadedBatch, device: torch.device, side: SideStream) -> None:
-        self.loaded, self._device, self._arrived = loaded, device, None
+    def __init__(
+        self, loaded: LoadedBatch, device: torch.device, side: SideStream, on_host: Collection[str] = ()
+    ) -> None:
+        self.loaded, self._device, self._arrived, self._on_host = loaded, device, None, on_host
         with side.use(after_computing=False):
-            self._parts = [on_device(arrays, device) for arrays in loaded.micro_batches]
+            self._parts = [on_device(arrays, device, on_host) for arrays in loaded.micro_batches]
             if side:
                 self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._arrived.record()
@@ -89,27 +93,32 @@ class SentBatch:
         if self._arrived is not None:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_event(self._arrived)
-            for tensor in [tensor for part in self._parts for tensor in part.values()]:
-                tensor.record_stream(computing)  # else the next copy could get their memory while they are in use
+            for part in self._parts:
+                for name in part.keys() - self._on_host:
+                    part[name].record_stream(computing)  # else the next copy could get memory that is in use
         return self._parts
 
 
 class Feed:
-    """The batches of a loader, on the device. On a GPU one is copied ahead of its use."""
+    """The batches of a loader, on the device but for the arrays `on_host`. On a GPU one is copied ahead of its use."""
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
-        self._loader, self._device, self._side = loader, device, SideStream(device)
+    def __init__(self, loader: Loader, device: torch.device, on_host: Collection[str] = ()) -> None:
+        self._loader, self._side, self._where = loader, SideStream(device), (device, on_host)
         self._ahead: SentBatch | None = None
 
     def next(self, pulse: Callable[[], object] = lambda: None) -> SentBatch:
         """Return the next batch; while it is not loaded, call `pulse` as the loader does."""
         sent, self._ahead = self._ahead, None
-        return sent or SentBatch(self._loader.next(pulse), self._device, self._side)
+        return sent or self._send(self._loader.next(pulse))
 
     def send_ahead(self) -> None:
         """Begin to copy the next batch if it is loaded: when a step is queued, and before the host waits for one."""
         if self._side and self._ahead is None and (loaded := self._loader.poll()) is not None:
-            self._ahead = SentBatch(loaded, self._device, self._side)
+            self._ahead = self._send(loaded)
+
+    def _send(self, loaded: LoadedBatch) -> SentBatch:
+        device, on_host = self._where
+        return SentBatch(loaded, device, self._side, on_host)
 
     @property
     def ready(self) -> int:

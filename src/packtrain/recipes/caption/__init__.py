@@ -161,6 +161,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     contents = frozenset({"captions"})
     kind = "captions"
     best_metric = "cider"
+    on_host = frozenset({"unfinished"})
     score_packages = ("sacrebleu",)
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
@@ -227,7 +228,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         now = train.in_epoch(epoch)
         pixels = self.copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, repeats)
         numbered = zip(ids.tolist(), np.zeros_like(ids) if repeats is None else repeats, strict=True)
-        return {"pixels": pixels, "tokens": _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])}
+        tokens = _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])
+        lengths = (tokens[:, 1:] != PAD).sum(axis=1)
+        unfinished = (lengths[:, None] > np.arange(tokens.shape[1] - 1)).sum(axis=0)
+        return {"pixels": pixels, "tokens": tokens, "unfinished": unfinished}
 
     # The model.
 
@@ -255,7 +259,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        forced = model(batch["pixels"], batch["tokens"])
+        forced = model(batch["pixels"], batch["tokens"], batch["unfinished"].tolist())
         smoothing = self.job.train.label_smoothing
         tokens = cross_entropy(forced.logits.float(), forced.labels, label_smoothing=smoothing, reduction="sum")
         # Doubly stochastic attention: over a caption, every position should be attended to once.
