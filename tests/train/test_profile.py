@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from tiny import Tiny, tiny_job, tiny_run
+from torch import Tensor, nn
+from torch.profiler import record_function
 
+from packtrain.recipes import Batch, EvaluationRequest, Measurement
 from packtrain.run.outputs import chosen, fetch_file, kept_files
 from packtrain.run.run import Run
 from packtrain.run.usage import usage_of
@@ -51,6 +54,23 @@ def test_a_run_keeps_a_trace_of_its_steps_after_the_first(
     assert usage_of(run.name, directory_store.list(run.key(""))).parts["outputs"] > 0
     assert not list(control.directory.glob("*trace*"))
     assert any("packtrain get" in event.text for event in run.events().read())
+
+
+def test_an_evaluation_between_steps_is_left_out(directory_store: Store, control: Control, tmp_path: Path) -> None:
+    class Named(Tiny):
+        def measure(self, model: nn.Module, request: EvaluationRequest) -> Measurement:
+            with record_function("measuring"):
+                return super().measure(model, request)
+
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            with record_function(f"loss with {len(batch['inputs'])}"):
+                return super().loss(model, batch)
+
+    run = tiny_run(directory_store, tiny_job(train={"profile": "3 steps"}, evaluate={"every": "6 steps"}))
+    Trainer(run, Named(run.job), World(), 1, control, StopSignal().listen()).train()
+    names = [event.get("name") for event in trace_of(run, tmp_path)["traceEvents"]]
+    assert "measuring" not in names
+    assert names.count("loss with 4") == 3
 
 
 def test_a_generation_after_a_failure_makes_no_other_trace(directory_store: Store, control: Control) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
@@ -352,7 +352,8 @@ class Trainer:
         self._watchdog.pause()
         # At the end of an epoch the position is already in the next one.
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
-        found = self._evaluator.evaluate(split, decode, epoch, known)
+        with nullcontext() if self._profile is None else self._profile.paused():
+            found = self._evaluator.evaluate(split, decode, epoch, known)
         self._clock.mark("evaluation")
         if found is not None:
             self._record(split, self._progress.step, found.values, found.scores)
