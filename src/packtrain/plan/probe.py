@@ -43,7 +43,7 @@ from packtrain.system import cache_directory, usable_cores
 from packtrain.units import counted
 
 if TYPE_CHECKING:
-    from packtrain.train.engine import Engine
+    from packtrain.train.engine import Engine, StepResult
     from packtrain.train.world import World
 
 SECONDS = 4.0
@@ -287,7 +287,7 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
     )  # fmt: skip
     feed, clock = Feed(Loader(source), world.device, recipe.on_host), engine.clock
     found = _MeasuredSteps([], [])
-    pending: tuple[dict[str, float], int, StepSync] | None = None
+    pending: tuple[dict[str, float], int, StepSync, StepResult] | None = None
     started, began = time.perf_counter(), time.perf_counter()
     clock.take()
     try:
@@ -300,12 +300,13 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
             communication, spans = clock.spent("communication"), clock.take()
             elapsed = time.perf_counter() - started
             sync = StepSync(world, result.loss, False, False, False, elapsed, communication)
-            previous, pending = pending, (spans, loaded.own_cost, sync)
+            previous, pending = pending, (spans, loaded.own_cost, sync, result)
             if number == _WARM_UP_STEPS - 1:
                 began = time.perf_counter()
             if previous is None:
                 continue
             totals = previous[2].wait()
+            engine.confirm(number, previous[3])
             clock.mark("wait")
             waited = totals.waited(world.rank)
             if number > _WARM_UP_STEPS:  # of the step before

@@ -160,7 +160,7 @@ class Engine:
         """
         norm = found.to(spoilt.device, torch.float64)  # as precise as on the host
         torch.maximum(spoilt, (~norm.isfinite()).to(spoilt.dtype), out=spoilt)
-        if self._settings.clip is not None:
+        if self._settings.clip is not None and gradients:
             factor = (self._settings.clip / (norm + _EPSILON)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         self.optimizer.found_inf = spoilt  # as torch's GradScaler tells fused optimizers
