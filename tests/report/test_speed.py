@@ -135,6 +135,8 @@ def test_the_most_memory_of_every_worker_is_shown() -> None:
     table = devices(evidence_of(steps_of(), spent=spent, telemetry=telemetry_of())).figures[-1]
     assert isinstance(table, Rows)
     assert table.rows == (("0", "1.1 GB", "5.4 GB", "8.6 GB"), ("1", "none", "4.3 GB", "8.6 GB"))
+    table = devices(evidence_of(steps_of(), telemetry=telemetry_of())).figures[-1]
+    assert table == Rows(("worker", "main memory, most"), (("0", "1.1 GB"),))
 
 
 def test_without_any_record_the_devices_are_unknown() -> None:

@@ -216,13 +216,17 @@ def _memory_figures(evidence: Evidence) -> Iterable[Rows]:
     for record in evidence.spent:
         before = on_gpu.get(record.rank, (0, 0))
         on_gpu[record.rank] = max(before[0], record.gpu_allocated_bytes), max(before[1], record.gpu_reserved_bytes)
-    ranks = sorted(rank for rank in {*main, *on_gpu} if main[rank] or any(on_gpu.get(rank, ())))[:_MAX_ROWS]
+    heads = ["worker", "main memory, most"]
+    if any(map(any, on_gpu.values())):
+        heads += ["GPU memory, most", "held by torch, most"]
+    known = [(rank, main[rank], *on_gpu.get(rank, (0, 0))) for rank in sorted({*main, *on_gpu})]
     rows = [
-        (str(rank), *(show_bytes(size) if size else "none" for size in (main[rank], *on_gpu.get(rank, (0, 0)))))
-        for rank in ranks
+        (str(rank), *(show_bytes(size) if size else "none" for size in sizes[: len(heads) - 1]))
+        for rank, *sizes in known[:_MAX_ROWS]
+        if any(sizes)
     ]
     if rows:
-        yield Rows(("worker", "main memory, most", "GPU memory, most", "held by torch, most"), tuple(rows))
+        yield Rows(tuple(heads), tuple(rows))
 
 
 def _busy(sample: TelemetrySample) -> float:
