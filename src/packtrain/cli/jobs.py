@@ -36,8 +36,8 @@ ChangeOption = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change fleet, budget, train.duration, train.patience, train.profile, checkpoint, evaluate, data.stage or"
-        " report; repeatable.",
+        help="Change fleet, budget, train.duration, train.exact, train.patience, train.profile, checkpoint, evaluate,"
+        " data.stage or report; repeatable.",
     ),
 ]
 
