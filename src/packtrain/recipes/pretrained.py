@@ -150,7 +150,9 @@ def fit_pretrained(found: Shapes, shape: ResNetShape, classes: int | None) -> Pr
         raise Mistake(f"the file has a variant of {_in_words(what)}: {odd}; use weights of a plain ResNet")
     if replace(what, zero_init_residual=shape.zero_init_residual) != shape:
         named = [_in_words(one, beside=other) for one, other in ((what, shape), (shape, what))]
-        raise Mistake(f"the file has a {named[0]}, but the model is a {named[1]}; change model.size, or use other weights")
+        raise Mistake(
+            f"the file has a {named[0]}, but the model is a {named[1]}; change model.size, or use other weights"
+        )
     own = resnet_shapes(shape, classes)
     new = tuple(name for name in _HEAD if name in own and theirs.get(name) != own[name])
     if new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -127,9 +127,12 @@ def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeig
     """Read what `run.parent.fetch_weights` fetched, as it fits the model of the engine."""
     fitting = parent_fit(recipe, shapes_of(engine.model.state_dict()), directory, read_record(directory))
     found = load_tensors(directory / WEIGHTS_FILE)
-    # Another file may give what the run does not have, such as a pretrained encoder.
-    given = recipe.initial_weights(engine.model) if fitting.new else {}
-    taken = {name: given[name] for name in fitting.new if name in given} | {name: found[name] for name in fitting.whole}
+    taken = {name: found[name] for name in fitting.whole}
+    if fitting.new:  # a file may have what the run does not, such as a pretrained encoder
+        given = recipe.initial_weights(engine.model)
+        taken |= {name: given[name] for name in fitting.new if name in given}
+        new = tuple(name for name in fitting.new if name not in given)
+        fitting = replace(fitting, whole=tuple(taken), new=new)
     if fitting.rows:
         # Not the engine's model, whose weights may be divided among the ranks: the seed makes the same ones.
         torch.manual_seed(recipe.job.train.seed)
