@@ -293,3 +293,23 @@ def test_the_other_run_may_be_in_another_store(folder: Path) -> None:
     trained(fork, folder)
     result = fork.result()
     assert result is not None and result.status == "finished"
+
+
+def test_runs_in_a_bucket_fork_and_give_their_weights(
+    folder: Path, s3_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = (f"store={s3_store.url}",)
+    old = trained(made(write_job(folder), overrides=there), folder)
+    fork = trained(made(write_job(folder), "small-1:4", overrides=there), folder)
+    assert last_files(fork) == last_files(old)
+    tuned = made(write_job(folder, "tuned", "other", train={"duration": "1 steps"}), "small-1", overrides=there)
+    elsewhere = made(write_job(folder, weights=f"run:{s3_store.url}/small-1:4", train={"duration": "1 steps"}))
+    for entry in s3_store.list(old.folder):
+        s3_store.delete(entry.key)  # each has its own copy
+    for run, takes in ((tuned, "weights"), (elsewhere, "weights"), (fork, "everything")):
+        assert run.job.parent is not None
+        assert (run.job.parent.store, run.job.parent.takes) == (s3_store.url, takes)
+    for run in (tuned, elsewhere):
+        result = trained(run, folder).result()
+        assert result is not None and result.status == "finished"
+    assert "started from the weights of small-1 at step 4: 41 tensors\n" in capsys.readouterr().out

@@ -57,7 +57,8 @@ def test_a_last_layer_for_other_classes_starts_anew() -> None:
         fit = fit_pretrained(published(f"{library}-resnet50").shapes, RESNETS["resnet50"], 10)
         assert fit.new == ("fc.weight", "fc.bias")
         assert len(fit.names) == 265
-    assert fit.in_words == "a ResNet-50 with Hugging Face's names: 265 tensors; new: fc.weight, fc.bias"
+    assert fit.origin == "a ResNet-50 with Hugging Face's names"
+    assert fit.in_words == "265 tensors; new: fc.weight, fc.bias"
     assert not fit_pretrained(published("timm-resnet50").shapes, RESNETS["resnet50"], 1000).new
 
 

@@ -57,8 +57,7 @@ class PretrainedFit:
 
     @property
     def in_words(self) -> str:
-        new = f"; new: {', '.join(self.new)}" if self.new else ""
-        return f"{self.origin}: {counted(len(self.names), 'tensor')}{new}"
+        return counted(len(self.names), "tensor") + (f"; new: {', '.join(self.new)}" if self.new else "")
 
 
 # Names.
@@ -232,9 +231,10 @@ def pretrained_notes(files: Mapping[str, Path], shape: ResNetShape, classes: int
     if "weights" not in files:
         return []
     try:
-        return [f"model.weights, {read_fit(files['weights'], shape, classes).in_words}"]
+        fitting = read_fit(files["weights"], shape, classes)
     except Mistake as mistake:
         raise FieldMistake("model.weights", str(mistake)) from None
+    return [f"model.weights: {fitting.origin}", fitting.in_words]
 
 
 def load_pretrained(path: Path, shape: ResNetShape, classes: int | None, pixels: str = "imagenet") -> dict[str, Tensor]:
