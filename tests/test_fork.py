@@ -111,7 +111,7 @@ def made(path: Path, beginning: str | None = None, fresh: bool = False, override
     start = None if beginning is None else Beginning(read_name(beginning), fresh)
     new = prepare_run(load(path, overrides), PlainProgress(lambda _: None), beginning=start)
     notes.extend(line for _, line in new.notes)
-    return new.create()
+    return new.create(notes.append)
 
 
 notes: list[str] = []
@@ -223,6 +223,16 @@ def test_a_longer_duration_is_a_fork_that_says_what_the_rate_does(folder: Path) 
     assert run.job.parent is not None and run.job.parent.takes == "everything"
     fresh = made(write_job(folder), "small-1", fresh=True)
     assert fresh.job.parent is not None and fresh.job.parent.takes == "weights"
+
+
+def test_a_deeper_model_takes_what_there_is_and_says_so(folder: Path) -> None:
+    trained(made(write_job(folder)), folder)
+    notes.clear()
+    made(write_job(folder, "deep", model={**MODEL, "encoder_layers": 2}), "small-1")
+    assert notes[1:] == [
+        "optimizer, schedule and data order start anew (model.encoder_layers differs)",
+        "41 tensors; new: encoder.1 (14 tensors)",
+    ]
 
 
 def test_the_job_itself_may_name_the_weights(folder: Path) -> None:

@@ -126,8 +126,9 @@ class NewRun:
         packs = frozenset() if self.pack is None else frozenset({self.pack.name})
         return Uses(packs, frozenset(given_keys(self.job, self.store)))
 
-    def create(self) -> Run:
-        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name))
+    def create(self, say: Callable[[str], None] = lambda _: None) -> Run:
+        """Create the run; `say` gets a line about the weights of another run if they do not fit as a whole."""
+        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name), say)
         try:
             refuse_discarded(self.store, self.uses)
         except PacktrainError:
@@ -137,12 +138,13 @@ class NewRun:
             _put_forecast(run, self.pack)
         return run
 
-    def create_with(self, make: Callable[[], Run]) -> Run:
+    def create_with(self, make: Callable[[], Run], say: Callable[[str], None] = lambda _: None) -> Run:
         """Make the run, and give it everything else that it starts with."""
         with ExitStack() as stack:
             give = None
             if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
-                give = stack.enter_context(self.inheritance.fetched(self.store, self.job, self.pack, self.recipe))
+                fetched = self.inheritance.fetched(self.store, self.job, self.pack, self.recipe, say)
+                give = stack.enter_context(fetched)
             run = make()
             try:
                 if give is not None:
@@ -169,7 +171,7 @@ def create(loaded: LoadedJob, progress: PackProgress, beginning: Beginning | Non
     made = prepare_run(loaded, progress, beginning=beginning)
     for label, line in made.notes:
         progress.say(f"{label}: {line}")
-    return made.create()
+    return made.create(lambda line: progress.say(f"from: {line}"))
 
 
 def prepare_run(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 
@@ -52,8 +52,16 @@ def _listed(names: Sequence[str]) -> str:
     """Return the names of a few tensors, or else the modules that many are in."""
     if len(names) <= _LISTED:
         return ", ".join(names)
-    modules = Counter(name.partition(".")[0] for name in names)
-    return ", ".join(f"{module} ({counted(number, 'tensor')})" for module, number in modules.items())
+    modules: dict[str, list[list[str]]] = {}
+    for name in names:
+        modules.setdefault(name.partition(".")[0], []).append(name.split("."))
+    return ", ".join(f"{_shared(group)} ({counted(len(group), 'tensor')})" for group in modules.values())
+
+
+def _shared(names: Sequence[Sequence[str]]) -> str:
+    """Return the module that all of these names are in."""
+    columns = zip(*names, strict=False)
+    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def fit(own: Shapes, found: Shapes, own_rows: RowNames, found_rows: RowNames) -> Fit:
@@ -118,9 +126,9 @@ def _row_names(recipe: Recipe, vocabulary: Vocabulary | None, classes: Sequence[
     return {name: pieces if kind == "pieces" else classes for name, kind in recipe.rows.items()}
 
 
-def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> None:
-    """Refuse weights that do not fit the recipe's model, before there is a run."""
-    parent_fit(recipe, shapes_of(recipe.build_model().state_dict()), directory, record)
+def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> Fit:
+    """Return what of the weights fits the recipe's model, before there is a run; refuse those of another one."""
+    return parent_fit(recipe, shapes_of(recipe.build_model().state_dict()), directory, record)
 
 
 def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeights:
