@@ -55,7 +55,8 @@ def _listed(names: Sequence[str]) -> str:
     modules: dict[str, list[list[str]]] = {}
     for name in names:
         modules.setdefault(name.partition(".")[0], []).append(name.split("."))
-    return ", ".join(f"{_shared(group)} ({counted(len(group), 'tensor')})" for group in modules.values())
+    counts = {_shared(group): len(group) for group in modules.values()}
+    return ", ".join(name if number == 1 else f"{name} ({number} tensors)" for name, number in counts.items())
 
 
 def _shared(names: Sequence[Sequence[str]]) -> str:
