@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import SHOWN, numbers, picture, published
+from published import FOLDER, SHOWN, numbers, picture, published
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
@@ -28,12 +28,9 @@ def saved(tensors: Mapping[str, Tensor | None], path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", ["resnet18", "resnet50"])
-@pytest.mark.parametrize("library", ["torchvision", "timm", "huggingface"])
-def test_a_model_with_weights_of_a_library_answers_as_the_library_does(library: str, size: str, tmp_path: Path) -> None:
-    if (library, size) == ("timm", "resnet18"):
-        library = "torchvision"  # the same names and shapes
-    theirs = published(f"{library}-{size}")
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*-resnet??.json")))
+def test_a_model_with_weights_of_a_library_answers_as_the_library_does(name: str, tmp_path: Path) -> None:
+    theirs, size = published(name), name.partition("-")[2]
     model = ResNet(RESNETS[size], 1000)
     loaded = load_pretrained(saved(theirs.tensors(), tmp_path / "weights"), RESNETS[size], 1000)
     assert {name for name in model.state_dict() if not name.endswith("num_batches_tracked")} == loaded.keys()
