@@ -111,7 +111,7 @@ def made(path: Path, beginning: str | None = None, fresh: bool = False, override
     start = None if beginning is None else Beginning(read_name(beginning), fresh)
     new = prepare_run(load(path, overrides), PlainProgress(lambda _: None), beginning=start)
     notes.extend(line for _, line in new.notes)
-    return new.create()
+    return new.create(notes.append)
 
 
 notes: list[str] = []
@@ -225,6 +225,16 @@ def test_a_longer_duration_is_a_fork_that_says_what_the_rate_does(folder: Path) 
     assert fresh.job.parent is not None and fresh.job.parent.takes == "weights"
 
 
+def test_a_deeper_model_takes_what_there_is_and_says_so(folder: Path) -> None:
+    trained(made(write_job(folder)), folder)
+    notes.clear()
+    made(write_job(folder, "deep", model={**MODEL, "encoder_layers": 2}), "small-1")
+    assert notes[1:] == [
+        "optimizer, schedule and data order start anew (model.encoder_layers differs)",
+        "41 tensors; new: encoder.1 (14 tensors)",
+    ]
+
+
 def test_the_job_itself_may_name_the_weights(folder: Path) -> None:
     trained(made(write_job(folder)), folder)
     named = made(write_job(folder, weights="run:small-1:4"))
@@ -293,3 +303,23 @@ def test_the_other_run_may_be_in_another_store(folder: Path) -> None:
     trained(fork, folder)
     result = fork.result()
     assert result is not None and result.status == "finished"
+
+
+def test_runs_in_a_bucket_fork_and_give_their_weights(
+    folder: Path, s3_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = (f"store={s3_store.url}",)
+    old = trained(made(write_job(folder), overrides=there), folder)
+    fork = trained(made(write_job(folder), "small-1:4", overrides=there), folder)
+    assert last_files(fork) == last_files(old)
+    tuned = made(write_job(folder, "tuned", "other", train={"duration": "1 steps"}), "small-1", overrides=there)
+    elsewhere = made(write_job(folder, weights=f"run:{s3_store.url}/small-1:4", train={"duration": "1 steps"}))
+    for entry in s3_store.list(old.folder):
+        s3_store.delete(entry.key)  # each has its own copy
+    for run, takes in ((tuned, "weights"), (elsewhere, "weights"), (fork, "everything")):
+        assert run.job.parent is not None
+        assert (run.job.parent.store, run.job.parent.takes) == (s3_store.url, takes)
+    for run in (tuned, elsewhere):
+        result = trained(run, folder).result()
+        assert result is not None and result.status == "finished"
+    assert "started from the weights of small-1 at step 4: 41 tensors\n" in capsys.readouterr().out

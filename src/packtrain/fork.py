@@ -111,9 +111,17 @@ class Inheritance:
 
     @contextmanager
     def fetched(
-        self, store: Store, job: Job, pack: Manifest | None, recipe: type[Recipe] | None
+        self,
+        store: Store,
+        job: Job,
+        pack: Manifest | None,
+        recipe: type[Recipe] | None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Callable[[Run], None]]:
-        """Fetch and check everything for a run in that store; what it yields gives it to the new run."""
+        """Fetch and check everything for a run in that store; what it yields gives it to the new run.
+
+        `say` gets a line about what of the weights fits another model.
+        """
         with tempfile.TemporaryDirectory(prefix="from-", dir=cache_directory()) as folder:
             directory = Path(folder)
             fetch(self.run, self.checkpoint, directory)
@@ -138,7 +146,7 @@ class Inheritance:
 
                 # Where the model is the same, it fits; a client without torch leaves the question to the workers.
                 data = Pack(store, pack.name, cache_directory() / "packs", manifest=pack)
-                check_parent_fit(recipe(job, data), directory, record)
+                say(check_parent_fit(recipe(job, data), directory, record).in_words)
             yield lambda run: put_weights(run, directory, record)
 
     def _commit(self, files: Mapping[str, Path], run: Run) -> None:

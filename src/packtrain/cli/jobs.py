@@ -173,7 +173,7 @@ def run(
     made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
     for label, line in made.notes:
         console().say((label, "dim"), f"  {line}")
-    created = made.create()
+    created = made.create(lambda line: console().say(("from", "dim"), f"  {line}"))
     _print_expected(created)
     _start_and_follow(created, foreground, detach, quiet)
 

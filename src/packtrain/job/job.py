@@ -428,6 +428,7 @@ def _absent() -> Any:  # a factory: the type of a section does not allow None as
 
 
 _NULL_FOR_PROGRAMS = _NullForPrograms()
+_RUN_NAME = "a run, such as run:NAME or run:NAME:STEP; a file of weights goes into model.weights"
 _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
@@ -446,7 +447,7 @@ class Job(Part):
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
-    weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
+    weights: Annotated[str, matching(r"run:\S{1,1000}", _RUN_NAME)] | None = None
     parent: Parent | None = None
     inputs: Annotated[dict[str, str], PlainValidator(_read_inputs, json_schema_input_type=dict[str, str])] = Field(
         default_factory=dict

@@ -20,7 +20,7 @@ from packtrain.train.engine import Engine
 from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
 from packtrain.train.state import Description, Snapshot, SnapshotCopier, check, restore, take, versions
-from packtrain.train.weights import parent_weights
+from packtrain.train.weights import fit_of, parent_weights
 from packtrain.train.world import World
 from packtrain.units import show_seconds
 
@@ -84,7 +84,10 @@ class Checkpointer:
         """Load the weights of the first step: those of another run, if the job says so. Collective."""
         parent = self._run.job.parent
         if parent is None:
-            self._engine.load_initial_weights()
+            given = self._engine.load_initial_weights()
+            if given and self._world.is_first:
+                words = fit_of(self._engine.model.state_dict(), given).in_words
+                self._recorder.event("restored", f"started from given weights: {words}")
             return
         if parent.takes == "everything":
             raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,9 +75,14 @@ class Engine:
         if settings.compile:
             self.model.compile(dynamic=True)
 
-    def load_initial_weights(self) -> None:
-        """Load the weights that a run starts from where they are not random; the same on every rank."""
-        self.begin_with(self._recipe.initial_weights(self.model))
+    def load_initial_weights(self) -> Collection[str]:
+        """Load the weights that a run starts from where they are not random, and return their names.
+
+        The same on every rank.
+        """
+        first = self._recipe.initial_weights(self.model)
+        self.begin_with(first)
+        return first.keys()
 
     @torch.no_grad()
     def begin_with(self, first: Mapping[str, Tensor]) -> None:
