@@ -278,7 +278,7 @@ class ExchangeKind(Part):
         yield from ()
 
     @abstractmethod
-    def build(self, model: Any, followers: Any, world: Any, clock: Any) -> Any:
+    def build(self, model: Any, followers: Any, world: Any, clock: Any, precision: Any) -> Any:
         """Return the `GradientSync` of a model in a `World`; the weights of `followers` follow those of the model."""
 
 

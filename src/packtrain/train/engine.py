@@ -57,7 +57,9 @@ class Engine:
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
-        self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
+        self.gradient_sync: GradientSync = settings.exchange.build(
+            self.model, followers, world, self.clock, self.precision
+        )
         self.optimizer = settings.optimizer.build(self.model)
         self._rate = settings.schedule.build(recipe.width, settings.duration)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -83,7 +85,7 @@ class Engine:
         """Return the model that is evaluated and exported: the EMA if there is one. Collective."""
         chosen = self.model if self.ema is None else self.ema.model
         self.gradient_sync.share_buffers(chosen)
-        return self.gradient_sync.plain(chosen, self._recipe.build_model).eval()
+        return self.gradient_sync.plain(chosen).eval()
 
     def step(
         self, now: Progress, micro_batches: Sequence[Batch], cost: int, own_cost: int, last: bool = False
@@ -216,7 +218,7 @@ def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exc
     Collective where the ranks sync every step; then the samples of every rank are named.
     """
     alone = not exchange.syncs_every_step
-    model = engine.model if alone else engine.gradient_sync.plain(engine.model, recipe.build_model)
+    model = engine.model if alone else engine.gradient_sync.plain(engine.model)
     found: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.repeats[at : at + 1])
