@@ -20,10 +20,10 @@ from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.gradient_sync import GradientSync
-from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.tensors import StoredTensor, placed
 from packtrain.train.world import World
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_: a gradient of zero is not divided by
@@ -73,7 +73,7 @@ class Engine:
         self.begin_with(self._recipe.initial_weights(self.model))
 
     @torch.no_grad()
-    def begin_with(self, first: Mapping[str, Tensor]) -> None:
+    def begin_with(self, first: Mapping[str, Tensor | StoredTensor]) -> None:
         """Put whole tensors into the model and its average, before the first step; the same on every rank."""
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
             own = model.state_dict()

@@ -1,6 +1,6 @@
 """Gradient sync: how the workers of a run keep their weights equal, with the settings of each kind.
 
-A checkpoint always holds whole tensors, so that it can be loaded into any number of workers.
+A checkpoint holds tensors, or rows of them, that can be loaded into any number of workers.
 
 Reading a job imports this file on machines without torch, so torch is imported inside functions that run in a worker.
 """
@@ -107,6 +107,8 @@ class GradientSync(ABC):
     module: nn.Module
     span_after_backward = "backward"
     """The name of the time between the last gradient and the end of the backward pass."""
+    saves_parts = False
+    """True if every rank writes its part of a checkpoint; otherwise the first one writes everything."""
 
     def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
         self._model, self._world, self._clock = model, world, clock
@@ -154,13 +156,9 @@ class GradientSync(ABC):
 
     # For checkpoints.
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Return the unsharded tensors, on the first rank. Collective."""
-        return dict(tensors)
-
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
         """Return the optimizer's state: one if all ranks have the same, else one for each rank. Collective."""
-        return [self.whole(tensors)]
+        return [dict(tensors)]
 
     def state(self) -> Tensors:
         """Return what a checkpoint must remember of this sync."""
@@ -300,10 +298,12 @@ class LocalSync(GradientSync):
 class FsdpSync(GradientSync):
     """Weights, gradients and the optimizer's state are sharded among the ranks, and gathered where needed.
 
-    Shards are in fp32. Weights are gathered in the precision that computes, and gradients are averaged in fp32. Autocast
-    finds the weights in 16 bits already: it casts and keeps none of them, but still chooses the precision of each
-    operation, as it does with the other kinds of sync.
+    Shards are in fp32. Weights are gathered in the precision that computes, and gradients are averaged in fp32.
+    Autocast finds the weights in 16 bits already: it casts and keeps none of them, but still chooses the precision of
+    each operation, as it does with the other kinds of sync.
     """
+
+    saves_parts = True
 
     def __init__(
         self,
@@ -334,10 +334,6 @@ class FsdpSync(GradientSync):
         # Gradients are reduced to shards once, which is half of averaging them, and weights are gathered twice.
         return (0.5 + self._weight_bytes / 4) * super().sent_bytes()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Gather tensor by tensor into the first rank's main memory: no GPU has room for all of them."""
-        return {name: tensor.cpu() for name, tensor in _unsharded(tensors) if self._world.is_first}
-
     def plain(self, model: nn.Module) -> nn.Module:
         """Return a whole copy, gathered tensor by tensor in the precision that computes.
 
@@ -346,14 +342,16 @@ class FsdpSync(GradientSync):
         """
         import torch
         from torch import nn
+        from torch.distributed.tensor import DTensor
 
         filled: dict[int, Any] = {}
         with torch.no_grad():
-            for empty, tensor in zip(self._outline.parameters(), model.parameters(), strict=True):
-                [(_, whole)] = _unsharded({"": tensor.detach().to(empty.dtype)})
+            for empty, parameter in zip(self._outline.parameters(), model.parameters(), strict=True):
+                own = parameter.detach().to(empty.dtype)
+                whole = own.full_tensor() if isinstance(own, DTensor) else own
                 filled[id(empty)] = nn.Parameter(whole, requires_grad=False)
-            for empty, buffer in zip(self._outline.buffers(), model.buffers(), strict=True):
-                filled[id(empty)] = buffer.clone()
+            for old, buffer in zip(self._outline.buffers(), model.buffers(), strict=True):
+                filled[id(old)] = buffer.clone()
         return copy.deepcopy(self._outline, filled)
 
 
@@ -402,14 +400,6 @@ def _outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         kind = one.dtype if id(one) in in_fp32 or not one.is_floating_point() else dtype
         empty[id(one)] = nn.Parameter(torch.empty_like(one, dtype=kind, device="meta"), requires_grad=False)
     return copy.deepcopy(model, empty)
-
-
-def _unsharded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors one by one. Collective."""
-    from torch.distributed.tensor import DTensor
-
-    for name, tensor in tensors.items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _buffers(models: Iterable[nn.Module]) -> list[Tensor]:
