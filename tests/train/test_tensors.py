@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from packtrain.run.checkpoint import CorruptCheckpoint, part_name
-from packtrain.train.tensors import open_tensors, save_tensors, shard_rows, shapes_of
+from packtrain.train.tensors import open_tensors, save_tensors, shapes_of, shard_rows
 
 WEIGHTS = {"matrix": torch.arange(21.0).view(7, 3), "row": torch.arange(2.0), "one": torch.ones(1)}
 COUNTER = torch.tensor(5)
