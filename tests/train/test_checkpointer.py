@@ -18,7 +18,7 @@ from packtrain.store import Store
 from packtrain.train.checkpointer import BackgroundCommitter
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Recorder
-from packtrain.train.state import STATE_FILE, Description, Part, Snapshot, SnapshotCopier
+from packtrain.train.state import STATE_FILE, Description, Snapshot, SnapshotCopier, SnapshotPart
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run
@@ -252,7 +252,7 @@ def two_ranks(run: Run, **settings: int) -> tuple[Saving, Saving]:
 def a_part(step: int, rank: int) -> Snapshot:
     file = part_name("model.safetensors", rank, 2)
     copies = SnapshotCopier().begin({file: {"weight": torch.full((1, 2), float(rank))}})
-    part = Part(f"{step:09d}-000001-abc", rank, {file: {"weight": (rank, 2)}})
+    part = SnapshotPart(f"{step:09d}-000001-abc", rank, {file: {"weight": (rank, 2)}})
     return Snapshot(Description("translate", "pack-1", {}, {}, Progress(step)), copies, part)
 
 

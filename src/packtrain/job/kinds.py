@@ -264,6 +264,11 @@ class ExchangeKind(Part):
         return 4
 
     @property
+    def whole_gradients(self) -> bool:
+        """True if a rank that holds a part of the weights sums the gradients of all of them over its micro-batches."""
+        return False
+
+    @property
     def interval(self) -> int:
         """The number of steps from one sync to the next."""
         return 1

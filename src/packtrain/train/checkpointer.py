@@ -41,7 +41,7 @@ from packtrain.store import StoreError
 from packtrain.train.engine import Engine
 from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
-from packtrain.train.state import Description, Part, Snapshot, SnapshotCopier, check, restore, take, versions
+from packtrain.train.state import Description, Snapshot, SnapshotCopier, SnapshotPart, check, restore, take, versions
 from packtrain.train.weights import parent_weights
 from packtrain.train.world import World
 from packtrain.units import show_seconds
@@ -308,7 +308,7 @@ class BackgroundCommitter:
             self._recorder.event("warning", f"cannot delete old checkpoints: {error}")
 
     def _commit_parts(
-        self, snapshot: Snapshot, part: Part, score: float | None, own: tuple[StoredFile, ...]
+        self, snapshot: Snapshot, part: SnapshotPart, score: float | None, own: tuple[StoredFile, ...]
     ) -> Checkpoint:
         """Commit when the parts of all ranks are in the store."""
         others = [file for rank in range(1, self._world.num_ranks) for file in self._listen(part, rank)]
@@ -322,7 +322,7 @@ class BackgroundCommitter:
             with suppress(RuntimeError):  # the rank that hosts the ranks' store is gone, and with it all of them
                 self._world.tell(_subject(snapshot.part, snapshot.part.rank), json.dumps(asdict(report)))
 
-    def _listen(self, part: Part, rank: int) -> tuple[StoredFile, ...]:
+    def _listen(self, part: SnapshotPart, rank: int) -> tuple[StoredFile, ...]:
         """Wait for a rank's files; raise PartNotSaved if there will be none."""
         while not self._abandoned:
             if (told := self._world.told(_subject(part, rank))) is not None:
@@ -334,5 +334,5 @@ class BackgroundCommitter:
         raise PartNotSaved(f"rank {rank} has not saved its part")
 
 
-def _subject(part: Part, rank: int) -> str:
+def _subject(part: SnapshotPart, rank: int) -> str:
     return f"checkpoint {part.checkpoint} part {rank}"

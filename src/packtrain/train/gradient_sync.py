@@ -86,12 +86,19 @@ class LocalSyncSettings(ExchangeKind):
 
 
 class FsdpSettings(ExchangeKind):
-    """Weights, gradients and the optimizer's state are sharded among the workers."""
+    """Weights, gradients and the optimizer's state are sharded among the workers.
+
+    Over micro-batches, whole gradients are summed and sent once, or shards are summed and sent with each of them.
+    """
 
     shards_model = True
     traffic = 3  # weights are gathered for the forward and for the backward pass, gradients are scattered
 
     accumulate: Literal["whole", "sharded"] = "whole"
+
+    @property
+    def whole_gradients(self) -> bool:
+        return self.accumulate == "whole"
 
     def build(
         self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock, precision: Precision
@@ -317,7 +324,7 @@ class FsdpSync(GradientSync):
         from torch.distributed.device_mesh import init_device_mesh
 
         super().__init__(model, world, clock)
-        self._accumulates_shards = settings.accumulate == "sharded"
+        self._accumulates_shards = not settings.whole_gradients
         self._weight_bytes = dtype.itemsize
         self._outline = _outline(model, dtype)
         mesh = init_device_mesh(world.device.type, (world.num_ranks,))

@@ -121,7 +121,7 @@ def _copy_after(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | No
 
 
 @dataclass(frozen=True)
-class Part:
+class SnapshotPart:
     """One rank's part of a checkpoint, whose name all of them know; `rows` by file and tensor."""
 
     checkpoint: str
@@ -135,7 +135,7 @@ class Snapshot:
 
     description: Description
     copies: TensorCopies
-    part: Part | None = None
+    part: SnapshotPart | None = None
 
     @property
     def step(self) -> int:
@@ -190,7 +190,7 @@ def take(
     at_once = {(names[file], name) for file, name in statistics if world.is_first}
     copies = copier.begin({name: tensors for name, (tensors, _) in parts.items()}, at_once)
     return Snapshot(
-        description, copies, Part(checkpoint, world.rank, {name: rows for name, (_, rows) in parts.items()})
+        description, copies, SnapshotPart(checkpoint, world.rank, {name: rows for name, (_, rows) in parts.items()})
     )
 
 
