@@ -292,6 +292,15 @@ def test_a_rank_that_dies_before_its_part_is_saved_leaves_no_checkpoint(director
     assert list(run.store.list(run.key("checkpoints/"))) == []
 
 
+def test_a_rank_that_has_to_end_does_not_wait_for_the_part_of_a_dead_one(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    first, _ = two_ranks(run)
+    first.committer.add(a_part(1, 0), None)
+    first.committer.close(patience=0.1)
+    assert steps(run) == []
+    assert "rank 1 has not saved its part" in first.events[0][1]
+
+
 def test_if_one_rank_cannot_save_none_does_and_the_next_save_works(
     directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

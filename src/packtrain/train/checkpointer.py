@@ -7,6 +7,7 @@ first rank commits, and tells the others.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import threading
@@ -157,9 +158,12 @@ class Checkpointer:
             self._engine.clock.mark("save")
             self._stall_seconds += time.monotonic() - started
 
-    def close(self) -> None:
-        """Wait until everything is committed; raise if a newer generation has begun."""
-        self._committer.close()
+    def close(self, patience: float = math.inf) -> None:
+        """Wait until everything is committed; raise if a newer generation has begun.
+
+        Parts of other ranks are waited for so many seconds: a rank that has died will not save its part.
+        """
+        self._committer.close(patience)
         if self._committer.superseded is not None:
             raise self._committer.superseded
 
@@ -185,7 +189,7 @@ class PartNotSaved(PacktrainError):
 
 @dataclass(frozen=True)
 class PartReport:
-    """What a rank tells the others of a checkpoint: its files, or why there are none. The first tells it last."""
+    """A rank's files of a checkpoint, or why there are none. The first rank reports when it has committed."""
 
     files: tuple[StoredFile, ...] = ()
     failure: str = ""
@@ -215,6 +219,7 @@ class BackgroundCommitter:
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
         self._closed = self._abandoned = False
+        self._listens_until = math.inf
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
@@ -234,10 +239,11 @@ class BackgroundCommitter:
         scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
         return max(scored, key=lambda one: one[1] or 0.0, default=None)
 
-    def close(self) -> None:
-        """Wait until everything is committed."""
+    def close(self, patience: float = math.inf) -> None:
+        """Wait until everything is committed; for parts of other ranks only so many seconds."""
         with self._changed:
             self._closed = True
+            self._listens_until = time.monotonic() + patience
             self._changed.notify_all()
         self._thread.join()
 
@@ -324,7 +330,7 @@ class BackgroundCommitter:
 
     def _listen(self, part: SnapshotPart, rank: int) -> tuple[StoredFile, ...]:
         """Wait for a rank's files; raise PartNotSaved if there will be none."""
-        while not self._abandoned:
+        while not self._abandoned and time.monotonic() < self._listens_until:
             if (told := self._world.told(_subject(part, rank))) is not None:
                 report = TypeAdapter(PartReport).validate_json(told)
                 if report.failure:

@@ -356,6 +356,8 @@ class FsdpSync(GradientSync):
             for empty, parameter in zip(self._outline.parameters(), model.parameters(), strict=True):
                 own = parameter.detach().to(empty.dtype)
                 whole = own.full_tensor() if isinstance(own, DTensor) else own
+                if whole.stride() != empty.stride():  # channels last, which cannot be sharded
+                    whole = torch.empty_like(empty, device=whole.device).copy_(whole)
                 filled[id(empty)] = nn.Parameter(whole, requires_grad=False)
             for old, buffer in zip(self._outline.buffers(), model.buffers(), strict=True):
                 filled[id(old)] = buffer.clone()

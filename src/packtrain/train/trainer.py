@@ -35,6 +35,7 @@ from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
 _LEAST_HEED_SECONDS = 3.0
+_PEER_SECONDS = 3.0  # for what another rank, which may have died, has to add to a checkpoint
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Trainer:
 
     def keep(self) -> None:
         """Return when everything that was saved is committed. May be called from any thread."""
-        self._checkpointer.close()
+        self._checkpointer.close(_PEER_SECONDS)
 
     def train(self) -> None:
         """Train to the goal and write the result, or commit and return without one when a stop is requested."""
