@@ -16,6 +16,7 @@ from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.gradient_sync import LocalSync, LocalSyncSettings
+from packtrain.train.precision import FIRST_LOSS_SCALE
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
 from packtrain.train.world import World
@@ -116,6 +117,11 @@ def test_gradients_can_be_accumulated_in_shards_instead(forker: WorkerForker) ->
 def test_sharded_weights_in_16_bits_lead_to_nearly_the_same_losses(training: Training, precision: str) -> None:
     settings = {"precision": precision, "micro_batch": "1 samples", "ema": 0.9}
     assert_close(training.run(2, **settings, exchange={"fsdp": {}}), training.run(2, **settings), rel=3e-2)
+
+
+def test_a_gradient_that_overflows_on_one_worker_skips_the_step_of_all_shards(forker: WorkerForker) -> None:
+    seen = {"skipped": [True, False], "kept": True, "scale": FIRST_LOSS_SCALE / 2}
+    assert forker.succeed("overflow_sharded", 2) == [seen, seen]
 
 
 def test_every_worker_saves_its_part_of_a_sharded_model(training: Training, tmp_path: Path) -> None:

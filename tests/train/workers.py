@@ -534,3 +534,20 @@ def watch_sharded(precision: str, accumulate: str) -> dict[str, Any]:
     }
     world.leave()
     return seen
+
+
+def overflow_sharded() -> dict[str, Any]:
+    """Make a step whose gradients overflow fp16 on the first rank alone, and one that fits."""
+    world = here()
+    job = tiny_job(train={"exchange": {"fsdp": {}}, "precision": "fp16"})
+    recipe = Plain(job)
+    engine = Engine(recipe, job.train, world)
+    before, skipped = [one.to_local().clone() for one in engine.model.parameters()], []
+    for number, factor in enumerate((1e6, 1.0)):
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(2), 0).items()}
+        batch["outputs"] *= factor if world.is_first else 1.0
+        skipped.append(engine.step(Progress(number, 0.0), [batch], 4, 2).skipped)
+        if number == 0:
+            kept = all(map(torch.equal, before, [one.to_local() for one in engine.model.parameters()]))
+    world.leave()
+    return {"skipped": skipped, "kept": kept, "scale": engine.precision.scale.value}
