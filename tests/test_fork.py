@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake, NotFinished
+from packtrain.export.predict import load_model
 from packtrain.fork import CheckpointName, read_name
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
@@ -21,13 +22,14 @@ from packtrain.recipes import recipe_class
 from packtrain.report.evidence import gather
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
-from packtrain.run.checkpoint import commit, committed, fetch
+from packtrain.run.checkpoint import commit, committed, fetch, manifest_key, part_name
 from packtrain.run.run import Run
 from packtrain.start import Beginning, load, prepare_run
 from packtrain.store import Store, open_store
 from packtrain.train.checkpointer import BackgroundCommitter
 from packtrain.train.control import Control
 from packtrain.train.state import Snapshot
+from packtrain.train.tensors import save_tensors, shard_rows
 from packtrain.train.trainer import Trainer
 from packtrain.train.worker import _pack_of
 from packtrain.train.world import World
@@ -193,6 +195,46 @@ def test_another_job_starts_from_the_weights_with_everything_else_anew(
         row = begun["embedding.weight"][new_pieces.index(piece)]
         assert torch.equal(row, taken["embedding.weight"][old_pieces.index(piece)])
     assert f"40 tensors, {len(shared)} of {len(new_pieces)} rows of embedding.weight" in capsys.readouterr().out
+
+
+def put_in_parts(run: Run, folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the last checkpoint by one that three workers with a sharded model would have saved; return its EMA."""
+    old, where = committed(run)[-1], folder / "parts"
+    whole = tensors(run, folder, -1, "ema.safetensors")
+    where.mkdir()
+    files = {"state.json": folder / f"fetched-{run.name}--1" / "state.json"}
+    for path in (folder / f"fetched-{run.name}--1").glob("*.safetensors"):
+        for rank in range(3):
+            own, rows = {}, {}
+            for name, tensor in load_file(path).items():
+                first, after = shard_rows(len(tensor), 3, rank) if tensor.ndim else (0, int(rank == 0))
+                if tensor.ndim and first < after:
+                    own[name], rows[name] = tensor[first:after].clone(), (first, len(tensor))
+                elif first < after:
+                    own[name] = tensor
+            part = part_name(path.name, rank, 3)
+            save_tensors(where / part, own, rows)
+            files[part] = where / part
+    run.store.delete(manifest_key(run, old.name))
+    commit(run, old.step, old.generation, old.score, files)
+    return whole
+
+
+def test_a_checkpoint_in_parts_is_used_like_a_whole_one(folder: Path) -> None:
+    old = trained(made(write_job(folder, "averaged", train={"ema": 0.5})), folder)
+    ema = put_in_parts(old, folder)
+    predicting = load_model(old).model
+    assert isinstance(predicting, torch.nn.Module)
+    assert all(torch.equal(tensor, ema[name]) for name, tensor in predicting.state_dict().items())
+    new = made(write_job(folder, "tuned", train={"duration": "1 steps"}), "averaged-1:8", fresh=True)
+    run = Run(new.store, new.name)
+    trainer = Trainer(run, recipe_class("translate")(run.job, _pack_of(run)), World(), 1, Control(folder / "control"))
+    trainer._restore()
+    assert all(torch.equal(tensor, ema[name]) for name, tensor in trainer._engine.model.state_dict().items())
+    longer = write_job(folder, "longer", train={"ema": 0.5, "duration": "10 steps"})
+    fork, straight = trained(made(longer, "averaged-1:8"), folder), trained(made(longer), folder)
+    assert {file.name for file in committed(fork)[0].files} >= {"model-1-of-3.safetensors", "ema-3-of-3.safetensors"}
+    assert last_files(fork) == last_files(straight)
 
 
 def test_what_cannot_be_taken_is_refused_before_there_is_a_run(folder: Path, store: Store) -> None:

@@ -703,10 +703,11 @@ def test_unused_weights_and_channels_last_resume_bit_for_bit_on_one_worker(
     StraightAndStopped(directory_store, forker, tmp_path, {}).compare(recipe=recipe)
 
 
+@pytest.mark.parametrize("exchange", ["ddp", "fsdp"])
 def test_a_killed_worker_ends_the_others_and_the_run_resumes_bit_for_bit(
-    directory_store: Store, forker: WorkerForker, tmp_path: Path
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, exchange: str
 ) -> None:
-    lines = StraightAndStopped(directory_store, forker, tmp_path, {})
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {"exchange": {exchange: {}}})
     lines.run(lines.straight, ranks=2)
     run = lines.stopped
     exited = forker.run("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)

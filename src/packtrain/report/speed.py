@@ -13,6 +13,7 @@ from packtrain.report.goodput import COMPUTING, LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import step_seconds, units_per_second
 from packtrain.report.trend import percentile
+from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Point, TelemetrySample
 from packtrain.units import counted, show_bytes, show_count, show_seconds
 
@@ -415,7 +416,7 @@ def _network_facts(evidence: Evidence, traffic: Traffic) -> Iterable[str]:
 
 def _model_bytes(evidence: Evidence) -> int:
     files = evidence.checkpoints[-1].files if evidence.checkpoints else ()
-    return next((file.bytes for file in files if file.name == "model.safetensors"), 0)
+    return sum(file.bytes for file in files if whole_name(file.name) == "model.safetensors")
 
 
 def _speed(bytes_per_second: float) -> str:

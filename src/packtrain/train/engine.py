@@ -20,10 +20,10 @@ from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.gradient_sync import GradientSync
-from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.tensors import StoredTensor, placed
 from packtrain.train.transfer import Reading, is_queued, on_device
 from packtrain.train.world import World
 
@@ -63,7 +63,9 @@ class Engine:
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
-        self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
+        self.gradient_sync: GradientSync = settings.exchange.build(
+            self.model, followers, world, self.clock, self.precision
+        )
         self.optimizer = settings.optimizer.build(self.model)
         # The loss scale of fp16 has to be known before the next step.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not self.precision.scale.enabled
@@ -85,7 +87,7 @@ class Engine:
         return first.keys()
 
     @torch.no_grad()
-    def begin_with(self, first: Mapping[str, Tensor]) -> None:
+    def begin_with(self, first: Mapping[str, Tensor | StoredTensor]) -> None:
         """Put whole tensors into the model and its average, before the first step; the same on every rank."""
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
             own = model.state_dict()
@@ -97,7 +99,7 @@ class Engine:
         """Return the model that is evaluated and exported: the EMA if there is one. Collective."""
         chosen = self.model if self.ema is None else self.ema.model
         self.gradient_sync.share_buffers(chosen)
-        return self.gradient_sync.plain(chosen, self._recipe.build_model).eval()
+        return self.gradient_sync.plain(chosen).eval()
 
     def step(
         self, now: Progress, micro_batches: Sequence[Batch], cost: int, own_cost: int, last: bool = False
@@ -261,7 +263,7 @@ def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exc
     Collective where the ranks sync every step; then the samples of every rank are named.
     """
     alone = not exchange.syncs_every_step
-    model = engine.model if alone else engine.gradient_sync.plain(engine.model, recipe.build_model)
+    model = engine.model if alone else engine.gradient_sync.plain(engine.model)
     found: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.repeats[at : at + 1])

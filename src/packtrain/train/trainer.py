@@ -41,6 +41,7 @@ from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTot
 
 _LEAST_HEED_SECONDS = 3.0
 _PROFILED = ("start", "resumed")  # generations that a person started: a failure does not record another trace
+_PEER_SECONDS = 3.0  # for what another rank, which may have died, has to add to a checkpoint
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Trainer:
 
     def keep(self) -> None:
         """Return when everything that was saved is committed. May be called from any thread."""
-        self._checkpointer.close()
+        self._checkpointer.close(_PEER_SECONDS)
 
     def train(self) -> None:
         """Train to the goal and write the result, or commit and return without one when a stop is requested."""

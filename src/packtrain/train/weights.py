@@ -16,7 +16,7 @@ from packtrain.pack.vocabulary import Vocabulary
 from packtrain.recipes import Recipe
 from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, ParentRecord, read_record
 from packtrain.train.engine import Engine
-from packtrain.train.state import Shapes, load_tensors, shapes_of, tensor_shapes
+from packtrain.train.tensors import Shapes, StoredTensor, open_tensors, shapes_of
 from packtrain.units import counted
 
 RowNames = Mapping[str, Sequence[str]]
@@ -109,7 +109,7 @@ def _size(shape: tuple[int, ...]) -> str:
 class TakenWeights:
     """Whole tensors for a model to begin with."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | StoredTensor]
     fit: Fit
 
 
@@ -117,7 +117,7 @@ def parent_fit(recipe: Recipe, own: Shapes, directory: Path, record: ParentRecor
     """Return what of a run's files fits a model with these shapes; of the weights only the header is read."""
     has_vocabulary = VOCABULARY_FILE in {file.name for file in record.files}
     theirs = Vocabulary.from_file(directory / VOCABULARY_FILE) if has_vocabulary else None
-    found = tensor_shapes(directory / WEIGHTS_FILE)
+    found = shapes_of(open_tensors(directory, WEIGHTS_FILE))
     own_rows = _row_names(recipe, recipe.pack.vocabulary if has_vocabulary else None, recipe.pack.manifest.classes)
     return fit(own, found, own_rows, _row_names(recipe, theirs, record.classes))
 
@@ -135,8 +135,8 @@ def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> F
 def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeights:
     """Read what `run.parent.fetch_weights` fetched, as it fits the model of the engine."""
     fitting = parent_fit(recipe, shapes_of(engine.model.state_dict()), directory, read_record(directory))
-    found = load_tensors(directory / WEIGHTS_FILE)
-    taken = {name: found[name] for name in fitting.whole}
+    found = open_tensors(directory, WEIGHTS_FILE)
+    taken: dict[str, Tensor | StoredTensor] = {name: found[name] for name in fitting.whole}
     if fitting.new:  # a file may have what the run does not, such as a pretrained encoder
         given = recipe.initial_weights(engine.model)
         taken |= {name: given[name] for name in fitting.new if name in given}
@@ -147,8 +147,8 @@ def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeig
         torch.manual_seed(recipe.job.train.seed)
         fresh = recipe.build_model().state_dict()
         for name, rows in fitting.rows.items():
-            taken[name] = fresh[name].clone()
+            taken[name] = mixed = fresh[name].clone()
             if rows:
                 to, at = zip(*rows, strict=True)
-                taken[name][list(to)] = found[name][list(at)].to(taken[name].dtype)
+                mixed[list(to)] = found[name].whole()[list(at)].to(mixed.dtype)
     return TakenWeights(taken, fitting)

@@ -267,6 +267,15 @@ class World:
                 return store.get(_WAITING)
         return None
 
+    def tell(self, subject: str, text: str) -> None:
+        """Tell the other ranks something. May be called from any thread."""
+        dist.distributed_c10d._get_default_store().set(subject, text)
+
+    def told(self, subject: str) -> bytes | None:
+        """Return what a rank has told about something. May be called from any thread."""
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(subject) if store.check([subject]) else None
+
     def barrier(self) -> None:
         self.any(False)  # an all-reduce of one number ends on no rank before all have come to it
 
