@@ -1,16 +1,16 @@
 """Overhead of Packtrain per training step, against loops with the same model and batches.
 
-    python benchmarks/step.py [--json] [--rounds 300]
+    python benchmarks/step.py [--json] [--rounds 300] [translate|classify|chat|caption]
 
 The bare loop does what any script does: make the batch, forward, backward, clip, Adam, EMA; Lightning Fabric and
 Accelerate do the same with their own calls. Ours is the whole Trainer: loader, step sync, watchdog, metrics in a store.
 
 A round is one step of every contender on the same batch, in random order, on one thread each, one after the other: what
-else the machine does falls on all of them alike. Measured is the CPU time of the thread that makes the steps. What our
-other threads need is measured in steps of ours alone, after the rounds: those that write metrics work by the second.
-The overhead is the median of the differences to the bare loop in the same round, with a bootstrap interval, and with
-the other threads. `bare loop, again` shows what this measurement can tell. JoeyNMT has its own model:
-benchmarks/translate.py.
+else the machine does falls on all of them alike. Measured is the CPU time of the thread that makes the steps. What
+other threads need (those that decode images, our loader, those that write metrics by the second) is measured before the
+rounds, in steps of one contender alone. The overhead is the median of the differences to the bare loop in the same
+round, with a bootstrap interval, plus the difference of the other threads. `bare loop, again` shows what this
+measurement can tell. JoeyNMT has its own model: benchmarks/translate.py.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class LoopCalls:
 
     set_up: Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, Any]] = lambda model, optimizer: (model, optimizer)
     backward: Callable[[Tensor], object] = lambda loss: loss.backward()
-    clip: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda model, _: nn.utils.clip_grad_norm_(
-        model.parameters(), 1.0
+    clip: Callable[[nn.Module, torch.optim.Optimizer, float], object] = lambda model, _, most: nn.utils.clip_grad_norm_(
+        model.parameters(), most
     )
 
 
@@ -131,7 +131,7 @@ def fabric() -> LoopCalls:
 
     made = Fabric(accelerator="cpu", devices=1)
     return LoopCalls(
-        made.setup, made.backward, lambda model, optimizer: made.clip_gradients(model, optimizer, max_norm=1.0)
+        made.setup, made.backward, lambda model, optimizer, most: made.clip_gradients(model, optimizer, max_norm=most)
     )
 
 
@@ -139,7 +139,7 @@ def accelerate() -> LoopCalls:
     from accelerate import Accelerator
 
     made = Accelerator(cpu=True)
-    return LoopCalls(made.prepare, made.backward, lambda model, _: made.clip_grad_norm_(model.parameters(), 1.0))
+    return LoopCalls(made.prepare, made.backward, lambda model, _, most: made.clip_grad_norm_(model.parameters(), most))
 
 
 PEERS = {"Lightning Fabric": ("lightning_fabric", fabric), "Accelerate": ("accelerate", accelerate)}
@@ -147,29 +147,30 @@ PEERS = {"Lightning Fabric": ("lightning_fabric", fabric), "Accelerate": ("accel
 
 def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls, tick: Callable[[], None]) -> None:
     torch.manual_seed(1)
-    model, optimizer = calls.set_up(*_model_and_optimizer(recipe))
-    average = [parameter.detach().clone() for parameter in model.parameters()]
-    rate = job.train.schedule.build(recipe.width, job.train.duration)
+    settings = job.train
+    plain = recipe.build_model()
+    model, optimizer = calls.set_up(plain, settings.optimizer.build(plain))
+    average = [] if settings.ema is None else [parameter.detach().clone() for parameter in model.parameters()]
+    rate = settings.schedule.build(recipe.width, settings.duration)
+    recipe.prepare(0, plain)
+    model.train()
     batches = training_order(recipe).batches(0)
     for step in range(steps):
         ids = batches[step % len(batches)]
-        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, 0).items()}
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, step // len(batches)).items()}
         for group in optimizer.param_groups:
             group["lr"] = rate(Progress(step, 0.0))
         loss = recipe.loss(model, batch) / int(recipe.costs[ids].sum())
         calls.backward(loss)
-        calls.clip(model, optimizer)
+        if settings.clip is not None:
+            calls.clip(model, optimizer, settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_lerp_(average, list(model.parameters()), 0.01)
+        if average:
+            with torch.no_grad():
+                torch._foreach_lerp_(average, list(model.parameters()), 0.01)
         loss.item()
         tick()
-
-
-def _model_and_optimizer(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = recipe.build_model()
-    return model, torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
 class TimingClock(Clock):
@@ -190,30 +191,37 @@ def ours(recipe: Recipe, store: Store, tick: Callable[[], None]) -> None:
 
 
 def others_per_step(contender: Contender, steps: int) -> tuple[float, float]:
-    """Let ours alone make steps; return the CPU seconds per step of the loader's thread and of all other threads."""
-    loader = next(thread for thread in threading.enumerate() if thread.name == "loader")
-    assert loader.ident is not None
-    clock = time.pthread_getcpuclockid(loader.ident)
-    everything, loading = time.process_time(), time.clock_gettime(clock)
-    own, here = 0.0, time.thread_time()
+    """Let one contender make steps; return the CPU seconds per step of our loader's thread, and of all other threads.
+
+    Those of the contender itself and of this function are not counted.
+    """
+    for _ in range(WARM_UP_STEPS):
+        contender.step()
+    loaders = [thread.ident for thread in threading.enumerate() if thread.name == "loader" and thread.ident]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in loaders]
+    everything, loading = time.process_time(), -sum(map(time.clock_gettime, clocks))
+    counted = -time.thread_time()
     for _ in range(steps):
-        own += contender.step()
-    loading = time.clock_gettime(clock) - loading
-    everything = time.process_time() - everything - own - (time.thread_time() - here)
-    return loading / steps, max(0.0, everything - loading) / steps
+        counted += contender.step()
+    loading += sum(map(time.clock_gettime, clocks))
+    others = time.process_time() - everything - counted - time.thread_time() - loading
+    return loading / steps, max(0.0, others) / steps
 
 
 def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.set_defaults(rounds=300)
+    arguments.add_argument("recipe", nargs="?", default="translate", help="the recipe whose example is trained")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    steps = WARM_UP_STEPS + 2 * options.rounds
+    alone = max(20, options.rounds // 3)
+    steps = WARM_UP_STEPS + alone + options.rounds
     # Ours makes one step more: it ends with a checkpoint, which is not part of a step.
     settings = [f"train.duration={steps + 1} steps", "checkpoint.every=1 h", "data.test=[]", "data.valid=[]"]
+    example = EXAMPLE.with_stem(options.recipe)
     peers = {name: make() for name, (module, make) in PEERS.items() if find_spec(module)}
     with tempfile.TemporaryDirectory() as directory:
-        job = load_job(EXAMPLE, settings, recipe_defaults).job
+        job = load_job(example, settings, recipe_defaults).job
         store = open_store(f"{directory}/store", create=True)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
         assert job.recipe is not None
@@ -221,8 +229,8 @@ def main() -> None:
         loops = {BARE: LoopCalls(), "bare loop, again": LoopCalls(), **peers}
         contenders = {name: Contender(partial(loop, job, recipe, steps, calls)) for name, calls in loops.items()}
         contenders[OURS] = Contender(partial(ours, recipe, store))
+        others = {name: others_per_step(contender, alone) for name, contender in contenders.items()}  # ours is last
         seconds = rounds_of(contenders, options.rounds)
-        others = others_per_step(contenders[OURS], options.rounds)
         contenders[OURS].end()
     report(job, seconds, others, options.json)
 
@@ -231,11 +239,9 @@ def rounds_of(contenders: dict[str, Contender], rounds: int) -> dict[str, list[f
     """Return the CPU seconds of every contender's thread, round by round."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     numbers = np.random.default_rng(1)
-    for number in range(WARM_UP_STEPS + rounds):
+    for _ in range(rounds):
         for name in numbers.permutation(list(contenders)).tolist():
-            spent = contenders[name].step()
-            if number >= WARM_UP_STEPS:
-                seconds[name].append(spent)
+            seconds[name].append(contenders[name].step())
     return seconds
 
 
@@ -247,13 +253,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def report(job: Job, seconds: dict[str, list[float]], others: tuple[float, float], as_json: bool) -> None:
+def report(job: Job, seconds: dict[str, list[float]], others: dict[str, tuple[float, float]], as_json: bool) -> None:
     bare = seconds[BARE]
-    usual = bench.median(bare)
+    usual = bench.median(bare) + sum(others[BARE])
     rows = []
     for name, rounds in seconds.items():
-        loader, other = others if name == OURS else (0.0, 0.0)
-        differences = [one + loader + other - its for one, its in zip(rounds, bare, strict=True)]
+        loader, other = others[name]
+        more = loader + other - sum(others[BARE])
+        differences = [one - its + more for one, its in zip(rounds, bare, strict=True)]
         low, high = (f"{end / usual:+.1%}" for end in interval(differences))
         rows.append(
             {
