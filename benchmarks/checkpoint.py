@@ -112,7 +112,7 @@ def throughput(job: Job, recipe: Recipe, store: Store) -> tuple[float, float]:
     run = create_run(store, job, archive({}), recipe.pack.name)
     timer = Timer()
     with tempfile.TemporaryDirectory() as control:
-        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
+        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick)).train()
     return timer.seconds_per_step()
 
 

@@ -1,10 +1,11 @@
 """Cost of image batches, against other loaders.
 
-    python benchmarks/input.py [--json] [--rounds 5] [--images 384] [--workers 2]
+    python benchmarks/input.py [--json] [--rounds 5] [--images 384] [--workers 2] [--photos FOLDER]
 
 Random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders read the same JPEGs, each
-in its own recommended format, and take turns in one run. CPU time counts all processes and threads. Peers that are not
-installed are listed (`pip install '.[bench]'` in the checkout installs those on PyPI).
+in its own recommended format, and take turns in one run, in random order. The JPEGs are those below FOLDER, again and
+again if they are fewer, or else made-up ones. CPU time counts all processes and threads. Peers that are not installed
+are listed (`pip install '.[bench]'` in the checkout installs those on PyPI).
 """
 
 from __future__ import annotations
@@ -83,6 +84,13 @@ def photographs(count: int) -> list[bytes]:
         photograph(rng, width, height).save(out, "JPEG", quality=int(rng.integers(90, 96)), subsampling="4:2:0")
         jpegs.append(out.getvalue())
     return jpegs
+
+
+def photographs_in(folder: Path, count: int) -> list[bytes]:
+    found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+    if not found:
+        raise SystemExit(f"{folder}: no JPEGs")
+    return [found[number % len(found)] for number in range(count)]
 
 
 def crop_with_pillow(data: bytes | Image.Image) -> torch.Tensor:
@@ -297,15 +305,16 @@ def compare_images(jpegs: Sequence[bytes], rounds: int, workers: int) -> dict[st
             with contextlib.suppress(EOFError):
                 assert pipe.recv() == "ready"
                 pipes[name] = pipe
+        numbers = np.random.default_rng(1)
         for number in range(1, rounds + 1):
-            for name, pipe in pipes.items():
-                pipe.send(number)
-                figures[name].append(pipe.recv())
+            for name in numbers.permutation(list(pipes)).tolist():
+                pipes[name].send(number)
+                figures[name].append(pipes[name].recv())
     return figures
 
 
 def images(options: argparse.Namespace) -> None:
-    jpegs = photographs(options.images)
+    jpegs = photographs_in(options.photos, options.images) if options.photos else photographs(options.images)
     sizes = [Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs]
     width, height = np.mean(sizes, axis=0)
     figures = compare_images(jpegs, options.rounds, options.workers)
@@ -321,9 +330,10 @@ def images(options: argparse.Namespace) -> None:
         if turns
     ]
     notes = [
-        f"{len(jpegs)} synthetic photographs (noise of all scales and some shapes);"
-        f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average,"
-        f" quality 90 to 95, 4:2:0; {options.workers} threads or worker processes each"
+        f"{len(jpegs)} images, {len(set(jpegs))} of them different,"
+        f" {f'from {options.photos}' if options.photos else 'made up: noise of all scales and some shapes, 4:2:0'};"
+        f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average;"
+        f" {options.workers} threads or worker processes each"
     ]
     notes.append("wall times favor loaders that prepare batches between their turns (DALI): compare CPU times")
     failed = [name for name, turns in figures.items() if not turns]
@@ -349,6 +359,7 @@ def main() -> None:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--images", type=int, default=384, help="JPEGs per epoch")
     arguments.add_argument("--workers", type=int, default=2, help="threads or worker processes per contender")
+    arguments.add_argument("--photos", type=Path, help="a folder of JPEGs")
     images(arguments.parse_args())
 
 

@@ -74,7 +74,7 @@ def ours(recipe: Recipe, store: Store, decoded_samples: int) -> Learned:
     timer = Timer()
     timer.tick()
     with tempfile.TemporaryDirectory() as control:
-        trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer))
+        trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick))
         trainer.train()
     spent = [clock[-1] - clock[0] for clock in (timer.wall, timer.processor)]
     return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model(), decoded_samples))

@@ -1,6 +1,6 @@
 """Time until a run trains again after a worker is killed, and goodput with a kill every half a minute.
 
-    python benchmarks/recover.py [--json] [--rounds 3] [--seconds 120] [--every 30]
+    python benchmarks/recover.py [--json] [--rounds 3] [--seconds 120] [--every 30] [--only torchrun]
 
 The example job on two workers with a save every 20 steps, against a hand-written script that uses torchrun's restarts
 and torch.save. Same model, batches and kills (SIGKILL of the second worker). Goodput is the time that the steps that
@@ -37,6 +37,7 @@ from packtrain.train.control import RUN_VARIABLE
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 PATIENCE_SECONDS = 100.0
 GRACE_SECONDS = 40.0  # torchrun gives its workers half a minute
+ERRORS = "errors.txt"
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,14 @@ class ByHand(Contender):
                 "--nproc-per-node", "2", "--max-restarts", "1000",
                 str(Path(__file__).parent / "by_hand.py"), str(directory), str(store), str(save_every),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark},
+            env={
+                **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark,
+                # Torch 2.13 gives restarted workers the store of those before them: half of the restarts then fail,
+                # because a worker reads the address of one that is dead.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=(directory / ERRORS).open("w"),
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # noqa: PLW1509 - prctl alone
         )  # fmt: skip
 
@@ -139,6 +145,9 @@ class ByHand(Contender):
             for process in (*self.workers(), self._process):
                 process.kill()
             self._process.wait()
+
+
+CONTENDERS: dict[str, type[Ours | ByHand]] = {"packtrain": Ours, "torchrun": ByHand}
 
 
 def _processes(variable: str, value: str, store: str | None = None) -> list[psutil.Process]:
@@ -208,10 +217,12 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=120.0)
     arguments.add_argument("--every", type=float, default=30.0)
     arguments.add_argument("--save-every", type=int, default=20, help="steps")
+    arguments.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = arguments.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        for name, kind in (("packtrain", Ours), ("torchrun and torch.save", ByHand)):
+        for name in options.only:
+            kind = CONTENDERS[name]
             directory = Path(place, kind.__name__)
             directory.mkdir()
             contender = kind(directory, Path(place, "store"), options.save_every)
@@ -219,6 +230,8 @@ def main() -> None:
                 rows.append({"run": name, **measure(contender, options)})
             except TimeoutError as error:
                 rows.append({"run": name, "seconds to the next step": str(error)})
+                if (directory / ERRORS).exists():  # why, which torchrun alone knows
+                    sys.stderr.write((directory / ERRORS).read_text())
             finally:
                 contender.end()
     notes = [

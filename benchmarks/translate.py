@@ -107,7 +107,7 @@ def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
     timer = Timer()
     started = time.process_time()
     with tempfile.TemporaryDirectory() as control:
-        Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer)).train()
+        Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick)).train()
     points = [point.values for point in run.metrics() if point.kind == "train"]
     predictor = load_predictor(run)
     outputs = [made.text for made in predictor.predict(inputs, DecodeOptions(beam=1))]

@@ -20,6 +20,7 @@ from packtrain.data.order import (
     micro_batches,
     mixed_epoch,
     permutation,
+    philox_rows,
     philox_words,
     repeats_of,
     share,
@@ -127,6 +128,22 @@ def test_random_words_never_change() -> None:
     ]  # fmt: skip
 
 
+@given(
+    st.integers(0, 20),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**60),
+    st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=5),
+)
+def test_rows_of_words_are_those_of_each_counter_and_turn(
+    count: int, seed: int, epoch: int, places: list[tuple[int, int]]
+) -> None:
+    ids, turns = (np.array([place[side] for place in places], np.int64) for side in (0, 1))
+    rows = philox_rows(count, seed, turns, epoch, ids, Stream.AUGMENTATION)
+    assert rows.shape == (len(places), count)
+    for row, (sample, turn) in zip(rows, places, strict=True):
+        assert row.tolist() == philox_words(count, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
+
+
 def test_permutations_never_change() -> None:
     assert permutation(10, 1).tolist() == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
     assert permutation(10, 7, 3, 1).tolist() == [2, 5, 9, 8, 7, 6, 0, 3, 4, 1]
@@ -161,10 +178,10 @@ def test_every_caller_names_a_stream() -> None:
     drawn = [
         call
         for text in texts
-        if "philox_words" in text
+        if "philox_" in text
         for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-        if call.func.id in ("philox_words", "permutation")
+        if call.func.id in ("philox_words", "philox_rows", "permutation")
     ]
     streams = [ast.unparse(call.args[-1]) for call in drawn if not isinstance(call.args[-1], ast.Starred)]
     assert sorted(streams) == sorted(f"Stream.{stream.name}" for stream in Stream)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from packtrain.data.order import Ids, Stream, philox_words
+from packtrain.data.order import Ids, Stream, philox_rows
 from packtrain.data.pack import SplitReader
 from packtrain.data.threads import has_torch, single_threaded_pool
 from packtrain.errors import PacktrainError
 from packtrain.pack.tiles import Box, Pixels, decode_crop
 from packtrain.system import usable_cores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Per thread, twice: enough for two megapixels. Memory for larger images is allocated each time.
 _SCRATCH_BYTES = 6 << 20
@@ -64,9 +67,8 @@ def random_box(
     width: int, height: int, areas: tuple[float, float], ratios: tuple[float, float], words: Sequence[int]
 ) -> Box | None:
     """Return a box with a share of the area and a ratio of its sides within limits; None if ten tries do not fit."""
-    numbers = fractions(words[:BOX_WORDS])
-    for at in range(0, len(numbers), _WORDS_PER_TRY):
-        scale, shape, across, down = numbers[at : at + _WORDS_PER_TRY]
+    for at in range(0, BOX_WORDS, _WORDS_PER_TRY):
+        scale, shape, across, down = fractions(words[at : at + _WORDS_PER_TRY])
         area = width * height * (areas[0] + (areas[1] - areas[0]) * scale)
         ratio = ratios[0] * (ratios[1] / ratios[0]) ** shape
         box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
@@ -90,14 +92,19 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
 
 def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
     """Return the crop of a sample in an epoch of training, after it came `turn` times before."""
-    flip, *words = philox_words(1 + BOX_WORDS, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
-    return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
+    return random_crops(np.array([sample]), min_scale, seed, epoch, np.array([turn]))(0, width, height)
 
 
 def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, repeats: Ids | None) -> CropOf:
     """Return the crops of a batch; without `repeats`, all samples are at their first turn."""
-    rows = list(zip(ids.tolist(), (np.zeros_like(ids) if repeats is None else repeats).tolist(), strict=True))
-    return lambda at, width, height: random_crop(width, height, min_scale, seed, epoch, *rows[at])
+    turns = np.zeros_like(ids) if repeats is None else repeats
+    rows = philox_rows(1 + BOX_WORDS, seed, turns, epoch, ids, Stream.AUGMENTATION)
+
+    def crop_of(at: int, width: int, height: int) -> Crop:
+        flip, *words = rows[at].tolist()
+        return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
+
+    return crop_of
 
 
 def center_box(width: int, height: int, out_width: int, out_height: int) -> Box:
@@ -137,7 +144,7 @@ def _stretches(ratio: float) -> tuple[float, float]:
 
 
 def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None = None) -> None:
-    """Resize `pixels` into `out`, bilinear and antialiased. Both are [height, width, RGB].
+    """Resize `pixels` into `out`, which is contiguous, bilinear and antialiased. Both are [height, width, RGB].
 
     With torch where it is loaded, which it is wherever a model trains; else with Pillow, whose result differs by at
     most 1 of 255 and takes up to seven times as long.
@@ -152,13 +159,15 @@ def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None 
     # A crop is a view with gaps between rows. Copying it into reused memory is faster than letting torch allocate.
     if scratch is None or len(scratch) < pixels.size:
         scratch = np.empty(pixels.size, np.uint8)
-    closed = scratch[: pixels.size].reshape(pixels.shape)
-    closed[:] = pixels
-    source = torch.from_numpy(closed)[None].permute(0, 3, 1, 2)
+    scratch[: pixels.size].reshape(pixels.shape)[:] = pixels
+    source = _channels_first(torch.from_numpy(scratch), *pixels.shape[:2])
     resized_tensor = interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
-    if flip:
-        resized_tensor = resized_tensor.flip(3)
-    out[:] = resized_tensor[0].permute(1, 2, 0).numpy()
+    _channels_first(torch.from_numpy(out), *out.shape[:2]).copy_(resized_tensor.flip(3) if flip else resized_tensor)
+
+
+def _channels_first(memory: Tensor, height: int, width: int) -> Tensor:
+    """Return the start of `memory`, which has [height, width, RGB], as one image in channels-last format."""
+    return memory.as_strided((1, 3, height, width), (3 * height * width, 1, 3 * width, 3))
 
 
 def resize(pixels: Pixels, height: int, width: int) -> Pixels:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,6 +136,10 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
     return Frame(width, height, *mcu, size, end, interval)
 
 
+# Headers of the same size and quality are the same bytes, and reading one takes as long as splicing.
+_known_frame = lru_cache(maxsize=4096)(read_frame)
+
+
 def _marker(jpeg: bytes | bytearray | memoryview, at: int) -> int:
     """Return the place of the last 0xFF of the marker at `at`: any number of them may precede it as padding."""
     last = len(jpeg) - 4
@@ -214,7 +219,7 @@ def splice(
     offsets = segments.astype(np.int64)
     head_bytes = int(offsets[0])
     head = bytearray(jpeg[:head_bytes])
-    frame = read_frame(head)
+    frame = _known_frame(bytes(head))
     tile_height, rows = frame.mcu_height, frame.mcu_rows
     columns = (len(offsets) - 1) // rows
     if (
