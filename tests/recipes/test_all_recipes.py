@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+from torch.fx.experimental import _config as shape_config
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
+from packtrain.recipes.transformer import Attention
+from packtrain.train.engine import Engine
+from packtrain.train.gradient_sync import DdpSettings, DdpSync
+from packtrain.train.progress import Progress
+from packtrain.train.world import World
 from recipes.learn import learn
 from recipes.small import SMALL
 
@@ -204,3 +214,92 @@ def test_scores_with_a_limit_stay_below_it(any_recipe: Recipe) -> None:
     measured = any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids))
     values = any_recipe.score("valid", ids, [measured]).values
     assert all(0 <= values[name] <= limit for name, limit in any_recipe.limits.items() if name in values)
+
+
+# Blocks that are compiled, or recomputed.
+
+
+def engine_with(recipe: Recipe, **changes: Any) -> Engine:
+    """Return an engine whose model has dropout everywhere, in a group of one worker with ddp."""
+    settings = recipe.job.train.model_copy(update={"micro_batch": None, **changes})
+    engine = Engine(recipe, settings, World())
+    for module in engine.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if isinstance(module, Attention):
+            module.dropout = 0.2
+    engine.gradient_sync = DdpSync(DdpSettings(), engine.model, World(), engine.clock)
+    return engine
+
+
+def steps(engine: Engine, recipe: Recipe) -> list[Tensor]:
+    """Make steps of two micro-batches of different sizes; return their losses, and the state of the model."""
+    ids, losses = everything(recipe), []
+    recipe.prepare(0, engine.model)
+    for number, batches in enumerate([[ids[:4], ids[4:7]], [ids[1:5], ids[:0]], [ids[2:5], ids[:4]]]):
+        cost = int(sum(recipe.costs[part].sum() for part in batches))
+        made = engine.step(Progress(number), [tensors(recipe, part) for part in batches], cost, cost)
+        losses.append(made.loss)
+    return [*losses, *engine.model.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_changes_no_bit(any_recipe: Recipe, precision: str) -> None:
+    plain = engine_with(any_recipe, precision=precision)
+    frugal = engine_with(any_recipe, precision=precision, activation_checkpointing=True)
+    assert plain.model.state_dict().keys() == frugal.model.state_dict().keys()
+    for one, other in zip(steps(plain, any_recipe), steps(frugal, any_recipe), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_activation_checkpointing_saves_less_for_the_backward_pass(any_recipe: Recipe) -> None:
+    def saved_bytes(**changes: Any) -> int:
+        saved: dict[int, Tensor] = {}
+        engine = engine_with(any_recipe, **changes)
+        known = {one.data_ptr() for one in engine.model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = any_recipe.loss(engine.model.train(), tensors(any_recipe, everything(any_recipe)[:6]))
+        assert loss.requires_grad
+        return sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in known)
+
+    assert saved_bytes(activation_checkpointing=True) < 0.8 * saved_bytes()
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Put back what a compiled engine sets for its process."""
+    with dynamo_config.patch(recompile_limit=8), shape_config.patch(use_duck_shape=True):
+        yield
+
+
+@pytest.mark.usefixtures("group_of_one", "compiler")
+def test_compiled_blocks_compute_the_same_with_one_graph_for_all_sizes_of_texts(any_recipe: Recipe) -> None:
+    counters.clear()
+    plain, compiled = (
+        engine_with(any_recipe),
+        engine_with(any_recipe, compile=True, compile_backend="aot_eager", activation_checkpointing=True),
+    )
+    for one, other in zip(steps(plain, any_recipe), steps(compiled, any_recipe), strict=True):
+        assert torch.equal(one, other)
+    made = counters["stats"]["unique_graphs"]
+    print("GRAPHS", made)
+    any_recipe.measure(
+        compiled.evaluation_model(),
+        EvaluationRequest("valid", everything(any_recipe, "valid"), everything(any_recipe, "valid"), beam=2),
+    )
+    assert counters["stats"]["unique_graphs"] == made, "an evaluation compiles nothing"
+    assert not counters["graph_break"]

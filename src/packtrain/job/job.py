@@ -221,6 +221,8 @@ class TrainSettings(Part):
     min_scale: Scale = 0.08
     rectangular: Boolean = False
     compile: Boolean = False
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    activation_checkpointing: Boolean = False
     patience: Seconds = Duration(60, "seconds")
     seed: Count = 1
 

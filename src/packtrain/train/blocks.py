@@ -1,0 +1,129 @@
+"""Blocks of a model: the layers that are compiled, and whose activations are recomputed, one by one.
+
+A block keeps its place and its names in the model: only its `forward` is replaced, inside of the hooks of fsdp. In
+training, that is the compiled one. Evaluations have many more shapes and threads of their own, and take the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.exc import GPUTooOldForTriton, InvalidCxxCompiler, TritonMissing
+from torch.utils.checkpoint import checkpoint
+
+from packtrain.errors import Mistake
+from packtrain.job.job import TrainSettings
+
+Forward = Callable[..., Any]
+
+# Layers of one class share a limit, and a ResNet's differ in their sizes. A network's layers times the sizes of its
+# batches and images are fewer than this.
+_MOST_GRAPHS = 512
+
+
+class CompileError(Mistake):
+    """The blocks of a model cannot be compiled, or not on this machine."""
+
+
+def replace_forwards(model: nn.Module, blocks: Sequence[nn.Module], settings: TrainSettings, dynamic: bool) -> None:
+    """Compile the blocks and recompute their activations, as the job says. `dynamic`: the sizes of batches vary."""
+    if settings.compile:
+        _configure_compiler()
+    if settings.compile or settings.activation_checkpointing:
+        for block in blocks:
+            block.forward = _forward_in_training(model, block, settings, dynamic)
+
+
+def _configure_compiler() -> None:
+    config = torch._dynamo.config
+    # Beyond its limit, the compiler would otherwise leave a layer uncompiled without a word.
+    config.fail_on_recompile_limit_hit = True
+    config.recompile_limit, config.accumulated_recompile_limit = _MOST_GRAPHS, _MOST_GRAPHS
+    # It divides whole models at the buckets of ddp. A block is smaller than that, and its gradients overlap as it is.
+    config.optimize_ddp = False
+    # Else sizes that are equal in the first batch are taken for one size: the graph of a batch would depend on which
+    # was the first of the process, and so on where a run was resumed.
+    torch.fx.experimental._config.use_duck_shape = False
+
+
+def _forward_in_training(model: nn.Module, block: nn.Module, settings: TrainSettings, dynamic: bool) -> Forward:
+    plain: Forward = block.forward
+    trained = plain
+    if settings.activation_checkpointing:
+        trained = _recomputed(block, settings.compile)
+    if settings.compile:
+        trained = _compiled(trained, plain, type(block).__name__, settings.compile_backend, dynamic)
+
+    def forward(*inputs: Any) -> Any:
+        return (trained if model.training else plain)(*inputs)
+
+    return forward
+
+
+def _recomputed(block: nn.Module, compiled: bool) -> Forward:
+    plain: Forward = block.forward
+    owners = [module for module in block.modules() if module._buffers]
+    # In a compiled graph, what changes a statistic is no part of what is recomputed.
+    contexts: dict[str, Any] = {}
+    if owners and not compiled:
+        contexts["context_fn"] = lambda: (nullcontext(), _spare_buffers(owners))
+
+    def forward(*inputs: Any) -> Any:
+        return checkpoint(plain, *inputs, use_reentrant=False, **contexts)
+
+    return forward
+
+
+@contextmanager
+def _spare_buffers(owners: Sequence[nn.Module]) -> Iterator[None]:
+    """Let norms compute once more what they have computed, without counting the batch twice in their statistics."""
+    kept = [(module._buffers, dict(module._buffers)) for module in owners]
+    for buffers, own in kept:
+        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
+    try:
+        yield
+    finally:
+        for buffers, own in kept:
+            buffers.update(own)
+
+
+def _compiled(trained: Forward, plain: Forward, name: str, backend: str, dynamic: bool) -> Forward:
+    compiled = torch.compile(trained, backend=backend, dynamic=dynamic)
+    # Sizes of 0 and 1 are constants to the compiler. A rank without samples is no reason to compile again, nor is a
+    # single sample where others have different numbers of them.
+    least = 2 if dynamic else 1
+
+    def forward(*inputs: Any) -> Any:
+        if isinstance(inputs[0], Tensor) and len(inputs[0]) < least:
+            return plain(*inputs)
+        try:
+            return compiled(*inputs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            _raise_in_one_line(error, name)
+
+    return forward
+
+
+def _raise_in_one_line(error: Exception, name: str) -> NoReturn:
+    inner: BaseException = error
+    while (cause := getattr(inner, "inner_exception", None) or inner.__cause__) is not None:
+        inner = cause
+    if isinstance(inner, torch.OutOfMemoryError | MemoryError):
+        raise inner from error
+    advice = "or set train.compile to false"
+    if isinstance(inner, InvalidCxxCompiler) or "C compiler" in str(inner):
+        raise CompileError(f"train.compile: there is no C++ compiler; install one (Debian: g++) {advice}") from error
+    if isinstance(inner, TritonMissing):
+        raise CompileError(f"train.compile: Triton is not installed; run pip install triton {advice}") from error
+    if isinstance(inner, GPUTooOldForTriton):
+        raise CompileError("train.compile: Triton does not support this GPU; set train.compile to false") from error
+    if isinstance(inner, FailOnRecompileLimitHit):
+        why = f"it was compiled {_MOST_GRAPHS} times, for inputs of different sizes"
+    else:
+        why = (str(inner).strip().splitlines() or [type(inner).__name__])[0][:200]
+    raise CompileError(f"train.compile: cannot compile {name}: {why}; set train.compile to false") from error
