@@ -112,7 +112,6 @@ class ImageRecipe(Recipe, Generic[Batches]):
 
     unit = "samples"
     inputs = "images"
-    sizes_vary = False
 
     def __init__(self, job: Job, pack: Pack, make: Callable[[SplitReader, int], Batches]) -> None:
         super().__init__(job, pack)

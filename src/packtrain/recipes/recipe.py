@@ -195,8 +195,6 @@ class Recipe(ABC):
     rows: ClassVar[Rows] = {}
     """Tensors of the model that have a row for each piece of the vocabulary, or for each class: where two packs differ,
     a run that starts from the weights of another takes over the rows of the same name."""
-    sizes_vary: ClassVar[bool] = True
-    """True if batches have samples of different lengths: a compiler then makes one program for all of them."""
     score_packages: ClassVar[Sequence[str]] = ()
     """Packages that its scores need, beyond those of the base install."""
 
@@ -265,7 +263,8 @@ class Recipe(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the parts of the model that are compiled, or recomputed for the backward pass, one by one.
 
-        These are the layers of its lists (`nn.ModuleList`), or else all of the model.
+        These are the layers of its lists (`nn.ModuleList`), or else all of the model. A block may have an attribute
+        `varying_sizes`: the dimensions of each input whose sizes differ between batches. Without it, all may.
         """
         return list(_layers(model)) or [model]
 

@@ -30,13 +30,13 @@ class CompileError(Mistake):
     """The blocks of a model cannot be compiled, or not on this machine."""
 
 
-def replace_forwards(model: nn.Module, blocks: Sequence[nn.Module], settings: TrainSettings, dynamic: bool) -> None:
-    """Compile the blocks and recompute their activations, as the job says. `dynamic`: the sizes of batches vary."""
+def replace_forwards(model: nn.Module, blocks: Sequence[nn.Module], settings: TrainSettings) -> None:
+    """Compile the blocks and recompute their activations, as the job says."""
     if settings.compile:
         _configure_compiler()
     if settings.compile or settings.activation_checkpointing:
         for block in blocks:
-            block.forward = _forward_in_training(model, block, settings, dynamic)
+            block.forward = _forward_in_training(model, block, settings)
 
 
 def _configure_compiler() -> None:
@@ -51,13 +51,24 @@ def _configure_compiler() -> None:
     torch.fx.experimental._config.use_duck_shape = False
 
 
-def _forward_in_training(model: nn.Module, block: nn.Module, settings: TrainSettings, dynamic: bool) -> Forward:
+def has_varying_sizes(block: nn.Module) -> bool:
+    """True if one graph of a compiled block is for inputs of many sizes, as those of texts have."""
+    return _varying_sizes(block) != ()
+
+
+def _varying_sizes(block: nn.Module) -> tuple[tuple[int, ...], ...] | None:
+    """Return the dimensions of each input that vary; None if nothing is known of them."""
+    found: tuple[tuple[int, ...], ...] | None = getattr(block, "varying_sizes", None)
+    return found
+
+
+def _forward_in_training(model: nn.Module, block: nn.Module, settings: TrainSettings) -> Forward:
     plain: Forward = block.forward
     trained = plain
     if settings.activation_checkpointing:
         trained = _recomputed(block, settings.compile)
     if settings.compile:
-        trained = _compiled(trained, plain, type(block).__name__, settings.compile_backend, dynamic)
+        trained = _compiled(block, trained, settings.compile_backend)
 
     def forward(*inputs: Any) -> Any:
         return (trained if model.training else plain)(*inputs)
@@ -92,19 +103,25 @@ def _spare_buffers(owners: Sequence[nn.Module]) -> Iterator[None]:
             buffers.update(own)
 
 
-def _compiled(trained: Forward, plain: Forward, name: str, backend: str, dynamic: bool) -> Forward:
-    compiled = torch.compile(trained, backend=backend, dynamic=dynamic)
+def _compiled(block: nn.Module, trained: Forward, backend: str) -> Forward:
+    plain: Forward = block.forward
+    varying = _varying_sizes(block)
+    # Left to itself, the compiler would make a graph of the first sizes alone, and another one of the second.
+    compiled = torch.compile(trained, backend=backend, dynamic={None: True, (): False}.get(varying))
     # Sizes of 0 and 1 are constants to the compiler. A rank without samples is no reason to compile again, nor is a
     # single sample where others have different numbers of them.
-    least = 2 if dynamic else 1
+    least = 1 if varying == () else 2
 
     def forward(*inputs: Any) -> Any:
         if isinstance(inputs[0], Tensor) and len(inputs[0]) < least:
             return plain(*inputs)
+        for one, dimensions in zip(inputs, varying or (), strict=False):
+            for dimension in dimensions:
+                torch._dynamo.maybe_mark_dynamic(one, dimension)
         try:
             return compiled(*inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            _raise_in_one_line(error, name)
+            _raise_in_one_line(error, type(block).__name__)
 
     return forward
 

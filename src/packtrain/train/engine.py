@@ -20,7 +20,7 @@ from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.recipes.recipe import training_order
-from packtrain.train.blocks import replace_forwards
+from packtrain.train.blocks import has_varying_sizes, replace_forwards
 from packtrain.train.gradient_sync import GradientSync
 from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
@@ -65,8 +65,9 @@ class Engine:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
         """Called when the gradients are computed and nothing has been updated yet."""
-        replace_forwards(self.model, recipe.blocks(self.model), settings, recipe.sizes_vary)
-        self._compiles_first = settings.compile and recipe.sizes_vary
+        blocks = recipe.blocks(self.model)
+        replace_forwards(self.model, blocks, settings)
+        self._compiles_first = settings.compile and any(map(has_varying_sizes, blocks))
 
     def load_initial_weights(self) -> None:
         """Load the weights that a run starts from where they are not random; the same on every rank."""
