@@ -6,7 +6,7 @@ training, that is the compiled one. Evaluations have many more shapes and thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -24,6 +24,12 @@ Forward = Callable[..., Any]
 # Layers of one class share a limit, and a ResNet's differ in their sizes. A network's layers times the sizes of its
 # batches and images are fewer than this.
 _MOST_GRAPHS = 512
+
+_MISSING: Mapping[type[Exception], str] = {
+    InvalidCxxCompiler: "there is no C++ compiler; install one (Debian: g++) or set train.compile to false",
+    TritonMissing: "Triton is not installed; run pip install triton or set train.compile to false",
+    GPUTooOldForTriton: "Triton does not support this GPU; set train.compile to false",
+}
 
 
 class CompileError(Mistake):
@@ -107,7 +113,8 @@ def _compiled(block: nn.Module, trained: Forward, backend: str) -> Forward:
     plain: Forward = block.forward
     varying = _varying_sizes(block)
     # Left to itself, the compiler would make a graph of the first sizes alone, and another one of the second.
-    compiled = torch.compile(trained, backend=backend, dynamic={None: True, (): False}.get(varying))
+    dynamic = True if varying is None else None if varying else False
+    compiled = torch.compile(trained, backend=backend, dynamic=dynamic)
     # Sizes of 0 and 1 are constants to the compiler. A rank without samples is no reason to compile again, nor is a
     # single sample where others have different numbers of them.
     least = 1 if varying == () else 2
@@ -127,20 +134,17 @@ def _compiled(block: nn.Module, trained: Forward, backend: str) -> Forward:
 
 
 def _raise_in_one_line(error: Exception, name: str) -> NoReturn:
-    inner: BaseException = error
-    while (cause := getattr(inner, "inner_exception", None) or inner.__cause__) is not None:
-        inner = cause
-    if isinstance(inner, torch.OutOfMemoryError | MemoryError):
-        raise inner from error
-    advice = "or set train.compile to false"
-    if isinstance(inner, InvalidCxxCompiler) or "C compiler" in str(inner):
-        raise CompileError(f"train.compile: there is no C++ compiler; install one (Debian: g++) {advice}") from error
-    if isinstance(inner, TritonMissing):
-        raise CompileError(f"train.compile: Triton is not installed; run pip install triton {advice}") from error
-    if isinstance(inner, GPUTooOldForTriton):
-        raise CompileError("train.compile: Triton does not support this GPU; set train.compile to false") from error
-    if isinstance(inner, FailOnRecompileLimitHit):
-        why = f"it was compiled {_MOST_GRAPHS} times, for inputs of different sizes"
-    else:
-        why = (str(inner).strip().splitlines() or [type(inner).__name__])[0][:200]
-    raise CompileError(f"train.compile: cannot compile {name}: {why}; set train.compile to false") from error
+    chain: list[BaseException] = [error]
+    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
+        chain.append(inner)
+    for one in chain:
+        if isinstance(one, torch.OutOfMemoryError | MemoryError):
+            raise one from error
+        if isinstance(one, FailOnRecompileLimitHit):
+            why = f"was compiled {_MOST_GRAPHS} times, for inputs of different sizes"
+            raise CompileError(f"train.compile: {name} {why}; set train.compile to false") from error
+        for kind, why in _MISSING.items():
+            if isinstance(one, kind):
+                raise CompileError(f"train.compile: {why}") from error
+    said = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0][:200]
+    raise CompileError(f"train.compile: cannot compile {name}: {said}; set train.compile to false") from error
