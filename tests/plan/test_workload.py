@@ -51,8 +51,8 @@ def test_data_is_sized_by_its_batches(small: Recipe) -> None:
         ({"precision": "fp32"}, "half", False),
         ({"precision": "bf16"}, "half", True),
         ({}, "activation_bytes", 1.0),
-        ({"activation_checkpointing": True}, "activation_bytes", 0.25),
-        ({"activation_checkpointing": True}, "flops", 1.5),
+        ({"activation_checkpointing": True}, "activation_bytes", 0.5),
+        ({"activation_checkpointing": True}, "flops", 1.25),
     ],
 )
 def test_settings_decide_what_is_sent_and_kept(
@@ -64,6 +64,6 @@ def test_settings_decide_what_is_sent_and_kept(
     base = {"duration": "10 steps", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.1}}}
     recipe = make_recipe(train={**base, **change})
     work = workload_of(
-        recipe.job.train, "tokens", ModelSize(1, 1, 0, 1.0, 1.0, 0.5, 0.5), data_size(recipe), on_gpu=False
+        recipe.job.train, "tokens", ModelSize(1, 1, 0, 1.0, 1.0, 0.25, 0.5), data_size(recipe), on_gpu=False
     )
     assert getattr(work, field) == value

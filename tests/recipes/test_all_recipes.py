@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
-from torch.fx.experimental import _config as shape_config
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
@@ -277,13 +275,6 @@ def test_activation_checkpointing_saves_less_for_the_backward_pass(any_recipe: R
         return sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in known)
 
     assert saved_bytes(activation_checkpointing=True) < 0.8 * saved_bytes()
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """Put back what a compiled engine sets for its process."""
-    with dynamo_config.patch(recompile_limit=8), shape_config.patch(use_duck_shape=True):
-        yield
 
 
 @pytest.mark.usefixtures("group_of_one", "compiler")

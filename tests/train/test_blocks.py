@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
-from torch.fx.experimental import _config as shape_config
 
 from packtrain.job.job import TrainSettings
 from packtrain.train import blocks
 from packtrain.train.blocks import CompileError, replace_forwards
 
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    """Begin without compiled code, and put back what a compiled model sets for its process."""
-    torch._dynamo.reset()
-    with dynamo_config.patch(recompile_limit=8), shape_config.patch(use_duck_shape=True):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 class Block(nn.Module):
