@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
@@ -100,6 +102,46 @@ def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Rec
     assert loss.item() == 0.0
     learnt = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
     assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
+
+
+# As the documentation of torch.use_deterministic_algorithms has them; cumsum only of numbers that are not whole.
+REFUSED = re.compile(
+    r"avg_pool3d_backward|_?adaptive_(avg|max)_pool[23]d_backward|fractional_max_pool[23]d_backward|max_unpool[23]d"
+    r"|upsample_(linear|bilinear|bicubic|trilinear).*_backward|reflection_pad[123]d_backward|nll_loss2d_forward"
+    r"|_?(cudnn_)?ctc_loss_backward|_embedding_bag_dense_backward|put_?|histc|bincount|median|kthvalue"
+    r"|grid_sampler_[23]d_backward|cumsum_?|scatter_reduce_?"
+)
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations on numbers that are not whole, also those of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in args):
+            self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def refused(self) -> list[str]:
+        return sorted(name for name in self.names if REFUSED.fullmatch(name))
+
+
+def test_every_operation_has_a_deterministic_kernel_on_gpus(any_recipe: Recipe) -> None:
+    """See train/exact.py: torch would refuse others in the middle of a run."""
+    model = model_of(any_recipe).train()
+    with Operations() as found:
+        any_recipe.loss(model, tensors(any_recipe, everything(any_recipe))).backward()
+        few = everything(any_recipe, "valid")[:2]
+        any_recipe.measure(model.eval(), EvaluationRequest("valid", few, few, 2, 0))
+    assert "addmm" in found.names or "mm" in found.names
+    assert found.refused == []
+    with found:
+        torch.ones(3).cumsum(0)
+    assert found.refused == ["cumsum"]
 
 
 def test_every_sample_of_a_split_is_measured_by_one_worker(any_recipe: Recipe) -> None:

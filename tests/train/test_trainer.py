@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from forking import WorkerForker
 from numpy.typing import NDArray
 from test_schedule import EXAMPLES
@@ -32,7 +33,7 @@ from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
 from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE
-from packtrain.train.trainer import Trainer
+from packtrain.train.trainer import Trainer, small_share
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
@@ -77,6 +78,22 @@ def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, cont
     assert list(losses(run)) == [1, 2, 3, 4]
     train_to_the_end(run, tmp_path)
     assert list(losses(run)) == list(range(1, STEPS + 1))
+
+
+def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus(
+    directory_store: Store, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(directory_store)
+    on_gpu = World(device=torch.device("cuda"))
+    line = small_share(run.job.train, on_gpu)
+    assert line is not None
+    assert line.endswith("too few to keep a GPU busy; set 64 or more and adapt the learning rate")
+    assert small_share(run.job.train, World()) is None, "a CPU is busy with any batch"
+    assert small_share(run.job.train, World(rank=1, num_ranks=2, device=on_gpu.device)) is None, "the first one tells"
+    monkeypatch.setattr("packtrain.train.trainer.small_share", lambda *_: line)
+    train(run, control, Interrupted(run.job, 3, control.request_stop))
+    train_to_the_end(run, tmp_path)
+    assert [event.text for event in run.events().read() if event.kind == "warning"] == [line]
 
 
 def test_a_nan_score_is_never_the_best(directory_store: Store, control: Control) -> None:

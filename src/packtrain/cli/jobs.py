@@ -36,8 +36,8 @@ ChangeOption = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage or report;"
-        " repeatable.",
+        help="Change fleet, budget, train.duration, train.exact, train.patience, checkpoint, evaluate, data.stage or"
+        " report; repeatable.",
     ),
 ]
 

@@ -202,6 +202,10 @@ class EpochSettings:
     rectangular: bool
 
 
+# Up to the first number a GPU waits for its kernels to start more than it computes; with the second it is busy.
+_GPU_SHARE = {"samples": (16, 64), "tokens": (1024, 4096)}
+
+
 class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
 
@@ -220,6 +224,7 @@ class TrainSettings(Part):
     size: Pixels = 224
     min_scale: Scale = 0.08
     rectangular: Boolean = False
+    exact: Boolean = True
     compile: Boolean = False
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     activation_checkpointing: Boolean = False
@@ -232,6 +237,18 @@ class TrainSettings(Part):
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)
+
+    def small_share(self, gpus: int) -> str | None:
+        """Return a line that says what to set if the batch gives each GPU little work at the start; else None."""
+        batch = self.in_epoch(0).batch
+        small, enough = _GPU_SHARE[batch.unit]
+        if batch.value > small * gpus:
+            return None
+        each = f"{batch.value // gpus:,} for each of {gpus} GPUs, " if gpus > 1 else ""
+        busy = "them" if gpus > 1 else "a GPU"
+        fewer = ", or use fewer GPUs" if gpus > 1 else ""
+        what = f"train.batch: {batch.value:,} {batch.unit} are {each}too few to keep {busy} busy"
+        return f"{what}; set {enough * gpus:,} or more and adapt the learning rate{fewer}"
 
     def in_epoch(self, epoch: int) -> EpochSettings:
         return self.schedule.in_epoch(EpochSettings(self.batch, self.size, self.min_scale, self.rectangular), epoch)

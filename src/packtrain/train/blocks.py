@@ -70,28 +70,27 @@ def _varying_sizes(block: nn.Module) -> tuple[tuple[int, ...], ...] | None:
 
 def _forward_in_training(model: nn.Module, block: nn.Module, settings: TrainSettings) -> Forward:
     plain: Forward = block.forward
-    trained = plain
-    if settings.activation_checkpointing:
-        trained = _recomputed(block, settings.compile)
+    trained = _recomputed(block) if settings.activation_checkpointing else plain
     if settings.compile:
-        trained = _compiled(block, trained, settings.compile_backend)
+        # In a graph, what changes a statistic is no part of what is recomputed.
+        traced = _recomputed(block, spare_buffers=False) if settings.activation_checkpointing else plain
+        trained = _compiled(block, traced, trained, settings.compile_backend)
 
-    def forward(*inputs: Any) -> Any:
-        return (trained if model.training else plain)(*inputs)
+    def forward(*inputs: Any, **options: Any) -> Any:
+        return (trained if model.training else plain)(*inputs, **options)
 
     return forward
 
 
-def _recomputed(block: nn.Module, compiled: bool) -> Forward:
+def _recomputed(block: nn.Module, spare_buffers: bool = True) -> Forward:
     plain: Forward = block.forward
     owners = [module for module in block.modules() if module._buffers]
-    # In a compiled graph, what changes a statistic is no part of what is recomputed.
     contexts: dict[str, Any] = {}
-    if owners and not compiled:
+    if owners and spare_buffers:
         contexts["context_fn"] = lambda: (nullcontext(), _spare_buffers(owners))
 
-    def forward(*inputs: Any) -> Any:
-        return checkpoint(plain, *inputs, use_reentrant=False, **contexts)
+    def forward(*inputs: Any, **options: Any) -> Any:
+        return checkpoint(plain, *inputs, use_reentrant=False, **contexts, **options)
 
     return forward
 
@@ -109,24 +108,23 @@ def _spare_buffers(owners: Sequence[nn.Module]) -> Iterator[None]:
             buffers.update(own)
 
 
-def _compiled(block: nn.Module, trained: Forward, backend: str) -> Forward:
-    plain: Forward = block.forward
+def _compiled(block: nn.Module, traced: Forward, eager: Forward, backend: str) -> Forward:
     varying = _varying_sizes(block)
     # Left to itself, the compiler would make a graph of the first sizes alone, and another one of the second.
     dynamic = True if varying is None else None if varying else False
-    compiled = torch.compile(trained, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(traced, backend=backend, dynamic=dynamic)
     # Sizes of 0 and 1 are constants to the compiler. A rank without samples is no reason to compile again, nor is a
     # single sample where others have different numbers of them.
     least = 1 if varying == () else 2
 
-    def forward(*inputs: Any) -> Any:
-        if isinstance(inputs[0], Tensor) and len(inputs[0]) < least:
-            return plain(*inputs)
+    def forward(*inputs: Any, **options: Any) -> Any:
+        if inputs and isinstance(inputs[0], Tensor) and len(inputs[0]) < least:
+            return eager(*inputs, **options)
         for one, dimensions in zip(inputs, varying or (), strict=False):
             for dimension in dimensions:
                 torch._dynamo.maybe_mark_dynamic(one, dimension)
         try:
-            return compiled(*inputs)
+            return compiled(*inputs, **options)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             _raise_in_one_line(error, type(block).__name__)
 

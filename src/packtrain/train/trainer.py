@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
 from packtrain.errors import PacktrainError
+from packtrain.job.job import TrainSettings
 from packtrain.recipes import Recipe, Scores
 from packtrain.recipes.recipe import training_order
 from packtrain.run.records import Point, Result
@@ -131,6 +132,8 @@ class Trainer:
         self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
+        if self._progress.step == 0 and (warning := small_share(self._job.train, self._world)) is not None:
+            self._recorder.event("warning", warning)
 
     def _conditions(self) -> dict[str, float]:
         """Return what this generation trains with: numbers that explain the time of its steps. Collective."""
@@ -411,3 +414,8 @@ class Trainer:
     def _report_hang(self, text: str) -> None:
         self._recorder.event("hang", text)
         self._control.report_error(WorkerError(self._world.rank, text, False, time.time(), "hang", self.step + 1))
+
+
+def small_share(settings: TrainSettings, world: World) -> str | None:
+    """Return the first rank's warning of a batch that gives each GPU little work; else None."""
+    return settings.small_share(world.num_ranks) if world.is_first and world.device.type == "cuda" else None

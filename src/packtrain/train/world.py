@@ -111,6 +111,20 @@ def _own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def gpu_addresses(device: torch.device, workers: int) -> list[str]:
+    """Return the PCI address of the GPU of each worker of this machine, as the system writes it; none without GPUs.
+
+    They are empty where this version of torch does not know them.
+    """
+    if device.type != "cuda":
+        return []
+    # Of the parts of a GPU a process sees only its own: then the others are taken to be on the same one.
+    numbers = range(workers) if torch.cuda.device_count() >= workers else [device.index] * workers
+    found = [torch.cuda.get_device_properties(number) for number in numbers]
+    parts = [[getattr(one, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")] for one in found]
+    return ["" if min(one) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*one) for one in parts]
+
+
 def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
