@@ -28,6 +28,7 @@ def stored(job: Job) -> bytes:
         ("train.duration=20 steps", "train.duration: 10 steps -> 20 steps"),
         ("train.exact=false", "train.exact: True -> False"),
         ("train.patience=3 min", "train.patience: 60 seconds -> 180 seconds"),
+        ("train.profile=20 steps", "train.profile: none -> 20 steps"),
         ("checkpoint.every=1 min", "checkpoint.every: 300 seconds -> 60 seconds"),
         ("evaluate.beam=8", "evaluate.beam: 4 -> 8"),
         ("data.stage=true", "data.stage: False -> True"),
@@ -64,7 +65,7 @@ def test_everything_else_is_refused_with_the_reason_and_what_may_change(override
     assert said.startswith(f"--set {field}: cannot change in a run that exists: {reason}")
     assert said.endswith(
         "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.exact,"
-        " train.patience, checkpoint, evaluate, data.stage, report"
+        " train.patience, train.profile, checkpoint, evaluate, data.stage, report"
     )
     assert "\n" not in said
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,10 +23,14 @@ from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
 from packtrain.recipes.transformer import Attention
+from packtrain.run.parent import WEIGHTS_FILE, record_of
+from packtrain.run.records import encode
 from packtrain.train.engine import Engine
 from packtrain.train.gradient_sync import DdpSettings, DdpSync
 from packtrain.train.progress import Progress
+from packtrain.train.weights import parent_weights
 from packtrain.train.world import World
+from parts.host_reads import HostReads
 from recipes.learn import learn
 from recipes.small import SMALL
 
@@ -102,6 +107,14 @@ def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Rec
     assert loss.item() == 0.0
     learnt = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
     assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
+
+
+def test_no_loss_makes_the_host_wait_for_the_device(any_recipe: Recipe) -> None:
+    model, batch = model_of(any_recipe).train(), tensors(any_recipe, everything(any_recipe))
+    any_recipe.loss(model, batch)  # the first one puts constants on the device
+    with HostReads(batch[name] for name in any_recipe.on_host) as reads:
+        any_recipe.loss(model, batch).backward()
+    assert reads.found == []
 
 
 # As the documentation of torch.use_deterministic_algorithms has them; cumsum only of numbers that are not whole.
@@ -247,6 +260,26 @@ def test_tensors_with_a_row_for_each_piece_or_class_are_named(any_recipe: Recipe
         sized = {name for name, tensor in state.items() if tensor.ndim and tensor.shape[0] == count}
         assert sized == {name for name, of in any_recipe.rows.items() if of == kind}
     assert set(any_recipe.rows.values()) == counts.keys()
+
+
+def test_weights_of_a_run_are_taken_by_their_names(any_recipe: Recipe, tmp_path: Path) -> None:
+    """Of a run with the classes in another order, one tensor less and another more."""
+    classes = any_recipe.pack.manifest.classes
+    engine = Engine(any_recipe, any_recipe.job.train, World())
+    *given, lacking = [name for name, one in engine.model.named_parameters() if name not in any_recipe.rows]
+    torch.manual_seed(8)
+    theirs = {name: torch.rand(one.shape) for name, one in engine.model.state_dict().items() if name != lacking}
+    save_file({**theirs, "more": torch.zeros(1)}, tmp_path / WEIGHTS_FILE)
+    (tmp_path / "parent.json").write_bytes(encode(record_of(tmp_path, classes[::-1])))
+    taken = parent_weights(any_recipe, engine, tmp_path)
+    assert (taken.fit.new, taken.fit.left) == ((lacking,), ("more",))
+    assert all(torch.equal(taken.tensors[name], theirs[name]) for name in given)
+    for name, kind in any_recipe.rows.items():
+        assert torch.equal(taken.tensors[name], theirs[name].flip(0) if kind == "classes" else theirs[name])
+    before = engine.model.state_dict()[lacking].clone()
+    engine.begin_with(taken.tensors)
+    assert torch.equal(engine.model.state_dict()[given[0]], theirs[given[0]])
+    assert torch.equal(engine.model.state_dict()[lacking], before)
 
 
 def test_scores_with_a_limit_stay_below_it(any_recipe: Recipe) -> None:

@@ -59,6 +59,7 @@ from packtrain.job.part import (
     Scale,
     ScoreName,
     Seconds,
+    Steps,
     StorePath,
     TrackingPath,
     Variable,
@@ -74,6 +75,7 @@ from packtrain.job.part import (
 )
 from packtrain.units import Amount, Duration
 
+_MAX_PROFILED_STEPS = 100
 MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
@@ -229,11 +231,14 @@ class TrainSettings(Part):
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     activation_checkpointing: Boolean = False
     patience: Seconds = Duration(60, "seconds")
+    profile: Steps | None = None
     seed: Count = 1
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        if self.profile is not None and self.profile.value > _MAX_PROFILED_STEPS:
+            yield ("profile",), f"must be at most {_MAX_PROFILED_STEPS} steps: a trace of more takes minutes to write"
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)
@@ -425,6 +430,7 @@ def _absent() -> Any:  # a factory: the type of a section does not allow None as
 
 
 _NULL_FOR_PROGRAMS = _NullForPrograms()
+_RUN_NAME = "a run, such as run:NAME or run:NAME:STEP; a file of weights goes into model.weights"
 _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
@@ -443,7 +449,7 @@ class Job(Part):
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
-    weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
+    weights: Annotated[str, matching(r"run:\S{1,1000}", _RUN_NAME)] | None = None
     parent: Parent | None = None
     inputs: Annotated[dict[str, str], PlainValidator(_read_inputs, json_schema_input_type=dict[str, str])] = Field(
         default_factory=dict
