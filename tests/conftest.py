@@ -91,6 +91,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
 
 
 @pytest.fixture
+def compiler() -> Iterator[None]:
+    """Put back what a compiled model sets for its process."""
+    from torch._dynamo import config
+    from torch.fx.experimental import _config as shapes
+
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "optimize_ddp")
+    with config.patch({name: getattr(config, name) for name in names}), shapes.patch(use_duck_shape=True):
+        yield
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
     disk = tmp_path / "disk"

@@ -54,6 +54,7 @@ def test_arithmetic_counts_the_weights_of_the_model(recipe: str, model: Any) -> 
     manifest = manifest_of(kind.kind)
     counted = known_model(job, manifest)
     assert counted is not None
+    assert 0 < counted.checkpointed_bytes <= counted.activation_bytes
     pack = SimpleNamespace(manifest=manifest, vocabulary=range(manifest.settings["vocabulary"]))
     with torch.device("meta"):
         built = kind(job, cast(Pack, pack)).build_model()

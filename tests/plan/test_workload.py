@@ -20,7 +20,8 @@ def test_a_model_is_sized_without_memory_for_its_weights(small: Recipe) -> None:
     real = small.build_model()
     assert size.parameters == sum(one.numel() for one in real.parameters())
     assert size.flops > 2 * size.parameters / max(1.0, data_size(small).units_per_step)
-    assert size.activation_bytes > 0
+    assert size.activation_bytes > size.checkpointed_bytes > 0
+    assert 0 < size.block_flops < size.flops / 2
 
 
 def test_data_is_sized_by_its_batches(small: Recipe) -> None:
@@ -51,6 +52,9 @@ def test_data_is_sized_by_its_batches(small: Recipe) -> None:
         ({"ema": 0.99}, "averaged", True),
         ({"precision": "fp32"}, "half", False),
         ({"precision": "bf16"}, "half", True),
+        ({}, "activation_bytes", 1.0),
+        ({"activation_checkpointing": True}, "activation_bytes", 0.5),
+        ({"activation_checkpointing": True}, "flops", 1.25),
     ],
 )
 def test_settings_decide_what_is_sent_and_kept(
@@ -61,5 +65,7 @@ def test_settings_decide_what_is_sent_and_kept(
 ) -> None:
     base = {"duration": "10 steps", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.1}}}
     recipe = make_recipe(train={**base, **change})
-    work = workload_of(recipe.job.train, "tokens", ModelSize(1, 1, 0, 1.0, 1.0), data_size(recipe), on_gpu=False)
+    work = workload_of(
+        recipe.job.train, "tokens", ModelSize(1, 1, 0, 1.0, 1.0, 0.25, 0.5), data_size(recipe), on_gpu=False
+    )
     assert getattr(work, field) == value

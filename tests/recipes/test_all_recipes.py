@@ -6,23 +6,28 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
+from packtrain.recipes.transformer import Attention
 from packtrain.run.parent import WEIGHTS_FILE, record_of
 from packtrain.run.records import encode
 from packtrain.train.engine import Engine
+from packtrain.train.gradient_sync import DdpSettings, DdpSync
+from packtrain.train.progress import Progress
 from packtrain.train.weights import parent_weights
 from packtrain.train.world import World
 from parts.host_reads import HostReads
@@ -282,3 +287,82 @@ def test_scores_with_a_limit_stay_below_it(any_recipe: Recipe) -> None:
     measured = any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids))
     values = any_recipe.score("valid", ids, [measured]).values
     assert all(0 <= values[name] <= limit for name, limit in any_recipe.limits.items() if name in values)
+
+
+# Blocks that are compiled, or recomputed.
+
+
+def engine_with(recipe: Recipe, **changes: Any) -> Engine:
+    """Return an engine whose model has dropout everywhere, in a group of one worker with ddp."""
+    settings = recipe.job.train.model_copy(update={"micro_batch": None, **changes})
+    engine = Engine(recipe, settings, World())
+    for module in engine.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if isinstance(module, Attention):
+            module.dropout = 0.2
+    engine.gradient_sync = DdpSync(DdpSettings(), engine.model, World(), engine.clock)
+    return engine
+
+
+def steps(engine: Engine, recipe: Recipe) -> list[Tensor]:
+    """Make steps of two micro-batches, one of them empty; return their losses, and the state of the model."""
+    ids, losses = everything(recipe), []
+    recipe.prepare(0, engine.model)
+    for number, batches in enumerate([[ids[:4], ids[3:7]], [ids[1:5], ids[:0]], [ids[2:6], ids[:4]]]):
+        cost = int(sum(recipe.costs[part].sum() for part in batches))
+        made = engine.step(Progress(number), [tensors(recipe, part) for part in batches], cost, cost)
+        losses.append(made.loss)
+    return [*losses, *engine.model.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_changes_no_bit(any_recipe: Recipe, precision: str) -> None:
+    plain = engine_with(any_recipe, precision=precision)
+    frugal = engine_with(any_recipe, precision=precision, activation_checkpointing=True)
+    assert plain.model.state_dict().keys() == frugal.model.state_dict().keys()
+    for one, other in zip(steps(plain, any_recipe), steps(frugal, any_recipe), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_activation_checkpointing_saves_less_for_the_backward_pass(any_recipe: Recipe) -> None:
+    def saved_bytes(**changes: Any) -> int:
+        saved: dict[int, Tensor] = {}
+        engine = engine_with(any_recipe, **changes)
+        known = {one.data_ptr() for one in engine.model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = any_recipe.loss(engine.model.train(), tensors(any_recipe, everything(any_recipe)[:6]))
+        assert loss.requires_grad
+        return sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in known)
+
+    assert saved_bytes(activation_checkpointing=True) < 0.8 * saved_bytes()
+
+
+@pytest.mark.usefixtures("group_of_one", "compiler")
+def test_blocks_are_compiled_once_for_all_batches_and_evaluations_do_not_compile(any_recipe: Recipe) -> None:
+    counters.clear()
+    compiled = engine_with(any_recipe, compile=True, compile_backend="aot_eager", activation_checkpointing=True)
+    losses = steps(compiled, any_recipe)[:3]
+    # Compiled, the gradients that meet in a block are added in another order.
+    assert torch.allclose(torch.stack(losses), torch.stack(steps(engine_with(any_recipe), any_recipe)[:3]), rtol=1e-6)
+    made = counters["stats"]["unique_graphs"]
+    assert made <= len({repr(block) for block in any_recipe.blocks(compiled.model)})
+    ids = everything(any_recipe, "valid")
+    any_recipe.measure(compiled.evaluation_model(), EvaluationRequest("valid", ids, ids, beam=2))
+    assert counters["stats"]["unique_graphs"] == made
+    assert not counters["graph_break"]
+    assert compiled.model.state_dict().keys() == any_recipe.build_model().state_dict().keys()

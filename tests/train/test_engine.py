@@ -248,16 +248,6 @@ def test_what_overflows_at_any_scale_stops_fp16(how: str, named: str) -> None:
     assert engine.precision.scale.exhausted
 
 
-def test_a_model_is_compiled_if_the_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes minutes where it is done: here it is only asked for."""
-    asked = []
-    monkeypatch.setattr(nn.Module, "compile", lambda _module, **options: asked.append(options))
-    engine_of()
-    assert asked == []
-    engine_of(compile=True)
-    assert asked == [{"dynamic": True}]
-
-
 def test_the_ema_follows_the_weights_and_does_not_change_them() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)

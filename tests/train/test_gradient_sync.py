@@ -74,6 +74,13 @@ def test_uneven_micro_batches_do_not_change_the_losses(training: Training, excha
 
 
 @pytest.mark.parametrize("exchange", [{"ddp": {}}, {"fsdp": {}}], ids=["ddp", "fsdp"])
+def test_compiled_and_recomputed_blocks_do_not_change_the_losses(training: Training, exchange: dict[str, Any]) -> None:
+    alone = training.run(1, batch="6 samples")
+    settings = {"compile": True, "compile_backend": "aot_eager", "activation_checkpointing": True, "exchange": exchange}
+    assert_close(training.run(2, batch="6 samples", micro_batch="2 samples", **settings), alone)
+
+
+@pytest.mark.parametrize("exchange", [{"ddp": {}}, {"fsdp": {}}], ids=["ddp", "fsdp"])
 def test_there_may_be_more_workers_than_samples(training: Training, exchange: dict[str, Any]) -> None:
     assert_close(training.run(3, batch="2 samples", exchange=exchange), training.run(1, batch="2 samples"))
 

@@ -637,6 +637,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "in-pieces": {"micro_batch": "1 samples"},
     "averaged": {"ema": 0.9},
     "clipped": {"clip": 0.5},
+    "recomputed": {"activation_checkpointing": True},
+    "compiled": {"compile": True, "compile_backend": "aot_eager"},
     "averaged-in-fp16-pieces": {"ema": 0.9, "precision": "fp16", "micro_batch": "3 samples"},
 }
 SHARED: dict[str, dict[str, Any]] = {

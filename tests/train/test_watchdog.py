@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from forking import WorkerForker
 from tiny import tiny_job, tiny_run
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from workers import losses
 
 from packtrain.store import Store
 from packtrain.train.control import Control
 from packtrain.train.watchdog import EXIT_HANG, TIMES_MEDIAN, Watchdog, limit
+from packtrain.train.world import World
 
 
 def test_the_first_phases_of_a_kind_may_take_long() -> None:
@@ -35,6 +37,32 @@ def test_a_watchdog_that_sees_no_hang_leaves_no_file(tmp_path: Path) -> None:
     watchdog.pause()
     watchdog.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_compiles_may_take_longer_and_the_others_are_told(tmp_path: Path) -> None:
+    told: list[None] = []
+
+    class Others(World):
+        def announce_waiting(self) -> None:
+            told.append(None)
+
+    def seconds_left() -> float:
+        assert watchdog._phase is not None
+        return watchdog._seconds_left(watchdog._phase)
+
+    watchdog = Watchdog(60.0, tmp_path / "stacks", pytest.fail, Others())
+    watchdog.watch_compiler()
+    for _ in range(4):
+        watchdog.begin("step")
+    assert seconds_left() <= 60.0
+    assert not told
+    with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
+        assert 60.0 < seconds_left() <= 600.0
+        assert told
+    assert seconds_left() <= 60.0
+    watchdog.close()
+    assert not callback_handler.start_callbacks
+    assert not callback_handler.end_callbacks
 
 
 def test_a_step_that_hangs_leaves_its_stacks_and_reports_why(

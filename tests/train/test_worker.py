@@ -16,7 +16,7 @@ from packtrain.train.control import WorkerCause
 from packtrain.train.engine import NonFinite
 from packtrain.train.worker import cause_of, in_one_line
 
-ADVICE = "use a smaller train.micro_batch, or more workers"
+ADVICE = "use a smaller train.micro_batch, train.activation_checkpointing, or more workers"
 
 
 def full_below_a_store() -> StoreError:

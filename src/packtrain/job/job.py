@@ -284,6 +284,8 @@ class TrainSettings(Part):
     augment: AugmentSettings | None = None
     exact: Boolean = True
     compile: Boolean = False
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    activation_checkpointing: Boolean = False
     patience: Seconds = Duration(60, "seconds")
     profile: Steps | None = None
     seed: Count = 1

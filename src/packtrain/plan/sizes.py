@@ -57,8 +57,11 @@ def _transformer(shape: TransformerShape, vocabulary: int) -> ModelSize:
     embedding = _padded(vocabulary) * width
     count = embedding + layers + 2 * norm
     # For one target token there is about one source token; of both, each layer keeps its inputs and those inside.
-    kept = (shape.encoder_layers + 2 * shape.decoder_layers) * (12 * width + 2 * inner) + 3 * _padded(vocabulary)
-    return ModelSize(count, count, 0, 2.0 * _PASSES * (layers + embedding), 4.0 * kept)
+    layer, logits = 12 * width + 2 * inner, 3 * _padded(vocabulary)
+    kept = (shape.encoder_layers + 2 * shape.decoder_layers) * layer + logits
+    inputs = (shape.encoder_layers + shape.decoder_layers) * width
+    flops, least = 2.0 * _PASSES * (layers + embedding), inputs + 2 * layer + logits
+    return ModelSize(count, count, 0, flops, 4.0 * kept, 2.0 * layers, 4.0 * least)
 
 
 def _translate(job: Job, vocabulary: int, _: int) -> ModelSize:
@@ -102,14 +105,18 @@ def _convolutions(shape: ResNetShape) -> Iterator[tuple[int, int, int, int]]:
 def _resnet(shape: ResNetShape, pixels: int) -> ModelSize:
     """Return the size without a last layer; operations and activations are for one image."""
     weights = buffers = 0
-    flops = kept = 0.0
+    flops = kept = most = 0.0
     for inputs, outputs, kernel, stride in _convolutions(shape):
         positions = max(1, pixels // stride) ** 2
         weights += inputs * outputs * kernel * kernel + 2 * outputs
         buffers += 2 * 4 * outputs + 8
         flops += 2.0 * _PASSES * inputs * outputs * kernel * kernel * positions
-        kept += 2 * 4.0 * outputs * positions
-    return ModelSize(weights, weights, buffers, flops, kept)
+        own = 2 * 4.0 * outputs * positions
+        kept, most = kept + own, max(most, own)
+    # Of each convolution its input and that of its norm are kept; of a block, the input alone.
+    depth = 3 if shape.block == "bottleneck" else 2
+    least = min(kept, kept / (2 * depth) + depth * most)
+    return ModelSize(weights, weights, buffers, flops, kept, flops / _PASSES, least)
 
 
 def _classify(job: Job, _: int, classes: int) -> ModelSize:
@@ -136,7 +143,13 @@ def _caption(job: Job, vocabulary: int, _: int) -> ModelSize:
         kept = encoder.depths[: len(encoder.depths) - shape.tuned_stages]
         trained += plain.trained - _resnet(replace(encoder, depths=kept), 1).parameters if kept else plain.trained
     flops = plain.flops / (_PASSES if shape.is_frozen(0) else 1) + 2.0 * _PASSES * _CAPTION_TOKENS * decoder
-    return ModelSize(plain.parameters + decoder, trained, plain.buffer_bytes, flops, plain.activation_bytes)
+    return replace(
+        plain,
+        parameters=plain.parameters + decoder,
+        trained=trained,
+        flops=flops,
+        block_flops=0.0 if shape.is_frozen(0) else plain.block_flops,
+    )
 
 
 _MODELS: Mapping[str, Callable[[Job, int, int], ModelSize]] = {

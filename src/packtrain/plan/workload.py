@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from packtrain.recipes.recipe import training_order
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.utils.flop_counter import FlopCounterMode
 
 _COUNTED_BATCHES = 3  # of which operations and activations are counted
 _FLOPS_PER_WEIGHT = 6  # for each unit, forward and backward, where they cannot be counted
@@ -26,13 +27,19 @@ _FLOPS_PER_WEIGHT = 6  # for each unit, forward and backward, where they cannot 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """`trained` are the parameters that learn; operations and activations are for one unit of a batch."""
+    """`trained` are the parameters that learn; operations and activations are for one unit of a batch.
+
+    With activation checkpointing, `block_flops` are computed once more, and `checkpointed_bytes` are kept instead of
+    `activation_bytes`.
+    """
 
     parameters: int
     trained: int
     buffer_bytes: int
     flops: float
     activation_bytes: float
+    block_flops: float
+    checkpointed_bytes: float
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,8 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         copies=exchange.copies,
         optimizer_copies=train.optimizer.copies,
         averaged=train.ema is not None,
-        activation_bytes=model.activation_bytes,
-        flops=model.flops,
+        activation_bytes=model.checkpointed_bytes if train.activation_checkpointing else model.activation_bytes,
+        flops=model.flops + (model.block_flops if train.activation_checkpointing else 0.0),
         half=train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu),
         exchange_bytes=exchange.bytes_per_weight * model.trained,
         exchange_every=exchange.interval,
@@ -109,33 +116,44 @@ def model_size(recipe: Recipe) -> ModelSize:
     model.train()
     parameters = list(model.parameters())
     trained = sum(one.numel() for one in parameters if one.requires_grad)
-    flops, activations = _work(recipe, model)
+    work = _work(recipe, model)
     return ModelSize(
         sum(one.numel() for one in parameters),
         trained,
         sum(one.numel() * one.element_size() for one in model.buffers()),
-        flops or float(_FLOPS_PER_WEIGHT * trained),
-        activations,
+        work.flops or float(_FLOPS_PER_WEIGHT * trained),
+        work.activation_bytes,
+        work.block_flops or float(_FLOPS_PER_WEIGHT * trained) / 3,
+        work.checkpointed_bytes,
     )
 
 
-def _work(recipe: Recipe, model: nn.Module) -> tuple[float, float]:
-    """Return the operations and the bytes of activations for one unit; zeros if the model needs real numbers."""
+class _Work(NamedTuple):
+    """Operations of a forward and a backward pass, and of the forward pass of blocks; bytes as in `ModelSize`."""
+
+    flops: float = 0.0
+    activation_bytes: float = 0.0
+    block_flops: float = 0.0
+    checkpointed_bytes: float = 0.0
+
+
+def _work(recipe: Recipe, model: nn.Module) -> _Work:
+    """Return the work for one unit; zeros if the model needs real numbers."""
     order = training_order(recipe)
     batches = order.batches(0)
     micro = recipe.job.train.micro_batch
     spaced = batches[:: max(1, len(batches) // _COUNTED_BATCHES)][:_COUNTED_BATCHES]
-    flops, saved, units = 0.0, 0.0, 0
+    found, units = list[_Work](), 0
     for batch in spaced:
         part = micro_batches(batch, order.costs, None if micro is None else micro.value)[0]
         arrays = recipe.batch(part, 0)
         # Most models take everything on the meta device; one that looks at lengths needs its tokens.
         for keep in ((), _tokens(arrays)):
             with suppress(NotImplementedError, RuntimeError):
-                counted = _counted(recipe, model, arrays, keep)
-                flops, saved, units = flops + counted[0], saved + counted[1], units + _cost(order.costs, part)
+                found.append(_counted(recipe, model, arrays, keep))
+                units += _cost(order.costs, part)
                 break
-    return (flops / units, saved / units) if units else (0.0, 0.0)
+    return _Work(*(sum(values) / units for values in zip(*found, strict=True))) if units else _Work()
 
 
 def _cost(costs: NDArray[Any], ids: Ids) -> int:
@@ -146,31 +164,69 @@ def _tokens(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, ...]:
     return tuple(name for name, array in arrays.items() if array.dtype == np.int64)
 
 
-def _counted(
-    recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]], keep: tuple[str, ...]
-) -> tuple[int, int]:
-    """Return the operations of a forward and a backward pass, and the bytes that the forward pass keeps for it."""
+class _Kept:
+    """The memory that a forward pass keeps for the backward pass, outside of blocks and in each of them.
+
+    Activation checkpointing keeps what is outside, the inputs of blocks, and at any time the inside of one block.
+    """
+
+    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+        self._known = {_address(one) for one in (*model.parameters(), *model.buffers())}
+        self._counter, self.block_flops, self._before = counter, 0.0, 0
+        # Kept alive, so that no two of them have the same address.
+        self._outside: dict[int, torch.UntypedStorage] = {}
+        self._inputs: dict[int, torch.UntypedStorage] = {}
+        self._inside: list[dict[int, torch.UntypedStorage]] = []
+        self._now = self._outside
+
+    def save(self, tensor: Tensor) -> Tensor:
+        self._add(self._now, tensor)
+        return tensor
+
+    def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for one in inputs:
+            self._add(self._inputs, one)
+        self._now = {}
+        self._inside.append(self._now)
+        self._before = self._counter.get_total_flops()
+
+    def leave(self, *_: Any) -> None:
+        self._now = self._outside
+        self.block_flops += self._counter.get_total_flops() - self._before
+
+    def _add(self, storages: dict[int, torch.UntypedStorage], tensor: Any) -> None:
+        if getattr(tensor, "is_meta", False) and _address(tensor) not in self._known:
+            storages[_address(tensor)] = tensor.untyped_storage()
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes without and with activation checkpointing."""
+
+        def size(*parts: dict[int, torch.UntypedStorage]) -> int:
+            return sum(one.nbytes() for one in {key: one for part in parts for key, one in part.items()}.values())
+
+        kept = size(self._outside, self._inputs)
+        most = max((size(self._outside, self._inputs, part) - kept for part in self._inside), default=0)
+        return size(self._outside, *self._inside), kept + most
+
+
+def _counted(recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]], keep: tuple[str, ...]) -> _Work:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = {name: torch.from_numpy(array).to("cpu" if name in keep else "meta") for name, array in arrays.items()}
-    known = {_storage(one) for one in (*model.parameters(), *model.buffers())}
-    kept: list[torch.UntypedStorage] = []  # kept alive, so that no two of them have the same address
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.is_meta and _storage(tensor) not in known:
-            known.add(_storage(tensor))
-            kept.append(tensor.untyped_storage())
-        return tensor
-
-    with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+        kept = _Kept(model, counter)
+        for block in recipe.blocks(model):
+            hooks.callback(block.register_forward_pre_hook(kept.enter).remove)
+            hooks.callback(block.register_forward_hook(kept.leave).remove)
+        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
             loss = recipe.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.grad = None
-    return counter.get_total_flops(), sum(storage.nbytes() for storage in kept)
+    total, checkpointed = kept.sizes()
+    return _Work(counter.get_total_flops(), total, kept.block_flops, checkpointed)
 
 
-def _storage(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
 from packtrain.recipes.recipe import LAST_EPOCH, Recipe
 from packtrain.run.records import MAX_PICTURE_BYTES, Sample
 from packtrain.units import show_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _PICTURE_SIDE = 256  # pixels of the longer side of a picture in a run's folder
 _PICTURE_QUALITIES = (85, 70, 50, 30)  # the first one that makes a small enough file
@@ -124,6 +127,11 @@ class ImageRecipe(Recipe, Generic[Batches]):
     def read_all(self, inputs: Sequence[ImageInput]) -> list[Tiled]:
         """Return all images that a user gives, so that a bad one is refused before any work."""
         return list(in_threads(self.read, inputs, num_threads()))
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        from packtrain.recipes.resnet import BasicBlock, Bottleneck
+
+        return [module for module in model.modules() if isinstance(module, BasicBlock | Bottleneck)]
 
     @property
     def final_settings(self) -> EpochSettings:

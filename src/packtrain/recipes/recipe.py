@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -282,6 +282,14 @@ class Recipe(ABC):
     def build_model(self) -> nn.Module:
         """Return the model with random weights; a checkpoint may replace them."""
 
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the parts of the model that are compiled, or recomputed for the backward pass, one by one.
+
+        These are the layers of its lists (`nn.ModuleList`), or else all of the model. A block may have an attribute
+        `varying_sizes`: the dimensions of each input whose sizes differ between batches. Without it, all may.
+        """
+        return list(_layers(model)) or [model]
+
     def initial_weights(self, model: nn.Module) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return tensors of the model's state that do not start at random, the same on every rank.
 
@@ -340,6 +348,14 @@ class Recipe(ABC):
     def reply(self, model: Any, conversations: Sequence[Sequence[str]], decoding: Decoding) -> list[Prediction]:
         """Return the replies to several conversations at once."""
         return [self.converse(model, turns, decoding) for turns in conversations]
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of the outermost lists."""
+    from torch import nn
+
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
 
 def training_order(recipe: Recipe) -> Order:

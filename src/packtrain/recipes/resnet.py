@@ -52,6 +52,7 @@ class Norm(nn.BatchNorm2d):
 
 class BasicBlock(nn.Module):
     expansion = 1
+    varying_sizes = ()  # convolutions are fastest if compiled for one size
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class Bottleneck(nn.Module):
     """The stride is on the 3 x 3 convolution, as in torchvision."""
 
     expansion = 4
+    varying_sizes = ()
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()

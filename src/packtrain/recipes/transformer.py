@@ -88,6 +88,8 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
+    varying_sizes = ((0, 1), (0, 3))
+
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)
@@ -102,6 +104,8 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    varying_sizes = ((0, 1), (0, 1), (0, 3))
+
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(shape.width), Attention(shape)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from packtrain.data.loader import LoadedBatch
-from packtrain.data.order import Stream, philox_words
+from packtrain.data.order import Stream, micro_batches, philox_words, share
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
+from packtrain.recipes.recipe import training_order
+from packtrain.train.blocks import has_varying_sizes, replace_forwards
 from packtrain.train.gradient_sync import GradientSync
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
@@ -75,8 +77,9 @@ class Engine:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
         """Called when the gradients are computed and nothing has been updated yet."""
-        if settings.compile:
-            self.model.compile(dynamic=True)
+        blocks = recipe.blocks(self.model)
+        replace_forwards(self.model, blocks, settings)
+        self._compiles_first = settings.compile and any(map(has_varying_sizes, blocks))
 
     def load_initial_weights(self) -> Collection[str]:
         """Load the weights that a run starts from where they are not random, and return their names.
@@ -110,6 +113,8 @@ class Engine:
         `cost` is that of the global batch, `own_cost` that of this rank's part; `last` if no other step follows.
         A loss or gradient that is not finite raises NonFinite here, or in `confirm` if the device runs behind.
         """
+        if self._compiles_first:
+            self._compile()
         seed_randomness(self._settings.seed, now.step, self._world.rank, self._world.device)
         rate = self._rate(now)
         for group in self.optimizer.param_groups:
@@ -136,6 +141,27 @@ class Engine:
         self._update_ema(now.step, last)
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
+
+    def _compile(self) -> None:
+        """Compute gradients of the first batch of the first epoch, and forget them.
+
+        What a compiler makes for all sizes depends on the first that it sees: a resumed run, which begins with another
+        batch, would differ in the last bits.
+        """
+        order, micro, own = training_order(self._recipe), self._settings.micro_batch, list(self.model.buffers())
+        ids = share(order.batches(0)[0], 0, self._world.num_ranks)
+        ids = micro_batches(ids, order.costs, None if micro is None else micro.value)[0]
+        buffers = [buffer.clone() for buffer in own]
+        self.model.train()
+        with self.gradient_sync.micro_batch(last=True):
+            with self.precision.compute():
+                batch = on_device(self._recipe.batch(ids, 0), self._world.device, self._recipe.on_host)
+                loss = self._recipe.loss(self.gradient_sync.module, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, kept in zip(own, buffers, strict=True):
+            buffer.copy_(kept)
+        self._compiles_first = False
 
     def _update(self, now: Progress, loss: Tensor) -> tuple[Reading | float, bool]:
         """Clip and update; return the gradient norm, and True if fp16 overflowed and the step was skipped."""
@@ -202,7 +228,8 @@ class Engine:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """Return the loss of a batch, to find out what is wrong with it. Nothing is communicated or changed."""
-        with torch.no_grad(), self.precision.compute():
+        # Not compiled: that would take minutes for the size of a single sample.
+        with torch.no_grad(), self.precision.compute(), torch.compiler.set_stance("force_eager"):
             return float(self._recipe.loss(model, batch))
 
 

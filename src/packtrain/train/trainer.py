@@ -81,6 +81,8 @@ class Trainer:
         )
         stacks = control.directory / f"stacks-{world.rank}.txt"
         self._watchdog = Watchdog(run.job.train.patience.value, stacks, self._report_hang, world)
+        if run.job.train.compile:
+            self._watchdog.watch_compiler()
         self._evaluator = Evaluator(
             self._engine, recipe, world, run.job.evaluate.beam, self._pulse, self._watchdog.pause
         )

@@ -44,7 +44,7 @@ from packtrain.train.watchdog import must_end_within
 from packtrain.train.world import CONNECT_SECONDS, World, gpu_addresses
 from packtrain.units import parse_bytes, show_bytes, show_seconds
 
-_MEMORY_ADVICE = "use a smaller train.micro_batch, or more workers"
+_MEMORY_ADVICE = "use a smaller train.micro_batch, train.activation_checkpointing, or more workers"
 _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 _CONNECT_SECONDS = 2 * CONNECT_SECONDS  # torch gives up before, unless it is stuck
 _STAGE_SECONDS = 30.0  # between two lines about how far staging is
