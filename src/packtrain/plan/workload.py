@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         activation_bytes=model.activation_bytes,
         flops=model.flops,
         half=train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu),
-        exchange_bytes=exchange.bytes_per_weight * model.trained,
+        exchange_bytes=math.ceil(exchange.bytes_per_weight * model.trained),
         exchange_every=exchange.interval,
+        exchange_background=exchange.background,
         traffic=exchange.traffic,
         sharded=exchange.shards_model,
         units_per_step=data.units_per_step,

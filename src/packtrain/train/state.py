@@ -26,7 +26,7 @@ from packtrain.train.progress import Progress
 from packtrain.train.world import World
 
 MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
-GRADIENT_SYNC_FILE = "gradient_sync.safetensors"
+GRADIENT_SYNC_FILE, WORKER_FILE = "gradient_sync.safetensors", "worker.safetensors"
 STATE_FILE = "state.json"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -162,12 +162,14 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     those are copied immediately, and the engine's `before_update` waits for the rest.
     """
     sync, model = engine.gradient_sync, engine.model
-    files = {MODEL_FILE: sync.whole(model.state_dict())}
+    files = {MODEL_FILE: sync.whole({**model.state_dict(), **sync.common()})}
     if engine.ema is not None:
         files[EMA_FILE] = sync.whole(engine.ema.model.state_dict())
     # Every rank takes part in gathering these, although only the first one keeps the result.
     own = sync.own_states(optimizer_tensors(engine.optimizer, model))
-    files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
+    files |= {_file_of(rank, OPTIMIZER_FILE): tensors for rank, tensors in enumerate(own)}
+    if remembered := sync.own():
+        files |= {_file_of(rank, WORKER_FILE): one for rank, one in enumerate(sync.own_states(remembered))}
     if state := sync.state():
         files[GRADIENT_SYNC_FILE] = state
     # Whatever is not a parameter is a buffer, which the next forward pass may already change.
@@ -184,9 +186,11 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
         load_weights(engine.ema.model, directory / EMA_FILE)
     # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
     states = len(list(directory.glob("optimizer*.safetensors")))
-    load_optimizer(engine.optimizer, engine.model, load_tensors(directory / _optimizer_file(rank % max(1, states))))
-    sync_file = directory / GRADIENT_SYNC_FILE
+    saved = rank % max(1, states)
+    load_optimizer(engine.optimizer, engine.model, load_tensors(directory / _file_of(saved, OPTIMIZER_FILE)))
+    sync_file, own_file = directory / GRADIENT_SYNC_FILE, directory / _file_of(saved, WORKER_FILE)
     engine.gradient_sync.restore(load_tensors(sync_file) if sync_file.exists() else {})
+    engine.gradient_sync.restore_own(load_tensors(own_file) if own_file.exists() else {})
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
@@ -213,9 +217,9 @@ def _expected_description(directory: Path, expected: Description) -> Description
     return description
 
 
-def _optimizer_file(rank: int) -> str:
-    """Ranks that update locally each have an optimizer state of their own."""
-    return OPTIMIZER_FILE if rank == 0 else f"optimizer-{rank}.safetensors"
+def _file_of(rank: int, file: str) -> str:
+    """Ranks that update locally each have a state of their own."""
+    return file if rank == 0 else file.replace(".", f"-{rank}.")
 
 
 def read_description(directory: Path) -> Description:
