@@ -77,8 +77,9 @@ def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
     assert_nothing_left(sandbox)
 
 
-LARGE = ("model.width=256", "model.feedforward=8192")  # so that a checkpoint takes long enough to be caught
-SHORT = ("train.duration=30 steps", "checkpoint.every=5 steps", "fleet.local.machines=1")
+# So that a checkpoint takes long enough to be caught, and a step does not.
+LARGE = ("model.width=256", "model.feedforward=8192", "train.batch=100 tokens")
+SHORT = ("train.duration=15 steps", "checkpoint.every=3 steps", "fleet.local.machines=1")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def kill_during_an_upload(kind: str, tmp_path: Path, bucket: S3Server) -> None:
 
     try:
         sandbox.detach(*(word for field in (*LARGE, *SHORT) for word in ("--set", field)))
-        sandbox.wait_for_commit(10)
+        sandbox.wait_for_commit(3)
         processes = sandbox.processes()  # before the upload: finding them may take longer
         while True:
             wait_until(unfinished, "the next upload")

@@ -162,51 +162,50 @@ def trusting(given: bool) -> Accept:
     """Return what decides about a run's code that this person has not run before: the option, or the person."""
 
     def accept(review: CodeReview) -> None:
-        from packtrain.errors import Mistake
-
-        if given:
-            return
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise Mistake(f"{review.reason}; run this in a terminal to look at it, or pass --trust-code")
-        if not _asked(review):
-            raise Mistake(f"{review.run.name}: not run")
+        advice = "run this in a terminal to look at it, or pass --trust-code"
+        confirm(_about(review), "Run it?", review.reason, given, f"{review.run.name}: not run", advice)
 
     return accept
 
 
-def _asked(review: CodeReview) -> bool:
-    """Show the code on standard error, where it disturbs no output, and ask."""
-    from packtrain.errors import printable
+def _about(review: CodeReview) -> Iterator[str]:
+    """Yield what a person needs to know before code runs here."""
     from packtrain.run.code import unpacked
     from packtrain.units import show_bytes
 
-    run = review.run
-    lines = [review.reason + ":"]
+    job = review.run.job
+    yield f"{review.reason}:"
     for change in review.changes[:_SHOWN_FILES]:
         kind = f"{change.kind:<8} " if review.known else ""
-        lines.append(f"  {kind}{change.name} ({show_bytes(change.size)})")
+        yield f"  {kind}{change.name} ({show_bytes(change.size)})"
     if len(review.changes) > _SHOWN_FILES:
-        lines.append(f"  and {len(review.changes) - _SHOWN_FILES} more")
-    lines.append(f"It runs: {run.job.recipe or ' '.join(run.job.program or ())}")
-    lines.append(f"Fleet: {run.job.fleet.model_dump_json(exclude_defaults=True)}")
-    if run.job.environment:
-        lines.append(f"Variables that it gets: {', '.join(run.job.environment)}")
-    if run.job.has_own_code:
-        lines.append(f"Read its code first, in {unpacked(run.code)}: it can do everything that you can do here.")
-    for line in lines:
-        print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
-    print("Run it? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+        yield f"  and {len(review.changes) - _SHOWN_FILES} more"
+    yield f"It runs: {job.recipe or ' '.join(job.program or ())}"
+    yield f"Fleet: {job.fleet.model_dump_json(exclude_defaults=True)}"
+    if job.environment:
+        yield f"Variables that it gets: {', '.join(job.environment)}"
+    if job.has_own_code:
+        yield f"Read its code first, in {unpacked(review.run.code)}: it can do everything that you can do here."
 
 
-def confirm(lines: Iterable[str], question: str, reason: str, yes: bool, refusal: str) -> None:
-    """Return if the person agrees; the reason explains a refusal where nobody can be asked."""
+def confirm(
+    lines: Iterable[str],
+    question: str,
+    reason: str,
+    yes: bool,
+    refusal: str,
+    advice: str = "run this in a terminal to be asked, or pass --yes",
+) -> None:
+    """Return if the person agrees; the reason explains a refusal where nobody can be asked.
+
+    Everything is shown on standard error, where it disturbs no output.
+    """
     from packtrain.errors import Mistake, printable
 
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Mistake(f"{reason}; run this in a terminal to be asked, or pass --yes")
+        raise Mistake(f"{reason}; {advice}")
     for line in lines:
         print(printable(line, _SHOWN_CHARACTERS), file=sys.stderr)
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)

@@ -216,7 +216,7 @@ class Follower:
         self._machines = machines or MachineWatch(run)
         self._shortage: Shortage | None = None
         self._started: float | None = None
-        self._plain_at = time.monotonic()
+        self._plain_at, self._plain_line = time.monotonic(), ""
         self._ended_at: float | None = None
 
     def until_ended(self) -> None:
@@ -249,7 +249,9 @@ class Follower:
         live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
-            self._print("train" if self._steps else "", "dim", line.strip())
+            if line != self._plain_line:  # during an evaluation nothing of it changes
+                self._print("train" if self._steps else "", "dim", line.strip())
+            self._plain_line = line
         if result is not None:
             # The last machine writes the report after the result; give it time.
             self._ended_at = self._ended_at or time.monotonic()
