@@ -44,7 +44,8 @@ from packtrain.train.world import World
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "translate.yaml"
 ALONE = "one machine"
-BESIDE = "every: 20 steps, overlap: 10 steps"
+GENTLE = "rate: 1.0, momentum: 0.5"  # with an overlap, changes are older, and a strong momentum overshoots
+BESIDE, EIGHT_BITS = "every: 20 steps, overlap: 10 steps", f"compress: int8, {GENTLE}"
 EXCHANGES = {
     ALONE: "{ddp: {}}",
     "ddp": "{ddp: {}}",
@@ -52,10 +53,13 @@ EXCHANGES = {
     "ddp, fp16": "{ddp: {compress: fp16}}",
     "fsdp": "{fsdp: {}}",
     "local, every 20 steps": "{local: {every: 20 steps}}",
-    "local, beside 10 steps": f"{{local: {{{BESIDE}}}}}",
-    "local, beside 10 steps, bf16": f"{{local: {{{BESIDE}, compress: bf16}}}}",
-    "local, beside 10 steps, int8": f"{{local: {{{BESIDE}, compress: int8}}}}",
-    "local, 4 fragments, int8": "{local: {every: 20 steps, fragments: 4, overlap: 4 steps, compress: int8}}",
+    "local, beside 10 steps": f"{{local: {{{BESIDE}, {GENTLE}}}}}",
+    "local, beside 10 steps, bf16": f"{{local: {{{BESIDE}, compress: bf16, {GENTLE}}}}}",
+    "local, beside 10 steps, int8": f"{{local: {{{BESIDE}, {EIGHT_BITS}}}}}",
+    "local, every 5 steps, beside 4, int8": (
+        "{local: {every: 5 steps, overlap: 4 steps, compress: int8, rate: 1.0, momentum: 0.3}}"
+    ),
+    "local, 4 fragments, int8": f"{{local: {{every: 20 steps, fragments: 4, overlap: 4 steps, {EIGHT_BITS}}}}}",
 }
 LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 WARM_UP_STEPS = 15  # so that 40 more contain two whole exchanges of `local`, with the steps beside them

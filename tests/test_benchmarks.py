@@ -54,7 +54,6 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--links",
             "1 Gbit/s",
             "--only",
-            "one machine",
             "local, 4 fragments, int8",
         ],
         ["plan.py", "--steps", "6", "--seconds", "0.2", "--only", "1 worker"],
