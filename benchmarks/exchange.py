@@ -44,7 +44,7 @@ from packtrain.train.world import World
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "translate.yaml"
 ALONE = "one machine"
-GENTLE = "rate: 1.0, momentum: 0.5"  # with an overlap, changes are older, and a strong momentum overshoots
+GENTLE = "rate: 1.0, momentum: 0.5"  # learned more than the defaults after 300 steps, with and without an overlap
 BESIDE, EIGHT_BITS = "every: 20 steps, overlap: 10 steps", f"compress: int8, {GENTLE}"
 EXCHANGES = {
     ALONE: "{ddp: {}}",
@@ -53,6 +53,7 @@ EXCHANGES = {
     "ddp, fp16": "{ddp: {compress: fp16}}",
     "fsdp": "{fsdp: {}}",
     "local, every 20 steps": "{local: {every: 20 steps}}",
+    "local, every 20 steps, gentle": f"{{local: {{every: 20 steps, {GENTLE}}}}}",
     "local, beside 10 steps": f"{{local: {{{BESIDE}, {GENTLE}}}}}",
     "local, beside 10 steps, bf16": f"{{local: {{{BESIDE}, compress: bf16, {GENTLE}}}}}",
     "local, beside 10 steps, int8": f"{{local: {{{BESIDE}, {EIGHT_BITS}}}}}",
