@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake, NotFinished
+from packtrain.export.predict import load_model
 from packtrain.fork import CheckpointName, read_name
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
@@ -21,13 +22,14 @@ from packtrain.recipes import recipe_class
 from packtrain.report.evidence import gather
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
-from packtrain.run.checkpoint import commit, committed, fetch
+from packtrain.run.checkpoint import commit, committed, fetch, manifest_key, part_name
 from packtrain.run.run import Run
 from packtrain.start import Beginning, load, prepare_run
 from packtrain.store import Store, open_store
 from packtrain.train.checkpointer import BackgroundCommitter
 from packtrain.train.control import Control
 from packtrain.train.state import Snapshot
+from packtrain.train.tensors import save_tensors, shard_rows
 from packtrain.train.trainer import Trainer
 from packtrain.train.worker import _pack_of
 from packtrain.train.world import World
@@ -111,7 +113,7 @@ def made(path: Path, beginning: str | None = None, fresh: bool = False, override
     start = None if beginning is None else Beginning(read_name(beginning), fresh)
     new = prepare_run(load(path, overrides), PlainProgress(lambda _: None), beginning=start)
     notes.extend(line for _, line in new.notes)
-    return new.create()
+    return new.create(notes.append)
 
 
 notes: list[str] = []
@@ -195,6 +197,46 @@ def test_another_job_starts_from_the_weights_with_everything_else_anew(
     assert f"40 tensors, {len(shared)} of {len(new_pieces)} rows of embedding.weight" in capsys.readouterr().out
 
 
+def put_in_parts(run: Run, folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the last checkpoint by one that three workers with a sharded model would have saved; return its EMA."""
+    old, where = committed(run)[-1], folder / "parts"
+    whole = tensors(run, folder, -1, "ema.safetensors")
+    where.mkdir()
+    files = {"state.json": folder / f"fetched-{run.name}--1" / "state.json"}
+    for path in (folder / f"fetched-{run.name}--1").glob("*.safetensors"):
+        for rank in range(3):
+            own, rows = {}, {}
+            for name, tensor in load_file(path).items():
+                first, after = shard_rows(len(tensor), 3, rank) if tensor.ndim else (0, int(rank == 0))
+                if tensor.ndim and first < after:
+                    own[name], rows[name] = tensor[first:after].clone(), (first, len(tensor))
+                elif first < after:
+                    own[name] = tensor
+            part = part_name(path.name, rank, 3)
+            save_tensors(where / part, own, rows)
+            files[part] = where / part
+    run.store.delete(manifest_key(run, old.name))
+    commit(run, old.step, old.generation, old.score, files)
+    return whole
+
+
+def test_a_checkpoint_in_parts_is_used_like_a_whole_one(folder: Path) -> None:
+    old = trained(made(write_job(folder, "averaged", train={"ema": 0.5})), folder)
+    ema = put_in_parts(old, folder)
+    predicting = load_model(old).model
+    assert isinstance(predicting, torch.nn.Module)
+    assert all(torch.equal(tensor, ema[name]) for name, tensor in predicting.state_dict().items())
+    new = made(write_job(folder, "tuned", train={"duration": "1 steps"}), "averaged-1:8", fresh=True)
+    run = Run(new.store, new.name)
+    trainer = Trainer(run, recipe_class("translate")(run.job, _pack_of(run)), World(), 1, Control(folder / "control"))
+    trainer._restore()
+    assert all(torch.equal(tensor, ema[name]) for name, tensor in trainer._engine.model.state_dict().items())
+    longer = write_job(folder, "longer", train={"ema": 0.5, "duration": "10 steps"})
+    fork, straight = trained(made(longer, "averaged-1:8"), folder), trained(made(longer), folder)
+    assert {file.name for file in committed(fork)[0].files} >= {"model-1-of-3.safetensors", "ema-3-of-3.safetensors"}
+    assert last_files(fork) == last_files(straight)
+
+
 def test_what_cannot_be_taken_is_refused_before_there_is_a_run(folder: Path, store: Store) -> None:
     trained(made(write_job(folder)), folder)
     same = write_job(folder)
@@ -223,6 +265,16 @@ def test_a_longer_duration_is_a_fork_that_says_what_the_rate_does(folder: Path) 
     assert run.job.parent is not None and run.job.parent.takes == "everything"
     fresh = made(write_job(folder), "small-1", fresh=True)
     assert fresh.job.parent is not None and fresh.job.parent.takes == "weights"
+
+
+def test_a_deeper_model_takes_what_there_is_and_says_so(folder: Path) -> None:
+    trained(made(write_job(folder)), folder)
+    notes.clear()
+    made(write_job(folder, "deep", model={**MODEL, "encoder_layers": 2}), "small-1")
+    assert notes[1:] == [
+        "optimizer, schedule and data order start anew (model.encoder_layers differs)",
+        "41 tensors; new: encoder.1 (14 tensors)",
+    ]
 
 
 def test_the_job_itself_may_name_the_weights(folder: Path) -> None:
@@ -293,3 +345,23 @@ def test_the_other_run_may_be_in_another_store(folder: Path) -> None:
     trained(fork, folder)
     result = fork.result()
     assert result is not None and result.status == "finished"
+
+
+def test_runs_in_a_bucket_fork_and_give_their_weights(
+    folder: Path, s3_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = (f"store={s3_store.url}",)
+    old = trained(made(write_job(folder), overrides=there), folder)
+    fork = trained(made(write_job(folder), "small-1:4", overrides=there), folder)
+    assert last_files(fork) == last_files(old)
+    tuned = made(write_job(folder, "tuned", "other", train={"duration": "1 steps"}), "small-1", overrides=there)
+    elsewhere = made(write_job(folder, weights=f"run:{s3_store.url}/small-1:4", train={"duration": "1 steps"}))
+    for entry in s3_store.list(old.folder):
+        s3_store.delete(entry.key)  # each has its own copy
+    for run, takes in ((tuned, "weights"), (elsewhere, "weights"), (fork, "everything")):
+        assert run.job.parent is not None
+        assert (run.job.parent.store, run.job.parent.takes) == (s3_store.url, takes)
+    for run in (tuned, elsewhere):
+        result = trained(run, folder).result()
+        assert result is not None and result.status == "finished"
+    assert "started from the weights of small-1 at step 4: 41 tensors\n" in capsys.readouterr().out

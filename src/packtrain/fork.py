@@ -25,7 +25,7 @@ from packtrain.job.changes import other_training
 from packtrain.job.job import Job, Parent
 from packtrain.pack.manifest import Manifest, find_manifest, pack_key
 from packtrain.recipes import Recipe
-from packtrain.run.checkpoint import FORMAT, Checkpoint, commit, fetch, manifest_key
+from packtrain.run.checkpoint import FORMAT, Checkpoint, commit, fetch, manifest_key, part_name, parts_of
 from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, put_weights, record_of
 from packtrain.run.records import DamagedRecord, decode
 from packtrain.run.run import Run, open_run
@@ -111,9 +111,17 @@ class Inheritance:
 
     @contextmanager
     def fetched(
-        self, store: Store, job: Job, pack: Manifest | None, recipe: type[Recipe] | None
+        self,
+        store: Store,
+        job: Job,
+        pack: Manifest | None,
+        recipe: type[Recipe] | None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Callable[[Run], None]]:
-        """Fetch and check everything for a run in that store; what it yields gives it to the new run."""
+        """Fetch and check everything for a run in that store; what it yields gives it to the new run.
+
+        `say` gets a line about what of the weights fits another model.
+        """
         with tempfile.TemporaryDirectory(prefix="from-", dir=cache_directory()) as folder:
             directory = Path(folder)
             fetch(self.run, self.checkpoint, directory)
@@ -128,7 +136,7 @@ class Inheritance:
             assert pack is not None and recipe is not None
             theirs = _manifest_of(self.run)
             _check_rows(recipe, theirs, pack)
-            (directory / (EMA_FILE if self.takes == "ema" else MODEL_FILE)).rename(directory / WEIGHTS_FILE)
+            _rename_weights(directory, EMA_FILE if self.takes == "ema" else MODEL_FILE)
             if theirs.vocabulary is not None:
                 key, limit = pack_key(theirs.name, theirs.vocabulary.name), theirs.vocabulary.bytes
                 self.run.store.get_file(key, directory / VOCABULARY_FILE, limit=limit)
@@ -138,7 +146,7 @@ class Inheritance:
 
                 # Where the model is the same, it fits; a client without torch leaves the question to the workers.
                 data = Pack(store, pack.name, cache_directory() / "packs", manifest=pack)
-                check_parent_fit(recipe(job, data), directory, record)
+                say(check_parent_fit(recipe(job, data), directory, record).in_words)
             yield lambda run: put_weights(run, directory, record)
 
     def _commit(self, files: Mapping[str, Path], run: Run) -> None:
@@ -163,7 +171,9 @@ def inherit(run: Run, choice: Choice | None, job: Job, code: bytes, pack: Manife
     if job.recipe is None or not (fresh or reasons):
         return Inheritance(run, _usable(run, choice or "last"), "everything")
     checkpoint = _usable(run, choice or "best")
-    takes: Literal["weights", "ema"] = "ema" if EMA_FILE in {file.name for file in checkpoint.files} else "weights"
+    takes: Literal["weights", "ema"] = (
+        "ema" if parts_of(EMA_FILE, (file.name for file in checkpoint.files)) else "weights"
+    )
     return Inheritance(run, checkpoint, takes, reasons)
 
 
@@ -190,6 +200,13 @@ def _differences(run: Run, job: Job, code: bytes, pack: Manifest | None) -> list
 def _listed(reasons: Sequence[str]) -> str:
     shown = ", ".join(reasons[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return f"{shown} {'differs' if len(reasons) == 1 else 'differ'}"
+
+
+def _rename_weights(directory: Path, name: str) -> None:
+    parts = parts_of(name, [path.name for path in directory.iterdir()])
+    for number, part in enumerate(parts):
+        new = WEIGHTS_FILE if part == name else part_name(WEIGHTS_FILE, number, len(parts))
+        (directory / part).rename(directory / new)
 
 
 def _check_goal(inheritance: Inheritance, job: Job, directory: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -126,8 +126,9 @@ class NewRun:
         packs = frozenset() if self.pack is None else frozenset({self.pack.name})
         return Uses(packs, frozenset(given_keys(self.job, self.store)))
 
-    def create(self) -> Run:
-        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name))
+    def create(self, say: Callable[[str], None] = lambda _: None) -> Run:
+        """Create the run; `say` gets a line about the weights of another run if they do not fit as a whole."""
+        run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name), say)
         try:
             refuse_discarded(self.store, self.uses)
         except PacktrainError:
@@ -137,12 +138,13 @@ class NewRun:
             _put_forecast(run, self.pack)
         return run
 
-    def create_with(self, make: Callable[[], Run]) -> Run:
+    def create_with(self, make: Callable[[], Run], say: Callable[[str], None] = lambda _: None) -> Run:
         """Make the run, and give it everything else that it starts with."""
         with ExitStack() as stack:
             give = None
             if self.inheritance is not None:  # fetched first: what cannot be read leaves no run behind
-                give = stack.enter_context(self.inheritance.fetched(self.store, self.job, self.pack, self.recipe))
+                fetched = self.inheritance.fetched(self.store, self.job, self.pack, self.recipe, say)
+                give = stack.enter_context(fetched)
             run = make()
             try:
                 if give is not None:
@@ -169,7 +171,7 @@ def create(loaded: LoadedJob, progress: PackProgress, beginning: Beginning | Non
     made = prepare_run(loaded, progress, beginning=beginning)
     for label, line in made.notes:
         progress.say(f"{label}: {line}")
-    return made.create()
+    return made.create(lambda line: progress.say(f"from: {line}"))
 
 
 def prepare_run(
@@ -199,8 +201,10 @@ def prepare_run(
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     updates: dict[str, object] = {}  # of the job: what the run stores differs from the file only in these
+    files: dict[str, Path] = {}
     if job.recipe is not None:
-        updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, progress.say)})
+        files = _local_files(loaded, store, progress.say)
+        updates["model"] = job.model.model_copy(update={"options": _stored_options(loaded, store, files)})
     if job.program is not None:
         directory = loaded.code.resolve()
         updates["inputs"] = _stored_inputs(loaded, store, progress.say)
@@ -219,6 +223,8 @@ def prepare_run(
     notes = [("note", line) for line in loaded.notes]
     if packed is not None and job.recipe is not None:
         notes += [("warning", line) for line in too_large(job, packed, store)]
+        if parent is None:  # whose weights would replace them
+            notes += [("from", line) for line in _checked_files(loaded, files, packed.classes)]
     source = JobSource(loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code))
     made = NewRun(store, job.model_copy(update=updates), code.archive, packed, source, notes=notes)
     if parent is None or beginning is None:
@@ -291,7 +297,7 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
     document = {**loaded.document.data, "store": "./store"}
     named = _model_files(loaded)
     if named:
-        options = _stored_options(loaded, store, progress.say)
+        options = _stored_options(loaded, store, _local_files(loaded, store, progress.say))
         document["model"] = {**document["model"], **{name: options[name] for name in named}}
     files = [str(document["model"][name]).removeprefix("store:") for name in named]
     if loaded.job.inputs:
@@ -566,14 +572,30 @@ def _put_inputs(loaded: LoadedJob, store: Store, say: Say) -> dict[str, str]:
     return {name: path if is_remote(path) else put_input(store, Path(path), say) for name, path in paths}
 
 
-def _stored_options(loaded: LoadedJob, store: Store, say: Say) -> dict[str, Option]:
-    """Put the files that model options name into the store, where workers find them; return the changed options."""
-    options = dict(loaded.job.model.options)
+def _local_files(loaded: LoadedJob, store: Store, say: Say) -> dict[str, Path]:
+    """Return the files that model options name, on this machine; refuse those that the recipe cannot use."""
+    files = {}
     for name, path in _model_files(loaded).items():
         try:
-            file = local_copy(path, store, cache_directory() / "sources", say)
+            files[name] = local_copy(path, store, cache_directory() / "sources", say)
         except Mistake as mistake:
             raise loaded.mistake(f"model.{name}", str(mistake)) from None
+    _checked_files(loaded, files, ())  # before packing, which may take hours
+    return files
+
+
+def _checked_files(loaded: LoadedJob, files: Mapping[str, Path], classes: Sequence[str]) -> Sequence[str]:
+    assert loaded.job.recipe is not None
+    try:
+        return recipe_class(loaded.job.recipe, loaded.code).check_files(loaded.job, files, classes)
+    except FieldMistake as mistake:
+        raise loaded.mistake(mistake.field, mistake.fault) from None
+
+
+def _stored_options(loaded: LoadedJob, store: Store, files: Mapping[str, Path]) -> dict[str, Option]:
+    """Put the files that model options name into the store, where workers find them; return the changed options."""
+    options = dict(loaded.job.model.options)
+    for name, file in files.items():
         key = f"{GIVEN}{sha256_of(file)}"  # by its digest: two runs share one copy
         if store.entry(key) is None:
             store.put_file(key, file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,9 +33,11 @@ from packtrain.fleet.slurm import (
     QueuedJob,
     SlurmFleet,
     SlurmSettings,
+    cpus_per_gpu,
     script,
     should_requeue,
     slurm_time,
+    with_cpus,
 )
 from packtrain.run.checkpoint import commit, committed
 from packtrain.run.records import Result
@@ -90,6 +93,49 @@ def test_a_machine_is_a_whole_node_unless_the_job_asks_for_a_part(
 ) -> None:
     lines = header(script_of(new_run(directory_store), **settings))
     assert ("--exclusive" in lines) == whole
+
+
+NODES = """
+NodeName=a Arch=x86_64 CPUAlloc=0 CPUEfctv=62 CPUTot=64 Gres=gpu:a100:8(S:0-1) Partitions=gpu,all State=IDLE
+NodeName=b CPUTot=48 Gres=gpu:2,gpu:h100:2,shard:8 Partitions=all State=DOWN+DRAIN Reason=no disk [root@2026]
+NodeName=c CPUTot=8 Gres=gpu:1 Partitions=all
+NodeName=d CPUTot=128 Gres=(null) Partitions=all
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "partition", "cpus"),
+    [(8, "gpu", 7), (4, None, 7), (1, "all", 7), (2, "b", None), (16, None, None)],
+)
+def test_a_gpu_comes_with_its_share_of_a_nodes_cores(gpus: int, partition: str | None, cpus: int | None) -> None:
+    assert cpus_per_gpu(NODES, gpus, partition) == cpus
+
+
+def test_cores_are_the_jobs_own_word_or_the_nodes(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.fleet.slurm.ask", lambda *_: NODES)
+    run = new_run(directory_store)
+
+    def cores(**settings: Any) -> list[str]:
+        [plan] = SlurmFleet(SlurmSettings.model_validate(settings)).plan(run)
+        assert plan.script is not None
+        return [line for line in header(plan.script) if line.startswith("--cpus")]
+
+    assert cores(gpus=4, partition="gpu") == ["--cpus-per-task=28"]
+    assert cores(gpus=4, cpus_per_gpu=3) == ["--cpus-per-task=12"]
+    assert cores(gpus=4, options=["--cpus-per-gpu=5"]) == ["--cpus-per-gpu=5"]
+    assert cores(gpus=4, options=["--exclusive"]) == []
+    assert cores(gpus=64) == []
+    assert cores() == []
+
+
+def test_a_cluster_that_does_not_say_what_it_has_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise Mistake("scontrol: timed out")
+
+    monkeypatch.setattr("packtrain.fleet.slurm.ask", refuse)
+    settings = SlurmSettings.model_validate({"gpus": 2})
+    assert with_cpus(settings) == settings
+    assert settings.needs_cpus
 
 
 def test_the_script_is_valid_and_holds_no_secret(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +479,20 @@ def test_a_job_that_slurm_would_reject_is_refused_before_the_data_is_packed(clus
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "sbatch: invalid partition specified: gpu" in done.stderr
     assert list((place / "refused").rglob("*.json")) == []
+
+
+def test_a_job_with_gpus_gets_the_cores_that_come_with_them(cluster: Cluster) -> None:
+    """A node has two cores and one GPU; Slurm's own number is one core for the one task."""
+    nodes = cluster.command("scontrol", "show", "nodes", "--oneliner")
+    assert cpus_per_gpu(nodes, 1, "main") == 2
+    cluster.command("scontrol", "update", "PartitionName=main", "State=DOWN")
+    run = submitted(cluster, "cores", "{slurm: {gpus: 1}, workers: 1}", COUNTING)
+    job = number_of(cluster, run)
+    asked = shown(cluster, job)
+    cluster.command("scancel", job)
+    cluster.command("scontrol", "update", "PartitionName=main", "State=UP")
+    assert re.findall(r"CPUs/Task=(\d+)", asked) == ["2"], asked
+    wait_until(lambda: settled(cluster), "an empty queue")
 
 
 def settled(cluster: Cluster) -> bool:

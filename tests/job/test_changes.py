@@ -26,7 +26,9 @@ def stored(job: Job) -> bytes:
         ("budget.hours=2", "budget.hours: none -> 2"),
         ("budget={hours: 2}", "budget.hours: none -> 2"),
         ("train.duration=20 steps", "train.duration: 10 steps -> 20 steps"),
+        ("train.exact=false", "train.exact: True -> False"),
         ("train.patience=3 min", "train.patience: 60 seconds -> 180 seconds"),
+        ("train.profile=20 steps", "train.profile: none -> 20 steps"),
         ("checkpoint.every=1 min", "checkpoint.every: 300 seconds -> 60 seconds"),
         ("evaluate.beam=8", "evaluate.beam: 4 -> 8"),
         ("data.stage=true", "data.stage: False -> True"),
@@ -62,8 +64,8 @@ def test_everything_else_is_refused_with_the_reason_and_what_may_change(override
     said = str(caught.value)
     assert said.startswith(f"--set {field}: cannot change in a run that exists: {reason}")
     assert said.endswith(
-        "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.patience,"
-        " checkpoint, evaluate, data.stage, report"
+        "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.exact,"
+        " train.patience, train.profile, checkpoint, evaluate, data.stage, report"
     )
     assert "\n" not in said
 

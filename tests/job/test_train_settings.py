@@ -186,3 +186,23 @@ WHOLE = "must be a whole number of epochs; the next phase changes the batch or t
 )  # fmt: skip
 def test_wrong_train_settings_are_refused_with_their_place(fields: dict[str, Any], refusal: str) -> None:
     assert refusals(**fields) == [refusal]
+
+
+# The share of a GPU.
+
+
+@pytest.mark.parametrize(
+    ("batch", "gpus", "line"),
+    [
+        ("128 samples", 8, "train.batch: 128 samples are 16 for each of 8 GPUs, too few to keep them busy; set 512 or"
+         " more and adapt the learning rate, or use fewer GPUs"),
+        ("136 samples", 8, None),
+        ("12 samples", 1, "train.batch: 12 samples are too few to keep a GPU busy; set 64 or more and adapt the"
+         " learning rate"),
+        ("4096 tokens", 4, "train.batch: 4,096 tokens are 1,024 for each of 4 GPUs, too few to keep them busy; set"
+         " 16,384 or more and adapt the learning rate, or use fewer GPUs"),
+        ("25000 tokens", 8, None),
+    ],
+)  # fmt: skip
+def test_a_batch_that_is_small_for_its_gpus_is_told_with_what_to_set(batch: str, gpus: int, line: str | None) -> None:
+    assert settings(batch=batch).small_share(gpus) == line

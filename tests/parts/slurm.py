@@ -29,6 +29,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=30
 KillWait=20
+GresTypes=gpu
 JobRequeue=1
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 StateSaveLocation=/var/spool/slurm-state
@@ -44,7 +45,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 _PREPARE = """
 set -e
 mkdir -p /etc/slurm /var/spool/slurm-state /var/spool/slurmd /run/munge /var/log/munge /var/lib/munge
-cp "$1"/slurm.conf "$1"/cgroup.conf /etc/slurm/
+cp "$1"/slurm.conf "$1"/gres.conf "$1"/cgroup.conf /etc/slurm/
 cp "$1"/munge.key /etc/munge/munge.key
 chown -R munge: /etc/munge /run/munge /var/log/munge /var/lib/munge
 chmod 700 /etc/munge /var/log/munge /var/lib/munge; chmod 755 /run/munge; chmod 400 /etc/munge/munge.key
@@ -82,9 +83,11 @@ def slurm(network: Network) -> Iterator[Cluster]:
     place = network.shared / "slurm"
     place.mkdir(exist_ok=True)
     hosts = tuple(network)
-    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=2000" for host in hosts)
+    size = "CPUs=2 RealMemory=2000 Gres=gpu:1"
+    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} {size}" for host in hosts)
     configuration = _CONFIGURATION.format(controller=hosts[0].name, address=hosts[0].address, nodes=nodes)
     (place / "slurm.conf").write_text(configuration)
+    (place / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # nobody uses it
     (place / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (place / "munge.key").write_bytes(os.urandom(1024))
     cluster = Cluster(hosts[0], hosts)

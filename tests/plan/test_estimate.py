@@ -113,6 +113,11 @@ def test_sharding_divides_the_state_among_workers_and_sends_more() -> None:
     sharded = replace(WORK, sharded=True, traffic=3)
     assert memory_of(sharded, "cpu", 4) < memory_of(WORK, "cpu", 4)
     assert sharded.link_bytes(4) == 1.5 * WORK.link_bytes(4)
+    assert replace(sharded, half=True).link_bytes(4) == WORK.link_bytes(4), "weights in 16 bits"
+    summed = replace(sharded, whole_gradients=True)
+    assert memory_of(summed, "cpu", 4) == memory_of(sharded, "cpu", 4), "one micro-batch"
+    in_pieces = [memory_of(replace(one, micro_batch=10), "cpu", 4) for one in (sharded, summed)]
+    assert in_pieces[1] - in_pieces[0] == 40_000_000
 
 
 def test_an_exchange_every_twenty_steps_sends_a_twentieth() -> None:

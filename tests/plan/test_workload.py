@@ -43,6 +43,8 @@ def test_data_is_sized_by_its_batches(small: Recipe) -> None:
         ({"exchange": {"local": {"every": "20 steps"}}}, "exchange_every", 20),
         ({"exchange": {"local": {"every": "20 steps"}}}, "copies", 2),
         ({"exchange": {"fsdp": {}}}, "sharded", True),
+        ({"exchange": {"fsdp": {}}}, "whole_gradients", True),
+        ({"exchange": {"fsdp": {"accumulate": "sharded"}}}, "whole_gradients", False),
         ({"optimizer": {"sgd": {"momentum": 0.0}}}, "optimizer_copies", 0),
         ({"optimizer": {"sgd": {}}}, "optimizer_copies", 1),
         ({"optimizer": {"adamw": {}}}, "optimizer_copies", 2),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
+from packtrain.run.parent import WEIGHTS_FILE, record_of
+from packtrain.run.records import encode
+from packtrain.train.engine import Engine
+from packtrain.train.weights import parent_weights
+from packtrain.train.world import World
+from parts.host_reads import HostReads
 from recipes.learn import learn
 from recipes.small import SMALL
 
@@ -92,6 +102,54 @@ def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Rec
     assert loss.item() == 0.0
     learnt = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
     assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
+
+
+def test_no_loss_makes_the_host_wait_for_the_device(any_recipe: Recipe) -> None:
+    model, batch = model_of(any_recipe).train(), tensors(any_recipe, everything(any_recipe))
+    any_recipe.loss(model, batch)  # the first one puts constants on the device
+    with HostReads(batch[name] for name in any_recipe.on_host) as reads:
+        any_recipe.loss(model, batch).backward()
+    assert reads.found == []
+
+
+# As the documentation of torch.use_deterministic_algorithms has them; cumsum only of numbers that are not whole.
+REFUSED = re.compile(
+    r"avg_pool3d_backward|_?adaptive_(avg|max)_pool[23]d_backward|fractional_max_pool[23]d_backward|max_unpool[23]d"
+    r"|upsample_(linear|bilinear|bicubic|trilinear).*_backward|reflection_pad[123]d_backward|nll_loss2d_forward"
+    r"|_?(cudnn_)?ctc_loss_backward|_embedding_bag_dense_backward|put_?|histc|bincount|median|kthvalue"
+    r"|grid_sampler_[23]d_backward|cumsum_?|scatter_reduce_?"
+)
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations on numbers that are not whole, also those of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in args):
+            self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def refused(self) -> list[str]:
+        return sorted(name for name in self.names if REFUSED.fullmatch(name))
+
+
+def test_every_operation_has_a_deterministic_kernel_on_gpus(any_recipe: Recipe) -> None:
+    """See train/exact.py: torch would refuse others in the middle of a run."""
+    model = model_of(any_recipe).train()
+    with Operations() as found:
+        any_recipe.loss(model, tensors(any_recipe, everything(any_recipe))).backward()
+        few = everything(any_recipe, "valid")[:2]
+        any_recipe.measure(model.eval(), EvaluationRequest("valid", few, few, 2, 0))
+    assert "addmm" in found.names or "mm" in found.names
+    assert found.refused == []
+    with found:
+        torch.ones(3).cumsum(0)
+    assert found.refused == ["cumsum"]
 
 
 def test_every_sample_of_a_split_is_measured_by_one_worker(any_recipe: Recipe) -> None:
@@ -197,6 +255,26 @@ def test_tensors_with_a_row_for_each_piece_or_class_are_named(any_recipe: Recipe
         sized = {name for name, tensor in state.items() if tensor.ndim and tensor.shape[0] == count}
         assert sized == {name for name, of in any_recipe.rows.items() if of == kind}
     assert set(any_recipe.rows.values()) == counts.keys()
+
+
+def test_weights_of_a_run_are_taken_by_their_names(any_recipe: Recipe, tmp_path: Path) -> None:
+    """Of a run with the classes in another order, one tensor less and another more."""
+    classes = any_recipe.pack.manifest.classes
+    engine = Engine(any_recipe, any_recipe.job.train, World())
+    *given, lacking = [name for name, one in engine.model.named_parameters() if name not in any_recipe.rows]
+    torch.manual_seed(8)
+    theirs = {name: torch.rand(one.shape) for name, one in engine.model.state_dict().items() if name != lacking}
+    save_file({**theirs, "more": torch.zeros(1)}, tmp_path / WEIGHTS_FILE)
+    (tmp_path / "parent.json").write_bytes(encode(record_of(tmp_path, classes[::-1])))
+    taken = parent_weights(any_recipe, engine, tmp_path)
+    assert (taken.fit.new, taken.fit.left) == ((lacking,), ("more",))
+    assert all(torch.equal(taken.tensors[name], theirs[name]) for name in given)
+    for name, kind in any_recipe.rows.items():
+        assert torch.equal(taken.tensors[name], theirs[name].flip(0) if kind == "classes" else theirs[name])
+    before = engine.model.state_dict()[lacking].clone()
+    engine.begin_with(taken.tensors)
+    assert torch.equal(engine.model.state_dict()[given[0]], theirs[given[0]])
+    assert torch.equal(engine.model.state_dict()[lacking], before)
 
 
 def test_scores_with_a_limit_stay_below_it(any_recipe: Recipe) -> None:

@@ -254,8 +254,8 @@ def test_a_random_encoder_is_never_frozen(recipe: Caption, model: Captioner) -> 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ({"conv1.weight": torch.zeros(3)}, "model.weights: conv1.weight is 3, but this model needs 64 x 3 x 7 x 7"),
-        ({"other": torch.zeros(3)}, "model.weights: the file has no conv1.weight; it belongs to another model"),
+        ({"conv1.weight": torch.zeros(3)}, "it has conv1.weight"),
+        ({"other": torch.zeros(3)}, "it has other"),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -264,7 +264,8 @@ def test_weights_of_another_model_are_refused(
     save_file(content, tmp_path / "other.safetensors")
     size = {"size": "tiny", "width": 16, "attention": 12, "weights": str(tmp_path / "other.safetensors")}
     recipe = make_caption(make_recipe, tmp_path, model=size)
-    with pytest.raises(Mistake, match=f"^{fault}$"):
+    no_resnet = "no ResNet with names of torchvision, timm or Hugging Face"
+    with pytest.raises(Mistake, match=f"^model.weights: {no_resnet}; {fault}$"):
         recipe.initial_weights(recipe.build_model())
 
 

@@ -19,6 +19,7 @@ from packtrain.recipes.classify import SIZES
 from packtrain.recipes.resnet import ResNet
 from packtrain.run.run import Run
 from packtrain.start import create, load
+from packtrain.store import open_store
 from packtrain.train.engine import Engine
 from packtrain.train.world import World
 from parts.models import commit_model
@@ -117,10 +118,24 @@ def test_a_model_from_a_checkpoint_needs_no_initial_weights(folder: Path, tmp_pa
     assert load_predictor(run).step == 3
 
 
-def test_weights_of_another_size_are_refused(folder: Path, tmp_path: Path) -> None:
-    run = create(load(folder / "job.yaml", ["model.width=16"]), PlainProgress(lambda _: None))
-    with pytest.raises(Mistake, match=r"^model\.weights: conv1\.weight is 32 x 3 x 3 x 3, but this model needs 16 x"):
-        started(recipe_on(run, tmp_path / "worker"))
+def test_weights_of_another_size_are_refused_before_there_is_a_run(folder: Path) -> None:
+    loaded = load(folder / "job.yaml", ["model.width=16"])
+    named = r"a ResNet-10 \(1-1-1-1 basic blocks\) of width 32, but the model is a ResNet-10 .* of width 16; change"
+    with pytest.raises(Mistake, match=rf"job\.yaml:5: model\.weights: the file has {named}"):
+        create(loaded, PlainProgress(lambda _: None))
+    assert not list(open_store(loaded.job.store).list(""))
+
+
+def test_what_is_taken_of_a_file_is_said_before_a_run_starts(folder: Path) -> None:
+    path = folder / "photos" / "c" / "4.jpg"  # another class than the file's two
+    path.parent.mkdir()
+    path.write_bytes(saved(photo(40, 40, seed=4), "JPEG"))
+    said: list[str] = []
+    create(load(folder / "job.yaml"), PlainProgress(said.append))
+    assert said[-2:] == [
+        "from: model.weights: a ResNet-10 (1-1-1-1 basic blocks) with torchvision's names",
+        "from: 60 tensors; new: fc.weight, fc.bias",
+    ]
 
 
 def test_a_job_that_was_changed_in_the_store_cannot_have_files_of_a_machine_read(folder: Path, tmp_path: Path) -> None:

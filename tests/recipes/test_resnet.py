@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
-from packtrain.errors import Mistake
 from packtrain.recipes.images import RESNETS, ResNetShape
-from packtrain.recipes.resnet import ResNet, load_pretrained, normalize
+from packtrain.recipes.resnet import ResNet, normalize
 
 SMALL = ResNetShape("basic", (1, 1), 8, "small")
 # What torchvision's models of 1,000 classes have.
@@ -77,55 +72,3 @@ def test_a_part_of_a_batch_may_have_one_sample_or_none(count: int) -> None:
     assert all(buffer.isfinite().all() for buffer in model.buffers())
     if count == 0:
         assert not any(one.grad.any() for one in model.parameters() if one.grad is not None)
-
-
-# Pretrained weights.
-
-
-def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()} | changes
-    save_file({name: value for name, value in tensors.items() if value is not None}, path)
-    return path
-
-
-def weights_of(one: nn.Module, other: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    return load_pretrained(saved(one, folder / "weights"), other.state_dict(), "model.weights")
-
-
-def test_pretrained_weights_give_the_same_outputs(tmp_path: Path) -> None:
-    one, other = ResNet(SMALL, 5).eval(), ResNet(SMALL, 5).eval()
-    nn.init.normal_(one.fc.weight)  # type: ignore[union-attr]
-    nn.init.ones_(one.stages[0][0].bn2.weight)  # type: ignore[index]
-    other.load_state_dict(weights_of(one, other, tmp_path), strict=False)
-    assert torch.equal(one(numbers(2)), other(numbers(2)))
-
-
-def test_a_last_layer_for_other_classes_stays_random(tmp_path: Path) -> None:
-    one, other = ResNet(SMALL, 5), ResNet(SMALL, 7)
-    before = other.fc.weight.clone()  # type: ignore[union-attr]
-    other.load_state_dict(weights_of(one, other, tmp_path), strict=False)
-    assert torch.equal(one.conv1.weight, other.conv1.weight)
-    assert torch.equal(other.fc.weight, before)  # type: ignore[union-attr]
-
-
-def test_features_need_no_last_layer(tmp_path: Path) -> None:
-    one, other = ResNet(SMALL, 5), ResNet(SMALL)
-    other.load_state_dict(weights_of(one, other, tmp_path), strict=False)
-    assert torch.equal(one.conv1.weight, other.conv1.weight)
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    lacking = saved(ResNet(SMALL, 5), tmp_path / "lacking", **{"layer2.0.conv1.weight": None})
-    wider = saved(ResNet(ResNetShape("basic", (1, 1), 16, "small"), 5), tmp_path / "wider")
-    (tmp_path / "none").write_bytes(b"no tensors")
-    model = ResNet(SMALL, 5)
-    with pytest.raises(
-        Mistake, match=r"^model\.weights: the file has no layer2\.0\.conv1\.weight; it belongs to another model$"
-    ):
-        load_pretrained(lacking, model.state_dict(), "model.weights")
-    with pytest.raises(
-        Mistake, match=r"^model\.weights: conv1\.weight is 16 x 3 x 3 x 3, but this model needs 8 x 3 x 3 x 3$"
-    ):
-        load_pretrained(wider, model.state_dict(), "model.weights")
-    with pytest.raises(Mistake, match=r"^model\.weights: not a safetensors file"):
-        load_pretrained(tmp_path / "none", model.state_dict(), "model.weights")

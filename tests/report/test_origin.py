@@ -93,6 +93,21 @@ def test_a_run_is_repeated_with_its_pack_and_its_digests() -> None:
     }  # fmt: skip
 
 
+def test_a_run_on_gpus_says_whether_it_was_exact() -> None:
+    lease = a_lease("a", facts=MachineFacts(gpus=(GpuModel("A100", 80 << 30),)))
+    for exact, row, words in (
+        (True, "exact", "the same, bit for bit"),
+        (False, "fastest (train.exact: false)", "differ slightly: train.exact was off"),
+    ):
+        job = recipe_job(train={"exact": exact})
+        found = reproduce(evidence_of(steps_of(), job, leases=[lease]))
+        assert dict(tables_of(found)[0].rows)["kernels"] == row
+        assert words in found.answer
+    on_cpus = reproduce(evidence_of(steps_of(), job, leases=[a_lease("a")]))
+    assert "bit for bit" in on_cpus.answer, "on CPUs it makes no difference"
+    assert "kernels" not in dict(tables_of(on_cpus)[0].rows)
+
+
 def test_the_job_is_shown_as_it_was_written_with_what_was_set_on_top() -> None:
     text = "# because of the noise\nname: job\n"
     source = JobSource("mine.yaml", text, ("train.seed=7", "train.duration=9 steps"), "c" * 40, 2)

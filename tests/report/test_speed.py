@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from packtrain.job import Job
+from packtrain.pack.manifest import FORMAT, Manifest
+from packtrain.plan.sizes import known_model
+from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Rows
-from packtrain.report.speed import balance, data_loading, devices, duration, network, scaling, step_times
+from packtrain.report.speed import balance, data_loading, devices, duration, flops_used, network, scaling, step_times
 from packtrain.run.checkpoint import Checkpoint, StoredFile
-from packtrain.run.records import Point, TimeSpent, WorkerUse
+from packtrain.run.records import Gpu, Point, TimeSpent, WorkerUse
 from parts.runs import program_job, recipe_job
 from report.made import SPANS, evidence_of, generation_of, spent_of, steps_of, telemetry_of, trained
 
@@ -90,6 +94,49 @@ def test_telemetry_of_startup_does_not_count() -> None:
     shifted = [type(one)(one.time - 500, one.node, one.telemetry) for one in early]
     evidence = evidence_of(steps_of(), spent=spent_of(UNDISTURBED), telemetry=[*shifted, *late])
     assert devices(evidence).numbers["busy"] == pytest.approx(1.0)
+
+
+def on_a_gpu(name: str, job: Job | None = None) -> Evidence:
+    gpu = Gpu(name, 1.0, 30 << 30, 40 << 30, 300.0, 60.0)
+    samples = [replace(one, telemetry=replace(one.telemetry, gpus=(gpu,))) for one in telemetry_of()]
+    manifest = Manifest(FORMAT, "pack-1", "pairs", {"vocabulary": 8000}, {})
+    return evidence_of(steps_of(), job or recipe_job(), telemetry=samples, manifest=manifest)
+
+
+def test_the_flops_of_a_model_are_compared_with_the_peak_of_its_gpu() -> None:
+    evidence = on_a_gpu("NVIDIA A100-SXM4-80GB")
+    assert evidence.manifest is not None
+    model, speed = known_model(evidence.job, evidence.manifest), evidence.summary.units_per_second
+    assert model is not None
+    assert speed is not None
+    used = flops_used(evidence)
+    assert used is not None
+    assert used.share == pytest.approx(model.flops * speed / 312e12)
+    assert devices(evidence).numbers["mfu"] == used.share
+    assert any("312 TFLOP/s of an NVIDIA A100 80 GB (MFU)" in fact for fact in devices(evidence).evidence)
+    single = on_a_gpu("NVIDIA A100-SXM4-80GB", recipe_job(train={"precision": "fp32"}))
+    assert flops_used(single) == replace(used, peak=19.5e12)
+
+
+def test_without_a_known_model_and_gpu_there_is_no_such_share() -> None:
+    known = on_a_gpu("NVIDIA A100-SXM4-80GB")
+    crowded = replace(known, generations=(generation_of(4),))  # four workers on one GPU
+    own_recipe = on_a_gpu("NVIDIA A100-SXM4-80GB", recipe_job(recipe="own:Recipe"))
+    for evidence in (on_a_gpu("card"), crowded, own_recipe, replace(known, manifest=None), replace(known, raw=())):
+        assert flops_used(evidence) is None
+        assert "mfu" not in devices(evidence).numbers
+
+
+def test_the_most_memory_of_every_worker_is_shown() -> None:
+    spent = [
+        TimeSpent(1010.0 + rank, 1, rank, 10, {"forward": 1.0}, size << 30, 8 << 30)
+        for rank, size in ((0, 3), (0, 5), (1, 4))
+    ]
+    table = devices(evidence_of(steps_of(), spent=spent, telemetry=telemetry_of())).figures[-1]
+    assert isinstance(table, Rows)
+    assert table.rows == (("0", "1.1 GB", "5.4 GB", "8.6 GB"), ("1", "none", "4.3 GB", "8.6 GB"))
+    table = devices(evidence_of(steps_of(), telemetry=telemetry_of())).figures[-1]
+    assert table == Rows(("worker", "main memory, most"), (("0", "1.1 GB"),))
 
 
 def test_without_any_record_the_devices_are_unknown() -> None:

@@ -82,6 +82,10 @@ def test_initial_weights_are_loaded_again_only_until_the_first_commit(directory_
 
     assert live(whole, 1) == 1
     assert [live(broken, 1, at=2), live(broken, 2, at=5, stop=True), live(broken, 3)] == [1, 1, 0]
+    for run, times in ((whole, 1), (broken, 2)):
+        told = [event.text for event in run.events().read() if event.kind == "restored" and "started" in event.text]
+        new = "mean, layers (4 tensors), norm (2 tensors), out.bias"
+        assert told == [f"started from given weights: 1 tensor; new: {new}"] * times
     assert broken.result() is not None
     assert history(broken) == history(whole)
     assert weights(broken) == weights(whole)

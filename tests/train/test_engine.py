@@ -15,9 +15,11 @@ from workers import Plain, engine_weights
 
 from packtrain.recipes import Batch
 from packtrain.train.engine import Ema, Engine, NonFinite, StepResult
+from packtrain.train.optimizer import optimizer_tensors
 from packtrain.train.precision import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
 from packtrain.train.progress import Progress
-from packtrain.train.world import World
+from packtrain.train.world import StepSync, World
+from parts.host_reads import HostReads
 
 
 def engine_of(recipe: type[Tiny] = Plain, **train: Any) -> Engine:
@@ -102,6 +104,72 @@ def test_the_ema_is_evaluated_if_there_is_one() -> None:
     assert engine.evaluation_model() is engine.ema.model
     assert not engine.evaluation_model().training
     assert engine_of().evaluation_model().training is False
+
+
+# On a device that runs behind the host.
+
+
+@pytest.fixture
+def runs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are made as on a GPU: the host asks for them and does not look at what comes out."""
+    monkeypatch.setattr("packtrain.train.engine.is_queued", lambda _device: True)
+
+
+def begin_sync(result: StepResult) -> StepSync:
+    return StepSync(World(), result.loss, False, False, False, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("optimizer", [{"adam": {}}, {"adamw": {}}, {"sgd": {"momentum": 0.9}}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.usefixtures("runs_behind")
+def test_no_step_makes_the_host_wait_for_the_device(optimizer: dict[str, Any], precision: str) -> None:
+    engine = engine_of(Tiny, optimizer=optimizer, precision=precision, clip=0.1, ema=0.9)
+    with HostReads() as reads:
+        for number in range(3):
+            begin_sync(step(engine, range(5), range(5, 8), number=number))
+    assert reads.found == []
+
+
+@pytest.mark.usefixtures("runs_behind")
+def test_a_step_in_fp16_makes_the_host_wait_once_for_its_scale() -> None:
+    engine = engine_of(precision="fp16")
+    engine.precision.scale.value = 2.0**8  # fits
+    with HostReads() as reads:
+        begin_sync(step(engine, range(8)))
+    assert reads.found == ["_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("optimizer", [{"adam": {}}, {"adamw": {}}, {"sgd": {"momentum": 0.9}}])
+@pytest.mark.parametrize("clip", [None, 0.01, 1000.0])
+def test_steps_that_nobody_waits_for_make_the_same_weights(
+    optimizer: dict[str, Any], clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, norms = [], []
+    for behind in (False, True):
+        monkeypatch.setattr("packtrain.train.engine.is_queued", lambda _device, behind=behind: behind)
+        engines.append(engine_of(Tiny, optimizer=optimizer, clip=clip, ema=0.9))
+        norms.append([step(engines[-1], range(8), number=number).gradient_norm for number in range(4)])
+    assert norms[0] == norms[1]
+    assert same(*engines)
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("optimizer", [{"adam": {}}, {"sgd": {"momentum": 0.9}}])
+@pytest.mark.usefixtures("runs_behind")
+def test_nothing_is_updated_from_a_bad_step_on_until_the_host_knows(how: str, optimizer: dict[str, Any]) -> None:
+    recipe = type("Spoilt", (Spoilt,), {"how": "no"})
+    engine = engine_of(recipe, optimizer=optimizer, clip=0.1)
+    engine.confirm(5, step(engine, range(8), number=4))
+    before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in optimizer_tensors(engine.optimizer, engine.model).items()}
+    recipe.how = how
+    bad = step(engine, range(8), number=5)
+    recipe.how = "no"
+    step(engine, range(8), number=6)
+    assert all(torch.equal(it, engine.model.get_parameter(name)) for name, it in before.items())
+    assert all(torch.equal(it, state[name]) for name, it in optimizer_tensors(engine.optimizer, engine.model).items())
+    with pytest.raises(NonFinite, match=f"^the {how} of step 6 is not finite$"):
+        engine.confirm(6, bad)
 
 
 # Numbers that are not.

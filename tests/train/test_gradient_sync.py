@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forking import WorkerForker
-from tiny import tiny_job, tiny_run
+from safetensors.torch import load_file
+from tiny import TinyModel, tiny_job, tiny_run
 from workers import losses
 
-from packtrain.run.checkpoint import committed
+from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.train.gradient_sync import fragments_of
+from packtrain.train.gradient_sync import LocalSync, LocalSyncSettings, fragments_of
+from packtrain.train.precision import FIRST_LOSS_SCALE
+from packtrain.train.recorder import Clock
+from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
+from packtrain.train.world import World
 
 
 @pytest.fixture
@@ -83,7 +89,84 @@ def test_16_bit_gradients_lead_to_nearly_the_same_losses(training: Training, com
     assert_close(compressed, training.run(2), rel=1e-2)
 
 
+# Sharded weights.
+
+
+@pytest.mark.parametrize(("precision", "groups"), [("bf16", 4), ("fp16", 4), ("fp32", 3)])
+def test_sharded_weights_are_gathered_in_the_precision_that_computes(
+    forker: WorkerForker, precision: str, groups: int
+) -> None:
+    """Norms are the fourth group: they stay in fp32, as do shards and gradients."""
+    computes = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[precision]
+    for seen in forker.succeed("watch_sharded", 2, precision=precision, accumulate="whole"):
+        assert seen["types"] == {"Linear": computes, "LayerNorm": "torch.float32"}
+        assert seen["kept bytes"] == 0, "autocast has no copy of a weight"
+        assert seen["shards"] == seen["reduced types"] == ["torch.float32"]
+        assert (seen["reduced before"], seen["reduced"]) == ([0, 0, 0], groups), "only with the last micro-batch"
+        evaluated = {name: dtype for name, dtype in seen["evaluated"].items() if not name.startswith("norm")}
+        assert set(evaluated.values()) == {computes}
+        assert seen["evaluated"]["norm.weight"] == "torch.float32"
+
+
+def test_gradients_can_be_accumulated_in_shards_instead(forker: WorkerForker) -> None:
+    for seen in forker.succeed("watch_sharded", 2, precision="fp32", accumulate="sharded"):
+        assert (seen["reduced before"], seen["reduced"]) == ([0, 3, 6], 9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sharded_weights_in_16_bits_lead_to_nearly_the_same_losses(training: Training, precision: str) -> None:
+    settings = {"precision": precision, "micro_batch": "1 samples", "ema": 0.9}
+    assert_close(training.run(2, **settings, exchange={"fsdp": {}}), training.run(2, **settings), rel=3e-2)
+
+
+def test_a_gradient_that_overflows_on_one_worker_skips_the_step_of_all_shards(forker: WorkerForker) -> None:
+    seen = {"skipped": [True, False], "kept": True, "scale": FIRST_LOSS_SCALE / 2}
+    assert forker.succeed("overflow_sharded", 2) == [seen, seen]
+
+
+def test_every_worker_saves_its_part_of_a_sharded_model(training: Training, tmp_path: Path) -> None:
+    sharded, whole = training.run(2, exchange={"fsdp": {}}), training.run(2)
+    files = {file.name for file in committed(sharded)[-1].files}
+    assert files == {STATE_FILE, *(f"{name}-{n}-of-2.safetensors" for name in ("model", "optimizer") for n in (1, 2))}
+    models = []
+    for run in (sharded, whole):
+        where = tmp_path / run.name
+        where.mkdir()
+        fetch(run, committed(run)[-1], where)
+        models.append(TinyModel(0.0))
+        load_weights(models[-1], where, MODEL_FILE)
+    first = load_file(tmp_path / sharded.name / "model-1-of-2.safetensors")
+    assert first["layers.0.weight"].shape == (2, 3), "half of its rows"
+    for name, tensor in models[1].state_dict().items():
+        assert torch.allclose(models[0].state_dict()[name], tensor, rtol=1e-4, atol=1e-6), name
+
+
 # Local steps.
+
+
+def test_optimizer_states_of_other_workers_leave_the_device_as_they_arrive() -> None:
+    seen: list[str] = []
+
+    class Row:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def cpu(self) -> str:
+            seen.append(f"copy {self._name}")
+            return self._name
+
+    class TwoRanks(World):
+        def new_channel(self) -> None:
+            """None: nothing is sent."""
+
+        def gather_tensor(self, values: Any) -> list[Any]:
+            seen.append(f"gather {values}")
+            return [Row(f"{values}{rank}") for rank in range(2)]
+
+    sync = LocalSync(LocalSyncSettings.model_validate({"every": "2 steps"}), TinyModel(0.0), TwoRanks(0, 2), Clock())
+    states = sync.own_states({"a": "a", "b": "b"})  # type: ignore[dict-item]
+    assert states == [{"a": "a0", "b": "b0"}, {"a": "a1", "b": "b1"}]
+    assert seen == ["gather a", "copy a0", "copy a1", "gather b", "copy b0", "copy b1"]
 
 
 def test_local_steps_evaluate_and_save_only_at_a_sync(training: Training) -> None:
@@ -156,16 +239,17 @@ def test_per_worker_optimizer_state_of_two_workers_resumes_on_three(training: Tr
 # Numbers that are not.
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "worker"), [(1, "train"), (2, "train"), (2, "train_behind")])
 @pytest.mark.parametrize("exchange", [{"ddp": {}}, {"fsdp": {}}], ids=["ddp", "fsdp"])
 def test_a_bad_sample_is_named_by_every_worker_and_never_saved(
-    training: Training, forker: WorkerForker, tmp_path: Path, ranks: int, exchange: dict[str, Any]
+    training: Training, forker: WorkerForker, tmp_path: Path, ranks: int, worker: str, exchange: dict[str, Any]
 ) -> None:
+    save_every = "100 steps" if worker == "train_behind" else "1 steps"  # a save would wait for the step
     run = tiny_run(
-        training.store, tiny_job(train={"exchange": exchange}, checkpoint={"every": "1 steps", "keep_last": 20})
+        training.store, tiny_job(train={"exchange": exchange}, checkpoint={"every": save_every, "keep_last": 20})
     )
     where = {"store": run.store.url, "run": run.name, "control": str(tmp_path / "control")}
-    exited = forker.run("train", ranks, **where, recipe="poisoned")
+    exited = forker.run(worker, ranks, **where, recipe="poisoned")
     assert [one.code for one in exited] == [1] * ranks
     plain = training.run(1)
     step = max(losses(run), default=0) + 1

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from forking import WorkerForker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import tiny_job, tiny_run
@@ -15,7 +16,7 @@ from packtrain.run.records import Point, TimeSpent
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
-from packtrain.train.recorder import SPANS, Clock, TensorBoardWriter
+from packtrain.train.recorder import SPANS, Clock, Recorder, TensorBoardWriter
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import StepTotals, World
 from parts.faulty import FaultyStore
@@ -42,6 +43,20 @@ def test_taking_resets_the_clock_and_earlier_time_can_be_added() -> None:
     assert clock.spent("start") == 2.0
     assert clock.take() == {"start": 2.0}
     assert clock.spent("start") == 0.0
+
+
+def test_a_record_of_time_has_the_most_memory_of_the_gpu(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(run := tiny_run(directory_store), 1, 0)
+    recorder.time_spent(1, {"forward": 1.0}, now=True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 8)
+    recorder.time_spent(2, {"forward": 1.0}, now=True)
+    recorder.close()
+    found = [(one.step, one.gpu_allocated_bytes, one.gpu_reserved_bytes) for one in run.time_spent().read()]
+    assert found == [(1, 0, 0), (2, 5, 8)]
 
 
 def test_waiting_for_the_slowest_rank_is_told_from_communication() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from forking import WorkerForker
 from numpy.typing import NDArray
 from test_schedule import EXAMPLES
@@ -32,7 +33,7 @@ from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
 from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE
-from packtrain.train.trainer import Trainer
+from packtrain.train.trainer import Trainer, small_share
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
@@ -77,6 +78,22 @@ def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, cont
     assert list(losses(run)) == [1, 2, 3, 4]
     train_to_the_end(run, tmp_path)
     assert list(losses(run)) == list(range(1, STEPS + 1))
+
+
+def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus(
+    directory_store: Store, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(directory_store)
+    on_gpu = World(device=torch.device("cuda"))
+    line = small_share(run.job.train, on_gpu)
+    assert line is not None
+    assert line.endswith("too few to keep a GPU busy; set 64 or more and adapt the learning rate")
+    assert small_share(run.job.train, World()) is None, "a CPU is busy with any batch"
+    assert small_share(run.job.train, World(rank=1, num_ranks=2, device=on_gpu.device)) is None, "the first one tells"
+    monkeypatch.setattr("packtrain.train.trainer.small_share", lambda *_: line)
+    train(run, control, Interrupted(run.job, 3, control.request_stop))
+    train_to_the_end(run, tmp_path)
+    assert [event.text for event in run.events().read() if event.kind == "warning"] == [line]
 
 
 def test_a_nan_score_is_never_the_best(directory_store: Store, control: Control) -> None:
@@ -317,6 +334,46 @@ def test_a_loss_that_is_not_finite_is_never_committed(directory_store: Store, co
     assert run.result() is None
     assert all(one.step < 5 for one in committed(run))
     assert all(step < 5 for step in losses(run))
+
+
+@pytest.fixture
+def runs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are made as on a GPU: what comes out is read one step later."""
+    monkeypatch.setattr("packtrain.train.engine.is_queued", lambda _device: True)
+
+
+@pytest.mark.parametrize("save_every", [1, 100])
+@pytest.mark.usefixtures("runs_behind")
+def test_a_bad_step_that_is_noticed_late_leaves_what_was_before_it(
+    directory_store: Store, control: Control, save_every: int
+) -> None:
+    class Broken(Interrupted):
+        made = 0
+
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            self.made = max(self.made, self._steps)
+            return super().loss(model, batch) * (math.nan if self._steps == 5 and model.training else 1.0)
+
+    run = tiny_run(directory_store, tiny_job(checkpoint={"every": f"{save_every} steps"}))
+    trainer = Trainer(run, recipe := Broken(run.job), World(), 1, control, StopSignal().listen())
+    with pytest.raises(NonFinite, match=r"^the loss of step 5 is not finite; .*; nothing was updated$"):
+        trainer.train()
+    assert trainer.step == 4
+    assert recipe.made >= (5 if save_every == 1 else 6)  # before a save the host waits for the step
+    assert all(one.step < 5 for one in committed(run))
+    assert list(losses(run)) == [1, 2, 3, 4]
+
+
+def test_a_run_whose_steps_are_read_late_is_the_same(
+    directory_store: Store, control: Control, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    job = tiny_job(train={"clip": 0.5, "ema": 0.9}, checkpoint={"every": "4 steps"})
+    waiting, behind = tiny_run(directory_store, job), tiny_run(directory_store, job)
+    train(waiting, control)
+    request.getfixturevalue("runs_behind")
+    train(behind, new_control(tmp_path, "behind"))
+    assert history(behind) == history(waiting)
+    assert weights(behind) == weights(waiting)
 
 
 # Signals.
@@ -649,10 +706,11 @@ def test_unused_weights_and_channels_last_resume_bit_for_bit_on_one_worker(
     StraightAndStopped(directory_store, forker, tmp_path, {}).compare(recipe=recipe)
 
 
+@pytest.mark.parametrize("exchange", ["ddp", "fsdp"])
 def test_a_killed_worker_ends_the_others_and_the_run_resumes_bit_for_bit(
-    directory_store: Store, forker: WorkerForker, tmp_path: Path
+    directory_store: Store, forker: WorkerForker, tmp_path: Path, exchange: str
 ) -> None:
-    lines = StraightAndStopped(directory_store, forker, tmp_path, {})
+    lines = StraightAndStopped(directory_store, forker, tmp_path, {"exchange": {exchange: {}}})
     lines.run(lines.straight, ranks=2)
     run = lines.stopped
     exited = forker.run("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "killed"), die_at=7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.errors import Mistake
-from packtrain.train.weights import fit
+from packtrain.train.weights import fit, fit_of
 
 OWN = {"body": (4, 4), "head": (3, 4)}
 
@@ -28,20 +28,50 @@ def test_equal_rows_are_taken_with_their_padding() -> None:
     assert fit(OWN, OWN, names, names).whole == ("body", "head")
 
 
+ROWS = {"head": ("cat", "dog", "elk")}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"body": (4, 4)}, "1 tensor; new: head"),
+        ({**OWN, "neck": (1,)}, "1 tensor, 3 of 3 rows of head; left out: neck"),
+        ({**OWN, "head": (3, 5)}, "1 tensor; new: head"),
+    ],
+)
+def test_what_is_new_starts_anew_and_what_has_no_place_is_left_out(
+    found: dict[str, tuple[int, ...]], words: str
+) -> None:
+    assert fit(OWN, found, ROWS, {"head": ("elk", "dog", "cat")}).in_words == words
+
+
 @pytest.mark.parametrize(
     ("found", "fault"),
     [
-        ({"body": (4, 4)}, "head is not there"),
-        ({**OWN, "body": (4, 5)}, "body is 4 x 5, not 4 x 4"),
-        ({**OWN, "neck": (1,)}, "neck has no place"),
-        ({**OWN, "head": (3, 5)}, "head is 3 x 5, not 3 x 4"),
+        ({**OWN, "body": (4, 5)}, "body is 4 x 5, not 4 x 4; use"),
         ({}, "body is not there; head is not there; use"),
+        ({"body.0": (4, 4), "head": (3, 4)}, "body is not there; use"),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name(found: dict[str, tuple[int, ...]], fault: str) -> None:
+def test_weights_that_give_less_than_half_of_a_model_are_those_of_another_one(
+    found: dict[str, tuple[int, ...]], fault: str
+) -> None:
     with pytest.raises(Mistake) as refused:
-        fit(OWN, found, {"head": ("cat", "dog", "elk")}, {"head": ("elk", "dog", "cat")})
+        fit(OWN, found, ROWS, {"head": ("elk", "dog", "cat")})
     assert str(refused.value).startswith(f"the weights are those of another model: {fault}")
+
+
+def test_of_many_new_tensors_the_modules_are_listed() -> None:
+    own = {**{f"encoder.{number}": (4,) for number in range(9)}, "decoder.0": (1,), "head": (1,)}
+    found = {name: shape for name, shape in own.items() if name not in ("decoder.0", "head")}
+    assert fit(own, found, {}, {}).in_words == "9 tensors; new: decoder.0, head"
+    more = {**own, **{f"decoder.{number}": (1,) for number in range(1, 4)}}
+    assert fit(more, found, {}, {}).in_words == "9 tensors; new: decoder (4 tensors), head"
+
+
+def test_counters_of_norms_are_not_new() -> None:
+    own = ["conv.weight", "norm.weight", "norm.num_batches_tracked", "fc.bias"]
+    assert fit_of(own, ["conv.weight", "norm.weight"]).in_words == "2 tensors; new: fc.bias"
 
 
 def test_an_error_names_the_first_few_of_many() -> None:

@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import FileStore
 
 from packtrain.errors import PacktrainError
 from packtrain.node.causes import is_consequence
-from packtrain.train.world import DataBarrier, StopRequested, WorkerFacts, World, agree, misfits
+from packtrain.train.world import DataBarrier, StopRequested, WorkerFacts, World, agree, gpu_addresses, misfits
 
 
 def test_a_single_worker_needs_no_process_group() -> None:
@@ -155,3 +156,24 @@ def test_a_worker_with_a_part_of_a_gpu_sees_that_part_alone(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     World.join()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+
+
+@pytest.mark.parametrize(
+    ("seen", "workers", "found"),
+    [
+        (4, 2, ["0000:1a:00.0", "0000:1b:00.0"]),
+        (1, 2, ["0000:1a:00.0", "0000:1a:00.0"]),  # parts of one GPU: each worker sees its own alone
+    ],
+)
+def test_gpus_have_the_addresses_that_the_system_gives_them(
+    seen: int, workers: int, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def properties(number: int) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=26 + number, pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert gpu_addresses(torch.device("cuda", 0), workers) == found
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
+    assert gpu_addresses(torch.device("cuda", 0), workers) == [""] * workers
+    assert gpu_addresses(torch.device("cpu"), workers) == []

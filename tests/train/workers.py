@@ -24,6 +24,7 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point, Sample
 from packtrain.run.run import Run
 from packtrain.store import open_store
+from packtrain.train import engine as engine_module
 from packtrain.train import watchdog
 from packtrain.train.averaging import ENCODINGS, Averaging
 from packtrain.train.control import Control, StopSignal
@@ -265,6 +266,12 @@ class KillingClock(Clock):
                 os.kill(os.getpid(), self._number)
 
 
+def train_behind(**given: Any) -> dict[str, Any]:
+    """Train as on a GPU, whose steps are read one step late."""
+    engine_module.is_queued = lambda _device: True
+    return train(**given)
+
+
 def train(
     store: str, run: str, control: str, generation: int = 1, recipe: str = "tiny", stop_at: int = 0, die_at: int = 0
 ) -> dict[str, Any]:
@@ -502,3 +509,90 @@ def average(compress: str, size: int, rounds: int) -> list[list[float]]:
         total += mean
     world.leave()
     return [(total / rounds).tolist(), mean.tolist()]
+
+
+# Sharded weights, seen from inside.
+
+
+class Watched(Plain):
+    """Notes what a forward pass of its sharded model computes with, and what it keeps for the backward pass."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.reduced, self.reduced_before = 0, list[int]()
+        self.types: dict[str, str] = {}
+        self.kept_bytes = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(model, TinyModel)
+        self.reduced_before.append(self.reduced)
+        saved: list[Tensor] = []
+
+        def note(module: nn.Module, _args: object, _output: object) -> None:
+            self.types[type(module).__name__.removeprefix("FSDP")] = str(module.weight.dtype)
+
+        handles = [module.register_forward_hook(note, prepend=True) for module in (model.norm, *model.layers)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+            loss = super().loss(model, batch)
+        for handle in handles:
+            handle.remove()
+        # The layers of the list are no longer gathered: what is kept of their weights must not have memory.
+        shapes = [{tuple(layer.weight.shape), tuple(layer.weight.shape)[::-1]} for layer in model.layers]
+        weights = [one for one in saved if any(tuple(one.shape) in pair for pair in shapes)]
+        assert weights
+        self.kept_bytes += sum(one.untyped_storage().size() for one in weights)
+        return loss
+
+
+def watch_sharded(precision: str, accumulate: str) -> dict[str, Any]:
+    """Make a step of three micro-batches with a sharded model, and return what was seen."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    world = here()
+    job = tiny_job(train={"exchange": {"fsdp": {"accumulate": accumulate}}, "precision": precision})
+    recipe = Watched(job)
+    engine = Engine(recipe, job.train, world)
+    foreach_reduce = _fsdp_param_group.foreach_reduce
+    reduced_types = set()
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        recipe.reduced += 1
+        found = foreach_reduce(*arguments, **options)
+        reduced_types.add(str(found[0].dtype))
+        return found
+
+    _fsdp_param_group.foreach_reduce = counted
+    batches = [
+        {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(2) + 2 * number, 0).items()}
+        for number in range(3)
+    ]
+    engine.step(Progress(), batches, 12, 6)
+    plain = engine.evaluation_model()
+    seen = {
+        "reduced before": recipe.reduced_before,
+        "reduced": recipe.reduced,
+        "reduced types": sorted(reduced_types),
+        "types": recipe.types,
+        "kept bytes": recipe.kept_bytes,
+        "evaluated": {name: str(one.dtype) for name, one in plain.named_parameters()},
+        "shards": sorted({str(one.dtype) for one in engine.model.parameters()}),
+    }
+    world.leave()
+    return seen
+
+
+def overflow_sharded() -> dict[str, Any]:
+    """Make a step whose gradients overflow fp16 on the first rank alone, and one that fits."""
+    world = here()
+    job = tiny_job(train={"exchange": {"fsdp": {}}, "precision": "fp16"})
+    recipe = Plain(job)
+    engine = Engine(recipe, job.train, world)
+    before, skipped = [one.to_local().clone() for one in engine.model.parameters()], []
+    for number, factor in enumerate((1e6, 1.0)):
+        batch = {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(2), 0).items()}
+        batch["outputs"] *= factor if world.is_first else 1.0
+        skipped.append(engine.step(Progress(number, 0.0), [batch], 4, 2).skipped)
+        if number == 0:
+            kept = all(map(torch.equal, before, [one.to_local() for one in engine.model.parameters()]))
+    world.leave()
+    return {"skipped": skipped, "kept": kept, "scale": engine.precision.scale.value}

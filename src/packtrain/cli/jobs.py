@@ -36,8 +36,8 @@ ChangeOption = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change fleet, budget, train.duration, train.patience, checkpoint, evaluate, data.stage or report;"
-        " repeatable.",
+        help="Change fleet, budget, train.duration, train.exact, train.patience, train.profile, checkpoint, evaluate,"
+        " data.stage or report; repeatable.",
     ),
 ]
 
@@ -173,7 +173,7 @@ def run(
     made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
     for label, line in made.notes:
         console().say((label, "dim"), f"  {line}")
-    created = made.create()
+    created = made.create(lambda line: console().say(("from", "dim"), f"  {line}"))
     _print_expected(created)
     _start_and_follow(created, foreground, detach, quiet)
 

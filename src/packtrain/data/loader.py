@@ -272,6 +272,16 @@ class Loader:
             self._failure = item  # kept: the thread has ended, and every later call must fail too
         raise self._failure
 
+    def poll(self) -> LoadedBatch | None:
+        """Return the next batch if it is ready; an error is left for `next` to raise."""
+        with suppress(queue.Empty):
+            if self._failure is None:
+                item = self._ready.get_nowait()
+                if isinstance(item, LoadedBatch):
+                    return item
+                self._failure = item
+        return None
+
     def _take(self, pulse: Callable[[], object]) -> LoadedBatch | BaseException:
         while not self._closed.is_set():
             try:

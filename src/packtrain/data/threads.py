@@ -1,15 +1,21 @@
-"""Threads that compute side by side, one core each: in torch's own threads, small operations wait for each other."""
+"""Threads: those that compute side by side, one core each, and on which cores those of a worker run.
+
+In torch's own threads, small operations wait for each other. On a machine with several NUMA nodes, memory and GPUs of
+another node are slower to reach.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
-from packtrain.system import usable_cores
+from packtrain.system import say, usable_cores
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -61,3 +67,63 @@ def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given], threads: 
             yield begun.pop().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+# NUMA nodes.
+
+
+def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, frozenset[int]]:
+    """Return the cores of every NUMA node; none where the system does not say."""
+    found = {}
+    with suppress(OSError, ValueError):
+        for place in nodes.glob("node[0-9]*/cpulist"):
+            found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text())
+    return dict(sorted(found.items()))
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Read a list of the kernel's, such as `0-3,8-11`."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return frozenset(number for one in ends for number in range(int(one[0]), int(one[-1]) + 1))
+
+
+def node_of_gpu(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node that a GPU is attached to; None if the system does not say."""
+    try:
+        node = int((devices / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def spread(workers: int, nodes: Sequence[int]) -> list[int | None]:
+    """Return a NUMA node for each worker of a machine without GPUs; None if some nodes would be left idle."""
+    if not 0 < len(nodes) <= workers:
+        return [None] * workers
+    return [nodes[rank * len(nodes) // workers] for rank in range(workers)]
+
+
+def cores_nearby(
+    nodes: Mapping[int, frozenset[int]], places: Sequence[int | None], rank: int, threads: int
+) -> frozenset[int] | None:
+    """Return the cores that a worker should keep to, given the NUMA node of each worker of its machine.
+
+    None if there is no choice, or if that node has too few cores for the threads of all workers there.
+    """
+    own = nodes.get(-1 if (place := places[rank]) is None else place, frozenset())
+    return own if len(nodes) > 1 and len(own) >= threads * places.count(place) else None
+
+
+def stay_nearby(gpus: Sequence[str], rank: int, workers: int) -> None:
+    """Keep this worker near its GPU, or else to a part of the machine; `gpus` are PCI addresses, one for each worker.
+
+    Threads that are started from now on, such as the loader's, inherit it; with them the memory that they touch first.
+    """
+    allowed = os.sched_getaffinity(0)
+    nodes = {node: cores & allowed for node, cores in numa_nodes().items() if cores & allowed}
+    places = [node_of_gpu(address) for address in gpus] if gpus else spread(workers, list(nodes))
+    cores = cores_nearby(nodes, places, rank, num_threads())
+    if cores is not None:
+        with suppress(OSError):  # a container may forbid it: then the threads are slower, and nothing else
+            os.sched_setaffinity(0, cores)
+            say(f"threads: keeping to the {len(cores)} cores of NUMA node {places[rank]}")

@@ -135,7 +135,7 @@ def _written(
 
 def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Checkpoint]:
     """Replace the weights of the model by their mean over several checkpoints, and return these."""
-    from safetensors.torch import load_file
+    import torch
 
     from packtrain.train.state import load_weights
 
@@ -153,10 +153,10 @@ def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Ch
             place = Path(directory, str(number))
             place.mkdir()
             fetch(run, checkpoint, place)
-            weights = place / weights_file(checkpoint)
-            load_weights(trained.model, weights)  # checks names and shapes
-            for name, tensor in load_file(weights).items():
-                total[name] = tensor.double() + total[name] if name in total else tensor.double()
+            load_weights(trained.model, place, weights_file(checkpoint))
+            for name, tensor in trained.model.state_dict().items():
+                double = tensor.cpu().to(torch.float64, copy=True)
+                total[name] = double + total[name] if name in total else double
         own = trained.model.state_dict()
         for name, tensor in total.items():
             own[name].copy_((tensor / len(chosen)).to(own[name].dtype))

@@ -21,7 +21,7 @@ from packtrain.pack.tiles import Tiled
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.recipes.images import ImageRecipe
 from packtrain.recipes.recipe import InputMistake, Network
-from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch
+from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch, parts_of
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse, require_trust
 from packtrain.system import cache_directory
@@ -282,10 +282,10 @@ def candidates(run: Run, choice: Choice) -> Sequence[Checkpoint]:
 
 
 def weights_file(checkpoint: Checkpoint) -> str:
-    """Return the file with the weights that training evaluated: their average if there is one."""
+    """Return the name of the file with the weights that training evaluated: their average if there is one."""
     from packtrain.train.state import EMA_FILE, MODEL_FILE
 
-    return EMA_FILE if EMA_FILE in {file.name for file in checkpoint.files} else MODEL_FILE
+    return EMA_FILE if parts_of(EMA_FILE, (file.name for file in checkpoint.files)) else MODEL_FILE
 
 
 def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
@@ -296,7 +296,7 @@ def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -
 
     check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
     model = recipe.build_model().eval()
-    load_weights(model, directory / weights_file(checkpoint))
+    load_weights(model, directory, weights_file(checkpoint))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

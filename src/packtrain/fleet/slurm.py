@@ -16,6 +16,7 @@ import builtins
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -81,6 +82,8 @@ _HOPELESS = (EXIT_MISTAKE, EXIT_NOT_FOUND, EXIT_ALREADY_JOINED, 126, 127)
 _BLIND_RESTARTS = 20  # how often a job may be requeued by Slurm's own count, if the store does not answer
 # Options of sbatch by which Packtrain finds and requeues its jobs.
 _OWN_OPTIONS = ("--job-name", "--comment", "--nodes", "--array", "--requeue", "--no-requeue", "--signal", "--export")
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")  # such as gpu:8, or gpu:a100:4(S:0-1)
+_CPU_OPTIONS = ("--cpus-per-task", "--cpus-per-gpu")
 # Words of Slurm's job states; a requeued job has several of them.
 _BUSY = {"RUNNING", "CONFIGURING", "SUSPENDED"}
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -134,7 +137,10 @@ exit "$code"
 
 
 class SlurmSettings(FleetKind):
-    """Nodes of a Slurm cluster. `time` is the limit of one job, which is requeued; `gpus` are per machine."""
+    """Nodes of a Slurm cluster. `time` is the limit of one job, which is requeued; `gpus` are per machine.
+
+    `cpus_per_gpu` is by default a GPU's share of the cores of the partition's nodes.
+    """
 
     shares_machines = True  # with `gpus`, Slurm may put several jobs of an array on one of its nodes
 
@@ -142,6 +148,7 @@ class SlurmSettings(FleetKind):
     account: Word | None = None
     time: Seconds | None = None
     gpus: Ordinal | None = None
+    cpus_per_gpu: Ordinal | None = None
     python: Python | None = None
     bundle: StorePath | None = None
     interface: Word | None = None
@@ -150,6 +157,8 @@ class SlurmSettings(FleetKind):
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.bundle is not None and self.python is not None:
             yield ("bundle",), "makes the Python environment; remove python, or this"
+        if self.cpus_per_gpu is not None and self.gpus is None:
+            yield ("cpus_per_gpu",), "needs gpus; without them a machine is a whole node"
         for number, option in enumerate(self.options):
             if not option.startswith("--") or "\n" in option:
                 yield ("options", number), "must be one long option of sbatch, such as --constraint=a100"
@@ -172,7 +181,21 @@ class SlurmSettings(FleetKind):
             *([f"--partition={self.partition}"] if self.partition else []),
             *([f"--account={self.account}"] if self.account else []),
             *([f"--gres=gpu:{self.gpus}"] if self.gpus else []),
+            *([f"--cpus-per-task={self.gpus * self.cpus_per_gpu}"] if self.gpus and self.cpus_per_gpu else []),
         ]
+
+    @property
+    def is_whole_node(self) -> bool:
+        """True unless the job asks for a part of a node."""
+        return self.gpus is None and not self._mentions("--exclusive", "--oversubscribe", *_CPU_OPTIONS, "--mem")
+
+    @property
+    def needs_cpus(self) -> bool:
+        """True if the job asks for GPUs and nothing says how many cores: Slurm would give its one task one core."""
+        return self.gpus is not None and self.cpus_per_gpu is None and not self._mentions("--exclusive", *_CPU_OPTIONS)
+
+    def _mentions(self, *names: str) -> bool:
+        return any(option.startswith(names) for option in self.options)
 
 
 @dataclass(frozen=True)
@@ -218,17 +241,20 @@ class SlurmFleet(Fleet):
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         names = passed_variables(run.job.environment, run.store.url)
         arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN_VARIABLES, *names])}")
-        return [LaunchPlan("slurm", arguments, names, script(run, run.job, self._settings))]
+        return [LaunchPlan("slurm", arguments, names, script(run, run.job, with_cpus(self._settings)))]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         """Let Slurm validate the script without submitting it. Problems on its nodes show only when they run."""
         if self._settings.bundle is not None:
             with BundleFile(Path(self._settings.bundle)) as bundle:
                 bundle.check_own(own_wheel()[1])
+        settings = with_cpus(self._settings)
+        if settings.needs_cpus:
+            say("no node of Slurm says how many cores it has for a GPU; set fleet.slurm.cpus_per_gpu")
         # There is no run yet; neither its name nor its code matters to Slurm.
         first = Run(store, f"{job.name[:56]}-1", b"", b"")
         try:
-            ask(("sbatch", "--test-only"), script(first, job, self._settings))
+            ask(("sbatch", "--test-only"), script(first, job, settings))
         except Mistake as mistake:
             if _UNAVAILABLE not in str(mistake):
                 raise
@@ -301,7 +327,7 @@ class SlurmTarget(Target):
         return self._settings.python or sys.executable
 
     def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:  # noqa: ARG002
-        settings = self._settings
+        settings = with_cpus(self._settings)
         size = (f"--nodes={settings.machines.least}", "--ntasks-per-node=1")
         limits = (f"--immediate={_IMMEDIATE_SECONDS}", f"--time={max(1, round(seconds / 60))}")
         return ask(("srun", *size, *limits, *settings.resources(), *settings.options, *command), "", seconds)
@@ -342,9 +368,6 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
     seconds = settings.time.value if settings.time is not None else None if hours is None else hours * 3600
     machines = settings.machines
     size = [f"--nodes={machines.least}"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
-    # A machine is a whole node unless the job asks for a part of one: Slurm would give the one task one core.
-    shares = ("--exclusive", "--oversubscribe", "--cpus-per-task", "--cpus-per-gpu", "--mem")
-    whole = settings.gpus is None and not any(option.startswith(shares) for option in settings.options)
     # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the home directory.
     # (Not to /tmp, where another user could have put a link in its place.)
     output = f"{_literal(Path.home())}/packtrain-{run.name}-%j.out"
@@ -361,7 +384,7 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
         f"--signal=B:USR1@{NOTICE_SECONDS}",  # B: to the script alone, which passes it on
         *([f"--time={slurm_time(seconds)}"] if seconds is not None else []),
         *settings.resources(),
-        *(["--exclusive"] if whole else []),
+        *(["--exclusive"] if settings.is_whole_node else []),  # Slurm would give the one task one core
         *settings.options,
     ]
     for option in options:
@@ -370,6 +393,35 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
         if not option.isprintable() or "\\" in option:
             raise Mistake(f"{quoted(option)}: Slurm takes neither control characters nor backslashes; rename it")
     return [shlex.quote(option) for option in options]
+
+
+def with_cpus(settings: SlurmSettings) -> SlurmSettings:
+    """Return the settings with as many cores as come with the GPUs that the job asks for, if the nodes have a number.
+
+    Otherwise the loaders of all workers would share the single core that Slurm gives to a task.
+    """
+    if settings.gpus is None or not settings.needs_cpus:
+        return settings
+    with suppress(Mistake):  # a cluster that does not answer has its own number, or none
+        found = cpus_per_gpu(ask(("scontrol", "show", "nodes", "--oneliner")), settings.gpus, settings.partition)
+        return settings.model_copy(update={"cpus_per_gpu": found})
+    return settings
+
+
+def cpus_per_gpu(nodes: str, gpus: int, partition: str | None) -> int | None:
+    """Return a GPU's share of a node's cores, on the node that has the fewest for it; None if no node has the GPUs.
+
+    `nodes` are those of `scontrol show nodes --oneliner`. Cores that are kept for the system do not count.
+    """
+    shares = []
+    for line in nodes.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        there = sum(map(int, _GPUS.findall(fields.get("Gres", ""))))
+        cores = fields.get("CPUEfctv") or fields.get("CPUTot", "")
+        mine = partition is None or partition in fields.get("Partitions", "").split(",")
+        if mine and there >= gpus and cores.isdecimal():
+            shares.append(max(1, int(cores) // there))
+    return min(shares, default=None)
 
 
 def _literal(path: Path) -> str:

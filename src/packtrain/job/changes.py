@@ -19,7 +19,10 @@ from packtrain.job.job import Job
 from packtrain.job.load import apply_overrides
 
 _DECIDES = ("recipe", "program", "environment", "model", "train")  # beside the data and the code
-MAY_CHANGE = ("fleet", "budget", "train.duration", "train.patience", "checkpoint", "evaluate", "data.stage", "report")
+MAY_CHANGE = (
+    "fleet", "budget", "train.duration", "train.exact", "train.patience", "train.profile", "checkpoint", "evaluate",
+    "data.stage", "report",
+)  # fmt: skip
 
 # Why not, by the longest part of the field's name that is listed here.
 _FIXED = {

@@ -59,6 +59,7 @@ from packtrain.job.part import (
     Scale,
     ScoreName,
     Seconds,
+    Steps,
     StorePath,
     TrackingPath,
     Variable,
@@ -74,6 +75,7 @@ from packtrain.job.part import (
 )
 from packtrain.units import Amount, Duration
 
+_MAX_PROFILED_STEPS = 100
 MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
@@ -202,6 +204,10 @@ class EpochSettings:
     rectangular: bool
 
 
+# Up to the first number a GPU waits for its kernels to start more than it computes; with the second it is busy.
+_GPU_SHARE = {"samples": (16, 64), "tokens": (1024, 4096)}
+
+
 class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
 
@@ -220,16 +226,32 @@ class TrainSettings(Part):
     size: Pixels = 224
     min_scale: Scale = 0.08
     rectangular: Boolean = False
+    exact: Boolean = True
     compile: Boolean = False
     patience: Seconds = Duration(60, "seconds")
+    profile: Steps | None = None
     seed: Count = 1
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        if self.profile is not None and self.profile.value > _MAX_PROFILED_STEPS:
+            yield ("profile",), f"must be at most {_MAX_PROFILED_STEPS} steps: a trace of more takes minutes to write"
         # Rules of one kind are in its own class: this one names no kind.
         yield from self.schedule.faults_in(self)
         yield from self.exchange.faults_in(self)
+
+    def small_share(self, gpus: int) -> str | None:
+        """Return a line that says what to set if the batch gives each GPU little work at the start; else None."""
+        batch = self.in_epoch(0).batch
+        small, enough = _GPU_SHARE[batch.unit]
+        if batch.value > small * gpus:
+            return None
+        each = f"{batch.value // gpus:,} for each of {gpus} GPUs, " if gpus > 1 else ""
+        busy = "them" if gpus > 1 else "a GPU"
+        fewer = ", or use fewer GPUs" if gpus > 1 else ""
+        what = f"train.batch: {batch.value:,} {batch.unit} are {each}too few to keep {busy} busy"
+        return f"{what}; set {enough * gpus:,} or more and adapt the learning rate{fewer}"
 
     def in_epoch(self, epoch: int) -> EpochSettings:
         return self.schedule.in_epoch(EpochSettings(self.batch, self.size, self.min_scale, self.rectangular), epoch)
@@ -406,6 +428,7 @@ def _absent() -> Any:  # a factory: the type of a section does not allow None as
 
 
 _NULL_FOR_PROGRAMS = _NullForPrograms()
+_RUN_NAME = "a run, such as run:NAME or run:NAME:STEP; a file of weights goes into model.weights"
 _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
@@ -424,7 +447,7 @@ class Job(Part):
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
-    weights: Annotated[str, matching(r"run:\S{1,1000}", "a run, such as run:NAME or run:NAME:STEP")] | None = None
+    weights: Annotated[str, matching(r"run:\S{1,1000}", _RUN_NAME)] | None = None
     parent: Parent | None = None
     inputs: Annotated[dict[str, str], PlainValidator(_read_inputs, json_schema_input_type=dict[str, str])] = Field(
         default_factory=dict

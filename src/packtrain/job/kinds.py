@@ -268,6 +268,11 @@ class ExchangeKind(Part):
         return 4.0
 
     @property
+    def whole_gradients(self) -> bool:
+        """True if a rank that holds a part of the weights sums the gradients of all of them over its micro-batches."""
+        return False
+
+    @property
     def interval(self) -> int:
         """The number of steps from one sync to the next."""
         return 1
@@ -287,7 +292,7 @@ class ExchangeKind(Part):
         yield from ()
 
     @abstractmethod
-    def build(self, model: Any, followers: Any, world: Any, clock: Any) -> Any:
+    def build(self, model: Any, followers: Any, world: Any, clock: Any, precision: Any) -> Any:
         """Return the `GradientSync` of a model in a `World`; the weights of `followers` follow those of the model."""
 
 

@@ -39,7 +39,7 @@ class Workload:
     `copies` are further copies of all weights on each worker; `optimizer_copies` those of the weights that learn, which
     a checkpoint has, too. `traffic` is how many times an exchange moves `exchange_bytes`; it happens every
     `exchange_every` steps, of which the share `exchange_background` is made meanwhile. `exact`: the data is packed, so
-    nothing about it is extrapolated.
+    nothing about it is extrapolated. `whole_gradients`: those of a sharded model are whole until the last micro-batch.
     """
 
     unit: str
@@ -66,6 +66,7 @@ class Workload:
     valid_samples: int
     test_samples: int
     exact: bool
+    whole_gradients: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -85,7 +86,9 @@ class Workload:
         if ranks < 2:
             return 0.0
         statistics = self.buffer_bytes if self.exchange_every == 1 else 0
-        return self.traffic * (ranks - 1) / ranks * self.exchange_bytes / self.exchange_every + statistics
+        # A sharded model's weights are gathered twice, in the precision that computes.
+        traffic = self.traffic - 1 if self.sharded and self.half else self.traffic
+        return traffic * (ranks - 1) / ranks * self.exchange_bytes / self.exchange_every + statistics
 
 
 @dataclass(frozen=True)
@@ -283,10 +286,10 @@ def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
 def memory_of(work: Workload, kind: DeviceKind, ranks: int) -> int:
     """Return the bytes that a worker holds: weights, gradients, optimizer, copies, activations, and the libraries."""
     state = work.weight_bytes * (1 + work.copies + int(work.averaged)) + 4 * work.trained * (1 + work.optimizer_copies)
-    if work.sharded:
-        state //= ranks
     share = work.units_per_step / ranks
     at_once = share if work.micro_batch is None else min(share, work.micro_batch)
+    if work.sharded:
+        state = state // ranks + (4 * work.trained if work.whole_gradients and at_once < share else 0)
     activations = work.activation_bytes * at_once * (_HALF_ACTIVATIONS if work.half and kind == "gpu" else 1.0)
     return int(_BASE_BYTES[kind] + state + activations)
 

@@ -43,7 +43,7 @@ from packtrain.system import cache_directory, usable_cores
 from packtrain.units import counted
 
 if TYPE_CHECKING:
-    from packtrain.train.engine import Engine
+    from packtrain.train.engine import Engine, StepResult
     from packtrain.train.world import World
 
 SECONDS = 4.0
@@ -181,7 +181,8 @@ def _options(given: Sequence[str]) -> argparse.Namespace:
 def _work(options: argparse.Namespace) -> None:
     """Run one worker, from joining the others to the answer."""
     from packtrain.data.pack import Pack
-    from packtrain.train.worker import end_process, in_one_line, use_deterministic_kernels
+    from packtrain.train import exact
+    from packtrain.train.worker import end_process, in_one_line
 
     store = open_store(options.store)
     what = "the request of this probe"
@@ -190,8 +191,9 @@ def _work(options: argparse.Namespace) -> None:
     assert job.recipe is not None
     code = unpacked(store.get(f"{options.key}-code", _MAX_CODE_BYTES)) if request.has_code else None
     try:
+        exact.set_variables(job.train.exact)
         world = _join(options, store)
-        use_deterministic_kernels(world.device)
+        exact.choose_kernels(world.device, job.train.exact)
         pack = Pack(store, request.pack, cache_directory() / "packs")
         if request.vocabulary is not None:
             enlarge_vocabulary(pack, request.vocabulary)
@@ -274,36 +276,39 @@ class _MeasuredSteps:
 
 def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: float) -> _MeasuredSteps:
     """Make steps as the training loop does, for that long by the first rank's clock."""
-    from packtrain.train.engine import on_device
     from packtrain.train.progress import Progress
+    from packtrain.train.transfer import Feed, pinned
     from packtrain.train.world import StepSync
 
     settings = recipe.job.train
     micro = None if settings.micro_batch is None else settings.micro_batch.value
     source = rank_batches(
-        order, recipe.batch, Position(), world.rank, world.num_ranks, micro, recipe.prefetch,
+        order, lambda *which: pinned(recipe.batch(*which), world.device), Position(), world.rank, world.num_ranks,
+        micro, recipe.prefetch,
         equal_counts=settings.exchange.shards_model,
     )  # fmt: skip
-    loader, clock = Loader(source), engine.clock
+    feed, clock = Feed(Loader(source), world.device, recipe.on_host), engine.clock
     found = _MeasuredSteps([], [])
-    pending: tuple[dict[str, float], int, StepSync] | None = None
+    pending: tuple[dict[str, float], int, StepSync, StepResult] | None = None
     started, began = time.perf_counter(), time.perf_counter()
     clock.take()
     try:
         for number in range(_WARM_UP_STEPS + _MOST_STEPS):
-            loaded = loader.next()
+            sent = feed.next()
             clock.mark("data")
-            batches = [on_device(arrays, world.device) for arrays in loaded.micro_batches]
-            result = engine.step(Progress(number), batches, loaded.cost, loaded.own_cost)
+            loaded = sent.loaded
+            result = engine.step(Progress(number), sent.receive(), loaded.cost, loaded.own_cost)
+            feed.send_ahead()
             communication, spans = clock.spent("communication"), clock.take()
             elapsed = time.perf_counter() - started
             sync = StepSync(world, result.loss, False, False, False, elapsed, communication)
-            previous, pending = pending, (spans, loaded.own_cost, sync)
+            previous, pending = pending, (spans, loaded.own_cost, sync, result)
             if number == _WARM_UP_STEPS - 1:
                 began = time.perf_counter()
             if previous is None:
                 continue
             totals = previous[2].wait()
+            engine.confirm(number, previous[3])
             clock.mark("wait")
             waited = totals.waited(world.rank)
             if number > _WARM_UP_STEPS:  # of the step before
@@ -316,7 +321,7 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
             if totals.seconds > seconds and number >= _WARM_UP_STEPS + _LEAST_STEPS:
                 break
     finally:
-        loader.close()
+        feed.close()
     if pending is not None:
         pending[2].wait()
     return found

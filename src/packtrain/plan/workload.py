@@ -69,6 +69,7 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         exchange_background=exchange.background,
         traffic=exchange.traffic,
         sharded=exchange.shards_model,
+        whole_gradients=exchange.whole_gradients,
         units_per_step=data.units_per_step,
         samples_per_step=data.samples_per_step,
         steps_per_epoch=data.steps_per_epoch,

@@ -21,6 +21,7 @@ from packtrain.errors import Mistake
 from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels, Tiled
 from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
+from packtrain.recipes.pretrained import PIXELS, load_pretrained, pretrained_notes
 from packtrain.recipes.recipe import (
     MAX_SHOWN,
     SHOWN_SAMPLES,
@@ -54,11 +55,15 @@ SIZES: Mapping[str, ResNetShape] = {
 
 @dataclass(frozen=True)
 class ClassifierOptions:
-    """Options of the model: `weights` is a file of pretrained weights, `words` one with names of the classes."""
+    """Options of the model: `weights` is a file of pretrained weights, `words` one with names of the classes.
+
+    `pixels` is how images were normalized when those weights were trained.
+    """
 
     width: int
     stem: str
     weights: str = ""
+    pixels: str = "imagenet"
     words: str = ""
 
 
@@ -66,7 +71,12 @@ OPTIONS = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in S
 
 
 def classifier_options(model: ModelSettings) -> ClassifierOptions:
-    return read_options(model, OPTIONS, choices={"stem": ("large", "small")})
+    return read_options(model, OPTIONS, choices={"stem": ("large", "small"), "pixels": tuple(PIXELS)})
+
+
+def _resnet_shape(model: ModelSettings) -> ResNetShape:
+    options = classifier_options(model)
+    return replace(SIZES[model.size], width=options.width, stem=options.stem)
 
 
 class Guess(NamedTuple):
@@ -109,11 +119,15 @@ class Classify(ImageRecipe[ImageBatches]):
     def __init__(self, job: Job, pack: Pack) -> None:
         super().__init__(job, pack, ImageBatches)
         self._options = classifier_options(job.model)
-        self._shape = replace(SIZES[job.model.size], width=self._options.width, stem=self._options.stem)
+        self._shape = _resnet_shape(job.model)
 
     @classmethod
     def check(cls, job: Job) -> None:
         classifier_options(job.model)
+
+    @classmethod
+    def check_files(cls, job: Job, files: Mapping[str, Path], classes: Sequence[str]) -> Sequence[str]:
+        return pretrained_notes(files, _resnet_shape(job.model), len(classes))
 
     # Data.
 
@@ -138,12 +152,11 @@ class Classify(ImageRecipe[ImageBatches]):
 
         return ResNet(self._shape, len(self.pack.manifest.classes))
 
-    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        from packtrain.recipes.resnet import load_pretrained
-
-        if not self._options.weights:
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+        if not (options := self._options).weights:
             return {}
-        return load_pretrained(self.pack.given_file(self._options.weights), model.state_dict(), "model.weights")
+        path, classes = self.pack.given_file(options.weights), len(self.pack.manifest.classes)
+        return load_pretrained(path, self._shape, classes, options.pixels)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -175,6 +176,8 @@ class Recipe(ABC):
     """The score that decides which checkpoint is the best."""
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "perplexity"})
     """Scores that should be low; all others should be high."""
+    on_host: ClassVar[frozenset[str]] = frozenset()
+    """Arrays of a batch that stay in main memory: sizes that a GPU's work depends on, without a wait to read them."""
     limits: ClassVar[Mapping[str, float]] = {}
     """The most that a score can be, of those that lie between 0 and that."""
 
@@ -210,6 +213,15 @@ class Recipe(ABC):
     @abstractmethod
     def check(cls, job: Job) -> None:
         """Raise FieldMistake if this recipe does not support the job."""
+
+    @classmethod
+    def check_files(cls, job: Job, files: Mapping[str, Path], classes: Sequence[str]) -> Sequence[str]:  # noqa: ARG003
+        """Return what a run will do with the files that options of the model name, as lines for a person.
+
+        Raises FieldMistake if one does not fit. Called on the machine that starts a run, which may lack torch: before
+        its data is packed, without classes, and after.
+        """
+        return ()
 
     # Data.
 

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from packtrain.errors import Mistake
-from packtrain.pack.shard import check_header
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.decode import at_once_on
 from packtrain.recipes.images import ResNetShape
+from packtrain.recipes.pretrained import PIXELS
 
-_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on a scale of 0 to 1: what pretrained weights expect
-_DEVIATION = (0.229, 0.224, 0.225)
+_MEAN, _DEVIATION = PIXELS["imagenet"]  # on a scale of 0 to 1: what pretrained weights expect
 
 
 def normalize(pixels: Tensor) -> Tensor:
@@ -163,35 +158,6 @@ class TorchClassifier(ClassifierNetwork):
         given = torch.from_numpy(pixels).to(next(self._model.parameters()).device)
         found: Tensor = self._model(normalize(given))
         return found.float().cpu().numpy()
-
-
-def load_pretrained(path: Path, own: Mapping[str, Tensor], field: str) -> dict[str, Tensor]:
-    """Read weights with torchvision's names from a safetensors file, for a model whose tensors are `own`.
-
-    All tensors must be there and fit, except a last layer for other classes, which is left out of the result. Further
-    tensors in the file are ignored. `field` is the job's field that named the file, for errors.
-    """
-    try:
-        check_header(path)
-        given = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise Mistake(f"{field}: not a safetensors file ({error})") from error
-    needed = {key for key in own if not key.endswith("num_batches_tracked")}  # a counter that weights often lack
-    if "fc.weight" in own and ("fc.weight" not in given or given["fc.weight"].shape != own["fc.weight"].shape):
-        needed -= {"fc.weight", "fc.bias"}
-    return {key: _fitting(given, key, own[key], field) for key in own if key in needed}
-
-
-def _fitting(given: Mapping[str, Tensor], key: str, own: Tensor, field: str) -> Tensor:
-    if key not in given:
-        raise Mistake(f"{field}: the file has no {key}; it belongs to another model")
-    if given[key].shape != own.shape:
-        raise Mistake(f"{field}: {key} is {_size(given[key])}, but this model needs {_size(own)}")
-    return given[key].to(own.dtype)
-
-
-def _size(tensor: Tensor) -> str:
-    return " x ".join(str(side) for side in tensor.shape)
 
 
 def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:

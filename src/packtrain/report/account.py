@@ -13,6 +13,7 @@ from packtrain.report.finding import Finding, Rows, Verdict, unknown
 from packtrain.report.goodput import lost_seconds, recovery_seconds
 from packtrain.report.speed import graded
 from packtrain.report.summary import step_seconds
+from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Generation
 from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
 
@@ -254,7 +255,9 @@ def checkpoints(evidence: Evidence) -> Finding:
         f"{show_bytes(size)} in {counted(len(newest.files), 'file')}; kept: {counted(len(kept), 'checkpoint')}"
         f" (of {'step' if len(kept) == 1 else 'steps'} {steps})."
     )
-    rows = tuple((file.name, show_bytes(file.bytes), _FILES.get(file.name, "")) for file in newest.files[:_MAX_ROWS])
+    rows = tuple(
+        (file.name, show_bytes(file.bytes), _FILES.get(whole_name(file.name), "")) for file in newest.files[:_MAX_ROWS]
+    )
     times = [event.time for event in evidence.events if event.kind == "checkpoint"]
     facts = [f"From the manifest of {newest.name}, which was committed with the digest of every file."]
     if len(times) > 1:

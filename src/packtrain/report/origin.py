@@ -106,6 +106,7 @@ def reproduce(evidence: Evidence) -> Finding:
     """The job as written, what was set on top of it, digests of code and data, the command."""
     run, job = evidence.summary.run, evidence.job
     source = evidence.source or generated_source(job)
+    on_gpus = job.recipe is not None and any(lease.facts.gpus for lease in evidence.leases)
     rows = [
         *(("--set", one) for one in _last_of_each(source.overrides)),
         ("git commit", _commit(source)),
@@ -115,10 +116,13 @@ def reproduce(evidence: Evidence) -> Finding:
         ("store", evidence.store),
         ("fleet", f"{counted(evidence.machines, 'machine')}, {counted(evidence.workers, 'worker')} in all"),
         *([("seed", str(job.train.seed))] if job.recipe is not None else []),
+        *([("kernels", "exact" if job.train.exact else "fastest (train.exact: false)")] if on_gpus else []),
     ]
     answer = f"Save the job below as {source.file}, and run it on the same number of workers."
     is_changed = any(event.kind == "changed" for event in evidence.events)
-    if job.recipe is not None and not is_changed:
+    if on_gpus and not job.train.exact:
+        answer += " Losses then differ slightly: train.exact was off, and the fastest kernels sum in any order."
+    elif job.recipe is not None and not is_changed:
         answer += " Every loss is then the same, bit for bit, on the same hardware and versions."
     facts = []
     if is_changed:

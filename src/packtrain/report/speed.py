@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares
+from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares, values_of
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
 from packtrain.report.goodput import COMPUTING, LABELS
 from packtrain.report.page import Series
 from packtrain.report.summary import step_seconds, units_per_second
 from packtrain.report.trend import percentile
+from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Point, TelemetrySample
 from packtrain.units import counted, show_bytes, show_count, show_seconds
 
@@ -101,11 +102,54 @@ def devices(evidence: Evidence) -> Finding:
     if crowded:
         said += ". Other programs used the processors, too: see how many cores the workers got"
     verdict = graded(share if share is not None else busy or 0.0, 0.75, 0.5)
-    numbers = {name: value for name, value in (("busy", busy), ("computing", share)) if value is not None}
+    used = flops_used(evidence)
+    found = (("busy", busy), ("computing", share), ("mfu", None if used is None else used.share))
+    numbers = {name: value for name, value in found if value is not None}
     return Finding(
         key, "speed", question, f"{said}.", "note" if crowded and verdict == "good" else verdict,
-        tuple(_device_facts(samples)), tuple(_device_figures(samples)), numbers,
+        (*_device_facts(samples), *([] if used is None else [used.in_words])),
+        (*_device_figures(samples), *_memory_figures(evidence)), numbers,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FlopsUsed:
+    """The operations per second that a model needs at the speed of the run, beside the peak of its GPUs."""
+
+    needed: float
+    peak: float
+    device: str
+
+    @property
+    def share(self) -> float:
+        """Model FLOPs utilization (MFU)."""
+        return self.needed / self.peak
+
+    @property
+    def in_words(self) -> str:
+        return (
+            f"The model needs about {self.needed / 1e12:,.1f} TFLOP/s per worker at this speed: {self.share:.0%} of the"
+            f" {self.peak / 1e12:,.0f} TFLOP/s of an {self.device} (MFU)."
+        )
+
+
+def flops_used(evidence: Evidence) -> FlopsUsed | None:
+    """Return what the steps needed of the GPUs; None where the model's operations or the GPU's peak are not known."""
+    from packtrain.plan.devices import gpu_named
+    from packtrain.plan.sizes import known_model
+
+    latest = {one.node: one.telemetry.gpus for one in evidence.training_telemetry}
+    names = {gpu.name for gpus in latest.values() for gpu in gpus}
+    device = gpu_named(names.pop()) if len(names) == 1 else None
+    model = None if evidence.manifest is None else known_model(evidence.job, evidence.manifest)
+    speed = evidence.summary.units_per_second
+    # More workers than GPUs share them, or each has a part of one (MIG), whose peak is not in the table.
+    if device is None or model is None or not speed or evidence.workers > sum(map(len, latest.values())):
+        return None
+    if len({evidence.job.train.in_epoch(int(epoch)).size for _, epoch in values_of(evidence.steps, "epoch")}) > 1:
+        return None  # the operations for an image changed with its size
+    in_half = evidence.job.train.precision != "fp32" and device.half_flops
+    return FlopsUsed(model.flops * speed / evidence.workers, in_half or device.flops, device.name)
 
 
 def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:
@@ -162,6 +206,28 @@ def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows
     ]
     yield Chart("% busy", tuple(used), "min")
     yield Rows(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
+
+
+def _memory_figures(evidence: Evidence) -> Iterable[Rows]:
+    """Show the most memory that each worker had."""
+    main: defaultdict[int, int] = defaultdict(int)
+    for use in (use for one in evidence.telemetry for use in one.telemetry.workers):
+        main[use.rank] = max(main[use.rank], use.memory_bytes, use.peak_memory_bytes)
+    on_gpu: dict[int, tuple[int, int]] = {}
+    for record in evidence.spent:
+        before = on_gpu.get(record.rank, (0, 0))
+        on_gpu[record.rank] = max(before[0], record.gpu_allocated_bytes), max(before[1], record.gpu_reserved_bytes)
+    heads = ["worker", "main memory, most"]
+    if any(map(any, on_gpu.values())):
+        heads += ["GPU memory, most", "held by torch, most"]
+    known = [(rank, main[rank], *on_gpu.get(rank, (0, 0))) for rank in sorted({*main, *on_gpu})]
+    rows = [
+        (str(rank), *(show_bytes(size) if size else "none" for size in sizes[: len(heads) - 1]))
+        for rank, *sizes in known[:_MAX_ROWS]
+        if any(sizes)
+    ]
+    if rows:
+        yield Rows(tuple(heads), tuple(rows))
 
 
 def _busy(sample: TelemetrySample) -> float:
@@ -350,7 +416,7 @@ def _network_facts(evidence: Evidence, traffic: Traffic) -> Iterable[str]:
 
 def _model_bytes(evidence: Evidence) -> int:
     files = evidence.checkpoints[-1].files if evidence.checkpoints else ()
-    return next((file.bytes for file in files if file.name == "model.safetensors"), 0)
+    return sum(file.bytes for file in files if whole_name(file.name) == "model.safetensors")
 
 
 def _speed(bytes_per_second: float) -> str:

@@ -1,12 +1,14 @@
 """Checkpoints in the store: files under a new unique name, then the manifest with their digests, last of all.
 
 A checkpoint without a manifest does not exist. The latest is found by listing manifests, never by a pointer. A
-checkpoint that is deleted loses its manifest first.
+checkpoint that is deleted loses its manifest first. Of a sharded model every rank puts its parts of the files, and the
+first rank the manifest with all of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +22,8 @@ from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
 
 FORMAT = 2
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>[1-9]\d{0,5})-of-(?P<count>[1-9]\d{0,5})(?P<suffix>\.\w+)")
 
 
 class CorruptCheckpoint(PacktrainError):
@@ -63,11 +67,22 @@ def generation_of(name: str) -> int | None:
 def commit(run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path]) -> Checkpoint:
     """Put the files and then the manifest, unless a newer generation has started meanwhile."""
     name = checkpoint_name(step, generation)
+    checkpoint = Checkpoint(FORMAT, name, step, generation, score, put_files(run, name, files))
+    put_manifest(run, checkpoint)
+    return checkpoint
+
+
+def put_files(run: Run, name: str, files: Mapping[str, Path]) -> tuple[StoredFile, ...]:
     stored = []
     for file_name, path in sorted(files.items()):
         run.store.put_file(file_key(run, name, file_name), path)
         stored.append(StoredFile(file_name, path.stat().st_size, sha256_of(path)))
-    checkpoint = Checkpoint(FORMAT, name, step, generation, score, tuple(stored))
+    return tuple(stored)
+
+
+def put_manifest(run: Run, checkpoint: Checkpoint) -> None:
+    """Commit a checkpoint whose files are in the store, unless a newer generation has started meanwhile."""
+    name, step, generation = checkpoint.name, checkpoint.step, checkpoint.generation
     latest = run.latest_generation()
     if latest is not None and latest.number > generation:
         raise Superseded(
@@ -82,7 +97,29 @@ def commit(run: Run, step: int, generation: int, score: float | None, files: Map
         raise Superseded(
             f"generation {latest.number} has started without step {step} of generation {generation}; withdrawn"
         )
-    return checkpoint
+
+
+def part_name(name: str, rank: int, num_ranks: int) -> str:
+    """Return the name of a rank's part of a file: model-1-of-3.safetensors of model.safetensors."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-{rank + 1}-of-{num_ranks}.{suffix}"
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the file that a file is a part of; its own name if it is none."""
+    found = _PART.fullmatch(name)
+    return name if found is None else f"{found['stem']}{found['suffix']}"
+
+
+def parts_of(name: str, present: Iterable[str]) -> list[str]:
+    """Return the file of that name, or else its parts in their order; nothing if one of them is not there."""
+    names = set(present)
+    if name in names:
+        return [name]
+    found = [part for part in map(_PART.fullmatch, names) if part is not None and whole_name(part.string) == name]
+    counts = {int(part["count"]) for part in found}
+    wanted = [part_name(name, rank, max(counts)) for rank in range(max(counts))] if counts else []
+    return wanted if len(counts) == 1 and names.issuperset(wanted) else []
 
 
 def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:

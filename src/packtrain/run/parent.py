@@ -1,6 +1,6 @@
 """The weights of another run that a run starts from: its own copy, so that the other one may go away.
 
-parent/weights.safetensors  parent/vocabulary.json
+parent/weights.safetensors  parent/vocabulary.json    weights-1-of-2.safetensors of a sharded model
 parent.json                                  last: digests of the files, and the classes
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.run.checkpoint import CorruptCheckpoint, StoredFile
+from packtrain.run.checkpoint import CorruptCheckpoint, StoredFile, parts_of
 from packtrain.run.records import MAX_RECORD_BYTES, FileName, Many, decode, encode
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound
@@ -35,8 +35,9 @@ class ParentRecord:
 
 def record_of(directory: Path, classes: tuple[str, ...]) -> ParentRecord:
     """Return the record of the files in a directory."""
-    paths = [directory / name for name in (WEIGHTS_FILE, VOCABULARY_FILE)]
-    files = [ParentFile(path.name, path.stat().st_size, sha256_of(path)) for path in paths if path.exists()]
+    present = [path.name for path in directory.iterdir()]
+    paths = [directory / part for name in (WEIGHTS_FILE, VOCABULARY_FILE) for part in parts_of(name, present)]
+    files = [ParentFile(path.name, path.stat().st_size, sha256_of(path)) for path in paths]
     return ParentRecord(tuple(files), classes)
 
 

@@ -402,13 +402,18 @@ class Point:
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Seconds of a worker by span (train/recorder.py), since its previous record."""
+    """Seconds of a worker by span (train/recorder.py), since its previous record.
+
+    `gpu_allocated_bytes` is the most that its tensors took on its GPU so far, `gpu_reserved_bytes` that torch held.
+    """
 
     time: Time
     generation: Count
     rank: Count
     step: Count
     seconds: dict[Label, Seconds]
+    gpu_allocated_bytes: Count = 0
+    gpu_reserved_bytes: Count = 0
 
 
 @dataclass(frozen=True)

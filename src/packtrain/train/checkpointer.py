@@ -1,26 +1,49 @@
-"""Saves, keeps and restores the state of a run. A save copies the state and returns; the upload runs in a thread."""
+"""Saves, keeps and restores the state of a run. A save copies the state and returns; the upload runs in a thread.
+
+Where every rank saves a part, each has such a thread. They tell each other when their parts are in the store; then the
+first rank commits, and tells the others.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import tempfile
 import threading
 import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from packtrain.backoff import Backoff
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.job import CheckpointSettings
 from packtrain.recipes import Recipe
-from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch, fetch_newest, prune
+from packtrain.run.checkpoint import (
+    FORMAT,
+    Checkpoint,
+    StoredFile,
+    Superseded,
+    checkpoint_name,
+    commit,
+    committed,
+    fetch,
+    fetch_newest,
+    prune,
+    put_files,
+    put_manifest,
+)
 from packtrain.run.parent import fetch_weights
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.train.engine import Engine
 from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
-from packtrain.train.state import Description, Snapshot, SnapshotCopier, check, restore, take, versions
-from packtrain.train.weights import parent_weights
+from packtrain.train.state import Description, Snapshot, SnapshotCopier, SnapshotPart, check, restore, take, versions
+from packtrain.train.weights import fit_of, parent_weights
 from packtrain.train.world import World
 from packtrain.units import show_seconds
 
@@ -28,6 +51,7 @@ Scored = tuple[Snapshot, float | None]
 
 _PLANNED = ("start", "resumed", "joined", "preempted", "ended")  # causes of generations before which nothing was lost
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 30.0
+_LISTEN_SECONDS = 0.1  # between two looks at what the other ranks have told
 
 
 class Checkpointer:
@@ -45,8 +69,8 @@ class Checkpointer:
     ) -> None:
         self._run, self._recipe, self._engine, self._world, self._recorder = run, recipe, engine, world, recorder
         self._settings, self._copier = run.job.checkpoint, SnapshotCopier()
-        self._directory = directory
-        self._committer = BackgroundCommitter(run, generation, self._settings, self._copier, directory, recorder)
+        self._directory, self._generation = directory, generation
+        self._committer = BackgroundCommitter(run, generation, self._settings, self._copier, directory, recorder, world)
         self._copying: Snapshot | None = None
         self._stall_seconds = 0.0  # how long training waited for the last save
         engine.before_update = self._wait_for_copy
@@ -84,7 +108,10 @@ class Checkpointer:
         """Load the weights of the first step: those of another run, if the job says so. Collective."""
         parent = self._run.job.parent
         if parent is None:
-            self._engine.load_initial_weights()
+            given = self._engine.load_initial_weights()
+            if given and self._world.is_first:
+                words = fit_of(self._engine.model.state_dict(), given).in_words
+                self._recorder.event("restored", f"started from given weights: {words}")
             return
         if parent.takes == "everything":
             raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")
@@ -116,7 +143,10 @@ class Checkpointer:
         """Start to save the state as it is now. Collective."""
         started = time.monotonic()
         self._wait_for_copy()
-        self._copying = take(self._engine, self._description(progress), self._world, self._copier)
+        name = ""
+        if self._engine.gradient_sync.saves_parts:  # under a name that all ranks know
+            name = self._world.share(checkpoint_name(progress.step, self._generation).encode()).decode()
+        self._copying = take(self._engine, self._description(progress), self._world, self._copier, name)
         if self._copying is not None:
             self._committer.add(self._copying, score)
         self._saved_at = time.monotonic()
@@ -131,9 +161,12 @@ class Checkpointer:
             self._engine.clock.mark("save")
             self._stall_seconds += time.monotonic() - started
 
-    def close(self) -> None:
-        """Wait until everything is committed; raise if a newer generation has begun."""
-        self._committer.close()
+    def close(self, patience: float = math.inf) -> None:
+        """Wait until everything is committed; raise if a newer generation has begun.
+
+        Parts of other ranks are waited for so many seconds: a rank that has died will not save its part.
+        """
+        self._committer.close(patience)
         if self._committer.superseded is not None:
             raise self._committer.superseded
 
@@ -153,6 +186,18 @@ class Checkpointer:
         return Description(recipe, pack, options, versions(), progress, scale.state())
 
 
+class PartNotSaved(PacktrainError):
+    """Another rank did not save its part of a checkpoint, or did not commit it."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """A rank's files of a checkpoint, or why there are none. The first rank reports when it has committed."""
+
+    files: tuple[StoredFile, ...] = ()
+    failure: str = ""
+
+
 class BackgroundCommitter:
     """Commits one snapshot at a time in a thread; a newer snapshot replaces one that is still waiting.
 
@@ -168,14 +213,16 @@ class BackgroundCommitter:
         copier: SnapshotCopier,
         directory: Path,
         recorder: Recorder,
+        world: World | None = None,
     ) -> None:
         self._run, self._generation, self._settings = run, generation, settings
-        self._copier, self._directory, self._recorder = copier, directory, recorder
+        self._copier, self._directory, self._recorder, self._world = copier, directory, recorder, world or World()
         self.commit_seconds = 0.0
         self.superseded: Superseded | None = None
         self._changed = threading.Condition()
         self._waiting: list[Scored] = []
         self._closed = self._abandoned = False
+        self._listens_until = math.inf
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
@@ -185,6 +232,7 @@ class BackgroundCommitter:
             best = self._best_of([*self._waiting, (snapshot, score)])
             for one in self._waiting:
                 if one is not best:
+                    self._report(one[0], PartReport(failure="a newer state replaced it"))
                     self._copier.give_back(one[0].copies)
             self._waiting = [*(one for one in self._waiting if one is best), (snapshot, score)]
             self._changed.notify_all()
@@ -194,10 +242,11 @@ class BackgroundCommitter:
         scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
         return max(scored, key=lambda one: one[1] or 0.0, default=None)
 
-    def close(self) -> None:
-        """Wait until everything is committed."""
+    def close(self, patience: float = math.inf) -> None:
+        """Wait until everything is committed; for parts of other ranks only so many seconds."""
         with self._changed:
             self._closed = True
+            self._listens_until = time.monotonic() + patience
             self._changed.notify_all()
         self._thread.join()
 
@@ -229,15 +278,18 @@ class BackgroundCommitter:
                 self._commit(*one)
                 return
             except Superseded as error:
-                self.superseded = error
-                return
+                self.superseded, failure = error, str(error)
+                break
             except Exception as error:
-                self._recorder.event("warning", f"step {one[0].step} is not saved yet: {error}")
+                failure = str(error)
+                if self._world.is_first or not isinstance(error, PartNotSaved):  # one rank warns of what another lacks
+                    self._recorder.event("warning", f"step {one[0].step} is not saved yet: {error}")
                 if not (isinstance(error, StoreError) and error.temporary):  # the next save will try again
-                    return
+                    break
             with self._changed:
                 if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), backoff.next_pause()):
-                    return
+                    break
+        self._report(one[0], PartReport(failure=failure))
 
     def _is_replaced(self, one: Scored) -> bool:
         return bool(self._waiting) and self._best_of([one, *self._waiting]) is not one
@@ -248,10 +300,48 @@ class BackgroundCommitter:
             files = snapshot.write(Path(directory))
             # The metrics up to this step go first, so that the history of a resumed run has no gap.
             self._recorder.flush_points()
-            checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
+            if snapshot.part is None:
+                checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
+            else:
+                stored = put_files(self._run, snapshot.part.checkpoint, files)
+                if snapshot.part.rank > 0:
+                    self._report(snapshot, PartReport(stored))
+                    self._listen(snapshot.part, 0)
+                    return
+                checkpoint = self._commit_parts(snapshot, snapshot.part, score, stored)
         self.commit_seconds = time.monotonic() - started
         self._recorder.event("checkpoint", f"committed {checkpoint.name} in {show_seconds(self.commit_seconds)}")
         try:
             prune(self._run, self._settings.keep_last, self._settings.keep_best)
         except StoreError as error:
             self._recorder.event("warning", f"cannot delete old checkpoints: {error}")
+
+    def _commit_parts(
+        self, snapshot: Snapshot, part: SnapshotPart, score: float | None, own: tuple[StoredFile, ...]
+    ) -> Checkpoint:
+        """Commit when the parts of all ranks are in the store."""
+        others = [file for rank in range(1, self._world.num_ranks) for file in self._listen(part, rank)]
+        checkpoint = Checkpoint(FORMAT, part.checkpoint, snapshot.step, self._generation, score, (*own, *others))
+        put_manifest(self._run, checkpoint)
+        self._report(snapshot, PartReport(own))
+        return checkpoint
+
+    def _report(self, snapshot: Snapshot, report: PartReport) -> None:
+        if snapshot.part is not None:
+            with suppress(RuntimeError):  # the rank that hosts the ranks' store is gone, and with it all of them
+                self._world.tell(_subject(snapshot.part, snapshot.part.rank), json.dumps(asdict(report)))
+
+    def _listen(self, part: SnapshotPart, rank: int) -> tuple[StoredFile, ...]:
+        """Wait for a rank's files; raise PartNotSaved if there will be none."""
+        while not self._abandoned and time.monotonic() < self._listens_until:
+            if (told := self._world.told(_subject(part, rank))) is not None:
+                report = TypeAdapter(PartReport).validate_json(told)
+                if report.failure:
+                    raise PartNotSaved(f"rank {rank} did not save its part: {report.failure}")
+                return report.files
+            time.sleep(_LISTEN_SECONDS)
+        raise PartNotSaved(f"rank {rank} has not saved its part")
+
+
+def _subject(part: SnapshotPart, rank: int) -> str:
+    return f"checkpoint {part.checkpoint} part {rank}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.data.loader import Arrays, LoadedBatch
+from packtrain.data.loader import LoadedBatch
 from packtrain.data.order import Stream, philox_words
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.train.gradient_sync import GradientSync
-from packtrain.train.optimizer import placed
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.tensors import StoredTensor, placed
+from packtrain.train.transfer import Reading, is_queued, on_device
 from packtrain.train.world import World
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_: a gradient of zero is not divided by
@@ -42,8 +43,13 @@ class StepResult:
 
     loss: Tensor
     rate: float
-    gradient_norm: float
+    norm: Reading | float
     skipped: bool
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm before clipping; reading it waits for this step, and not for those queued after it."""
+        return self.norm if isinstance(self.norm, float) else self.norm.read()[0]
 
 
 class Engine:
@@ -57,8 +63,13 @@ class Engine:
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
-        self.gradient_sync: GradientSync = settings.exchange.build(self.model, followers, world, self.clock)
+        self.gradient_sync: GradientSync = settings.exchange.build(
+            self.model, followers, world, self.clock, self.precision
+        )
         self.optimizer = settings.optimizer.build(self.model)
+        # The loss scale of fp16 has to be known before the next step.
+        can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not self.precision.scale.enabled
+        self._spoilt = torch.zeros((), device=world.device) if is_queued(world.device) and can_skip else None
         self._rate = settings.schedule.build(recipe.width, settings.duration)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
@@ -66,12 +77,17 @@ class Engine:
         if settings.compile:
             self.model.compile(dynamic=True)
 
-    def load_initial_weights(self) -> None:
-        """Load the weights that a run starts from where they are not random; the same on every rank."""
-        self.begin_with(self._recipe.initial_weights(self.model))
+    def load_initial_weights(self) -> Collection[str]:
+        """Load the weights that a run starts from where they are not random, and return their names.
+
+        The same on every rank.
+        """
+        first = self._recipe.initial_weights(self.model)
+        self.begin_with(first)
+        return first.keys()
 
     @torch.no_grad()
-    def begin_with(self, first: Mapping[str, Tensor]) -> None:
+    def begin_with(self, first: Mapping[str, Tensor | StoredTensor]) -> None:
         """Put whole tensors into the model and its average, before the first step; the same on every rank."""
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
             own = model.state_dict()
@@ -83,7 +99,7 @@ class Engine:
         """Return the model that is evaluated and exported: the EMA if there is one. Collective."""
         chosen = self.model if self.ema is None else self.ema.model
         self.gradient_sync.share_buffers(chosen)
-        return self.gradient_sync.plain(chosen, self._recipe.build_model).eval()
+        return self.gradient_sync.plain(chosen).eval()
 
     def step(
         self, now: Progress, micro_batches: Sequence[Batch], cost: int, own_cost: int, last: bool = False
@@ -91,6 +107,7 @@ class Engine:
         """Make the step after `now` on this rank's part of a global batch.
 
         `cost` is that of the global batch, `own_cost` that of this rank's part; `last` if no other step follows.
+        A loss or gradient that is not finite raises NonFinite here, or in `confirm` if the device runs behind.
         """
         seed_randomness(self._settings.seed, now.step, self._world.rank, self._world.device)
         rate = self._rate(now)
@@ -119,15 +136,18 @@ class Engine:
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
 
-    def _update(self, now: Progress, loss: Tensor) -> tuple[float, bool]:
+    def _update(self, now: Progress, loss: Tensor) -> tuple[Reading | float, bool]:
         """Clip and update; return the gradient norm, and True if fp16 overflowed and the step was skipped."""
         scale = self.precision.scale
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         found = nn.utils.get_total_norm(gradients, foreach=True)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found) / scale.value
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        if self._spoilt is not None:
+            return self._update_unread(gradients, found, self._spoilt), False
+        norm = float(found) / scale.value
         skipped = not math.isfinite(norm)
         if skipped:
-            self._skip_or_raise(now, loss)
+            self._skip_or_raise(now.step + 1, loss)
         else:
             limit = math.inf if self._settings.clip is None else self._settings.clip
             # Clipping and removing the loss scale are one multiplication.
@@ -139,7 +159,31 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 
-    def _skip_or_raise(self, now: Progress, loss: Tensor) -> None:
+    def _update_unread(self, gradients: list[Tensor], found: Tensor, spoilt: Tensor) -> Reading:
+        """Clip and update without reading the norm: the host would wait for it, and the device then for the host.
+
+        `spoilt` becomes 1 when a norm is not finite, and stays: neither that step nor those queued by the time the host
+        knows change a weight. The average of the weights may move, but is neither evaluated nor saved before `confirm`.
+        """
+        norm = found.to(spoilt.device, torch.float64)  # as precise as on the host
+        torch.maximum(spoilt, (~norm.isfinite()).to(spoilt.dtype), out=spoilt)
+        if self._settings.clip is not None and gradients:
+            factor = (self._settings.clip / (norm + _EPSILON)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self.optimizer.found_inf = spoilt  # as torch's GradScaler tells fused optimizers
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Reading(norm)
+
+    def confirm(self, step: int, result: StepResult) -> None:
+        """Raise NonFinite if step number `step` was not finite: neither it nor any later one has changed the weights.
+
+        Call it before a result is recorded, and before the weights are evaluated or saved.
+        """
+        if not result.skipped and not math.isfinite(result.gradient_norm):
+            self._skip_or_raise(step, result.loss)
+
+    def _skip_or_raise(self, step: int, loss: Tensor) -> None:
         scale = self.precision.scale
         scale.overflowed()
         # Ranks that sync every step come here together; one that updates locally decides alone.
@@ -148,7 +192,7 @@ class Engine:
             infinite, wrong = self._world.count(infinite > 0, wrong > 0)
         # A loss may overflow fp16 as a gradient does, and is infinite then; one that is NaN is wrong.
         if wrong or scale.exhausted:
-            raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {now.step + 1} is not finite")
+            raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {step} is not finite")
 
     def _update_ema(self, step: int, last: bool) -> None:
         """Update the EMA where all ranks have weights in common."""
@@ -183,7 +227,8 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         self._source = model
-        self._pairs: tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]] | None = None
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
+        self._statistics: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def update(self, step: int, steps: int = 1, common: Callable[[], Mapping[str, Tensor]] = dict) -> None:
         """Add the weights as they are after step number `step`; `steps` were made since the last update.
@@ -195,23 +240,24 @@ class Ema:
         # Collected once, which takes a while, and not before the first step: by then fsdp has sharded the weights.
         if self._pairs is None:
             shared = common()
-            self._pairs = (
-                list(self.model.parameters()),
-                [shared.get(name, parameter) for name, parameter in self._source.named_parameters()],
-                list(zip(self.model.buffers(), self._source.buffers(), strict=True)),
-            )
-        averages, weights, buffers = self._pairs
+            weights = [shared.get(name, parameter) for name, parameter in self._source.named_parameters()]
+            self._pairs = list(self.model.parameters()), weights
+            self._statistics = _by_dtype(list(self.model.buffers()), list(self._source.buffers()))
+        averages, weights = self._pairs
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - decay)
-            for buffer, source in buffers:
-                buffer.copy_(source)  # statistics of norm layers are averages already
+            for buffers, sources in self._statistics:
+                torch._foreach_copy_(buffers, sources)  # statistics of norm layers are averages already
 
 
-def on_device(arrays: Arrays, device: torch.device) -> Batch:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if device.type == "cuda":  # from pinned memory the copy runs asynchronously
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+def _by_dtype(copies: list[Tensor], sources: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Group pairs by dtype: a GPU copies tensors of one dtype in a few kernels."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for copied, source in zip(copies, sources, strict=True):
+        group = groups.setdefault(source.dtype, ([], []))
+        group[0].append(copied)
+        group[1].append(source)
+    return list(groups.values())
 
 
 _TRIED_SAMPLES, _NAMED_SAMPLES = 256, 5
@@ -223,11 +269,11 @@ def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exc
     Collective where the ranks sync every step; then the samples of every rank are named.
     """
     alone = not exchange.syncs_every_step
-    model = engine.model if alone else engine.gradient_sync.plain(engine.model, recipe.build_model)
+    model = engine.model if alone else engine.gradient_sync.plain(engine.model)
     found: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.repeats[at : at + 1])
-        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device))):
+        if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device, recipe.on_host))):
             found[sample] = None
     bad = list(found)
     if not alone:

@@ -1,19 +1,20 @@
 """Gradient sync: how the workers of a run keep their weights equal, with the settings of each kind.
 
-A checkpoint always holds whole tensors, so that it can be loaded into any number of workers.
+A checkpoint holds tensors, or rows of them, that can be loaded into any number of workers.
 
 Reading a job imports this file on machines without torch, so torch is imported inside functions that run in a worker.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
@@ -23,8 +24,11 @@ from packtrain.run.checkpoint import CorruptCheckpoint
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
     from packtrain.train.averaging import Averaging
+    from packtrain.train.precision import Precision
     from packtrain.train.recorder import Clock
     from packtrain.train.world import World
 
@@ -44,7 +48,14 @@ class DdpSettings(ExchangeKind):
     def lighter(self) -> str:
         return "train.exchange.ddp.compress=bf16" if self.compress == "no" else ""
 
-    def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
+    def build(
+        self,
+        model: nn.Module,
+        followers: Iterable[nn.Module],  # noqa: ARG002
+        world: World,
+        clock: Clock,
+        precision: Precision,  # noqa: ARG002
+    ) -> GradientSync:
         return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
 
 
@@ -108,18 +119,38 @@ class LocalSyncSettings(ExchangeKind):
         if train.precision == "fp16":
             yield ("precision",), "fp16 scales the loss of all workers together, not of local steps; use bf16 or fp32"
 
-    def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:  # noqa: ARG002
+    def build(
+        self,
+        model: nn.Module,
+        followers: Iterable[nn.Module],  # noqa: ARG002
+        world: World,
+        clock: Clock,
+        precision: Precision,  # noqa: ARG002
+    ) -> GradientSync:
         return LocalSync(self, model, world, clock)
 
 
 class FsdpSettings(ExchangeKind):
-    """Weights, gradients and the optimizer's state are sharded among the workers."""
+    """Weights, gradients and the optimizer's state are sharded among the workers.
+
+    Over micro-batches, whole gradients are summed and sent once, or shards are summed and sent with each of them.
+    """
 
     shards_model = True
     traffic = 3  # weights are gathered for the forward and for the backward pass, gradients are scattered
 
-    def build(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> GradientSync:
-        return NoSync(model, world, clock) if world.num_ranks == 1 else FsdpSync(model, followers, world, clock)
+    accumulate: Literal["whole", "sharded"] = "whole"
+
+    @property
+    def whole_gradients(self) -> bool:
+        return self.accumulate == "whole"
+
+    def build(
+        self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock, precision: Precision
+    ) -> GradientSync:
+        if world.num_ranks == 1:
+            return NoSync(model, world, clock)
+        return FsdpSync(self, model, followers, world, clock, precision.dtype)
 
 
 class GradientSync(ABC):
@@ -128,6 +159,8 @@ class GradientSync(ABC):
     module: nn.Module
     span_after_backward = "backward"
     """The name of the time between the last gradient and the end of the backward pass."""
+    saves_parts = False
+    """True if every rank writes its part of a checkpoint; otherwise the first one writes everything."""
 
     def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
         self._model, self._world, self._clock = model, world, clock
@@ -179,13 +212,9 @@ class GradientSync(ABC):
 
     # For checkpoints.
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Return the unsharded tensors, on the first rank. Collective."""
-        return dict(tensors)
-
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
         """Return the optimizer's state: one if all ranks have the same, else one for each rank. Collective."""
-        return [self.whole(tensors)]
+        return [dict(tensors)]
 
     def own(self) -> Tensors:
         """Return what each rank has to remember for itself."""
@@ -205,7 +234,7 @@ class GradientSync(ABC):
         if state:
             raise CorruptCheckpoint("the checkpoint belongs to a run with another kind of exchange")
 
-    def plain(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:  # noqa: ARG002
+    def plain(self, model: nn.Module) -> nn.Module:
         """Return a model that one rank can compute with by itself. Collective."""
         return model
 
@@ -324,18 +353,14 @@ class LocalSync(GradientSync):
         named = self._model.named_parameters(remove_duplicate=False)  # a state has tied weights under both names
         return {name: found[id(parameter)] for name, parameter in named if parameter.requires_grad}
 
-    def plain(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return a copy with the common weights, if this rank's own ones are others."""
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return a model with the common weights, not copied, if this rank's own ones are others."""
         if model is not self._model or not self._settings.delay:
             return model
-        import torch
+        from torch import nn
 
-        copy = build().to(self._world.device)
-        own, there = copy.state_dict(), {**model.state_dict(), **self.common()}
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(there[name])
-        return copy
+        pairs = zip(self._parameters, self._common, strict=True)
+        return copy.deepcopy(model, {id(own): nn.Parameter(common, requires_grad=False) for own, common in pairs})
 
     def after_update(self, steps: int, last: bool) -> None:
         settings, pending = self._settings, self._pending
@@ -402,7 +427,8 @@ class LocalSync(GradientSync):
                 torch._foreach_add_(own, torch._foreach_sub(common, pending.start))
 
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
-        gathered = {name: self._world.gather_tensor(tensor) for name, tensor in tensors.items()}
+        # To main memory as they arrive: the first rank's GPU has no room for the states of all ranks.
+        gathered = {name: [row.cpu() for row in self._world.gather_tensor(one)] for name, one in tensors.items()}
         ranks = self._world.num_ranks if self._world.is_first else 0
         return [{name: rows[rank] for name, rows in gathered.items()} for rank in range(ranks)]
 
@@ -446,46 +472,112 @@ def _split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class FsdpSync(GradientSync):
-    """Weights, gradients and the optimizer's state are sharded among the ranks, and gathered where needed."""
+    """Weights, gradients and the optimizer's state are sharded among the ranks, and gathered where needed.
 
-    def __init__(self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock) -> None:
-        from torch import nn
+    Shards are in fp32. Weights are gathered in the precision that computes, and gradients are averaged in fp32.
+    Autocast finds the weights in 16 bits already: it casts and keeps none of them, but still chooses the precision of
+    each operation, as it does with the other kinds of sync.
+    """
+
+    saves_parts = True
+
+    def __init__(
+        self,
+        settings: FsdpSettings,
+        model: nn.Module,
+        followers: Iterable[nn.Module],
+        world: World,
+        clock: Clock,
+        dtype: torch.dtype,
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
         super().__init__(model, world, clock)
+        self._accumulates_shards = not settings.whole_gradients
+        self._weight_bytes = dtype.itemsize
+        self._outline = _outline(model, dtype)
         mesh = init_device_mesh(world.device.type, (world.num_ranks,))
         for one in (model, *followers):
-            for parameter in one.parameters():  # channels last cannot be sharded
-                parameter.data = parameter.data.contiguous()
-            # The layers of a list are used one after the other: each is gathered only while it is used.
-            for layers in [module for module in one.modules() if isinstance(module, nn.ModuleList)]:
-                for layer in layers:
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(one, mesh=mesh)
+            _shard(one, mesh, dtype)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        sharded = cast("FSDPModule", self._model)
+        sharded.set_requires_gradient_sync(last or self._accumulates_shards)
+        sharded.set_is_last_backward(last)
+        return nullcontext()
 
     def sent_bytes(self) -> float:
-        return 1.5 * super().sent_bytes()  # weights are gathered twice, and gradients reduced to shards once
+        # Gradients are reduced to shards once, which is half of averaging them, and weights are gathered twice.
+        return (0.5 + self._weight_bytes / 4) * super().sent_bytes()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Gather tensor by tensor into the first rank's main memory: no GPU has room for all of them."""
-        return {name: tensor.cpu() for name, tensor in _unsharded(tensors) if self._world.is_first}
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return a whole copy, gathered tensor by tensor in the precision that computes.
 
-    def plain(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return a whole copy; evaluating takes a fraction of the memory that training does."""
-        whole = build().to(self._world.device)
-        own = whole.state_dict()
-        for name, tensor in _unsharded(model.state_dict()):
-            own[name].copy_(tensor)
-        return whole
+        With the sharded model, every forward pass would be a collective, and a search makes as many as its outputs are
+        long: all ranks would take as long as the slowest, and gather all weights for each token.
+        """
+        import torch
+        from torch import nn
+        from torch.distributed.tensor import DTensor
+
+        filled: dict[int, Any] = {}
+        with torch.no_grad():
+            for empty, parameter in zip(self._outline.parameters(), model.parameters(), strict=True):
+                own = parameter.detach().to(empty.dtype)
+                whole = own.full_tensor() if isinstance(own, DTensor) else own
+                if whole.stride() != empty.stride():  # channels last, which cannot be sharded
+                    whole = torch.empty_like(empty, device=whole.device).copy_(whole)
+                filled[id(empty)] = nn.Parameter(whole, requires_grad=False)
+            for old, buffer in zip(self._outline.buffers(), model.buffers(), strict=True):
+                filled[id(old)] = buffer.clone()
+        return copy.deepcopy(self._outline, filled)
 
 
-def _unsharded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors one by one. Collective."""
-    from torch.distributed.tensor import DTensor
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a model in place; the layers of a list are used one after the other, and gathered one by one."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    for name, tensor in tensors.items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for parameter in model.parameters():  # channels last cannot be sharded
+        parameter.data = parameter.data.contiguous()
+    # Inputs are left to autocast, which keeps sums over layers in fp32.
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    norms = _norms(model)
+    if norms and dtype != torch.float32:
+        # Gathered together, once per step: all of them are smaller than a matrix.
+        in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(norms, mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
+    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for layer in layers:
+            if layer not in norms:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """Return the norm layers, whose weights stay in fp32.
+
+    Batch norms need weights of the type of their statistics, which 16 bits would stop from moving; other norms compute
+    in fp32 under autocast and need weights of that type. And weights close to 1 lose most in 16 bits.
+    """
+    from torch import nn
+
+    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    return [one for one in model.modules() if isinstance(one, kinds) and any(True for _ in one.parameters())]
+
+
+def _outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model with weights that have no memory, of the types that it computes with."""
+    import torch
+    from torch import nn
+
+    in_fp32 = {id(parameter) for norm in _norms(model) for parameter in norm.parameters()}
+    empty: dict[int, Any] = {}
+    for one in model.parameters():
+        kind = one.dtype if id(one) in in_fp32 or not one.is_floating_point() else dtype
+        empty[id(one)] = nn.Parameter(torch.empty_like(one, dtype=kind, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, empty)
 
 
 def _buffers(models: Iterable[nn.Module]) -> list[Tensor]:

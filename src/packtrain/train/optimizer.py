@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from packtrain.train.tensors import StoredTensor
+
 _COUNTER = "step"  # the entry of an optimizer's state that is a number and not shaped like the weight
 
 # The learning rate is 0 here: the schedule sets it before every step.
@@ -98,8 +100,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor | StoredTensor]
+) -> None:
     from torch.distributed.tensor import DTensor
+
+    from packtrain.train.tensors import placed
 
     refuse_unknown(model, tensors)
     parameters = dict(model.named_parameters())
@@ -117,19 +123,3 @@ def refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name in sorted({name.rpartition("/")[0] for name in names} - learned):
         raise CorruptCheckpoint(f"the optimizer's state does not fit the model: {name}")
-
-
-def placed(value: Tensor, beside: Tensor) -> Tensor:
-    """Return a copy of a whole tensor with the device, the sharding and the memory layout of another one.
-
-    Fused optimizers walk the memory of a weight and of its state in parallel, whatever the order of their elements.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(beside, DTensor):
-        whole = value.to(beside.device)
-        return distribute_tensor(whole, beside.device_mesh, beside.placements, src_data_rank=None)
-    if value.shape != beside.shape:
-        return value.to(beside.device, copy=True)
-    return torch.empty_like(beside, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -73,7 +73,9 @@ class Precision:
         self._device = device
         self.scale = LossScale(enabled=self.name == "fp16")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
+
     def compute(self) -> AbstractContextManager[object]:
-        if self.name == "fp32":
-            return nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16 if self.name == "bf16" else torch.float16)
+        return nullcontext() if self.name == "fp32" else torch.autocast(self._device.type, self.dtype)

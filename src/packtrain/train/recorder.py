@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import shutil
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from packtrain.run.chunks import Flushable, Flusher
+from packtrain.run.outputs import output_key
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
@@ -91,6 +95,13 @@ class DeviceClock(Clock):
             self._passed = event
 
 
+def peak_gpu_bytes() -> tuple[int, int]:
+    """Return the most memory that tensors took on this worker's GPU, and that torch held for them; 0 without a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
 def clock_of(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else Clock()
 
@@ -106,9 +117,10 @@ class Recorder:
         self._spent: Counter[str] = Counter()
         self._spent_at = time.monotonic()
         self._tensorboard, self._pictures = TensorBoardWriter(run, generation), PictureWriter(run)
-        # Pictures last: nobody else waits for them.
-        writers: list[Flushable] = [self._events, self._points, self._times, self._tensorboard, self._pictures]
-        self._flusher = Flusher(writers, self._warn)
+        self._outputs = OutputWriter(run)
+        # Pictures and outputs last: nobody else waits for them.
+        writers: list[Flushable] = [self._events, self._points, self._times, self._tensorboard]
+        self._flusher = Flusher([*writers, self._pictures, self._outputs], self._warn)
 
     def event(self, kind: EventKind, text: str) -> None:
         say(f"{kind}: {text}")
@@ -123,12 +135,17 @@ class Recorder:
         """Record JPEGs of samples, by their digests; every rank records those that it has."""
         self._pictures.add(pictures)
 
+    def output(self, name: str, path: Path) -> None:
+        """Put a file into the outputs of the run, compressed, and remove it."""
+        self._outputs.add(name, path)
+
     def time_spent(self, step: int, seconds: Mapping[str, float], now: bool = False) -> None:
         """Add to where the time went; a record is written every few seconds, or `now`."""
         self._spent.update(seconds)
         # A record of every step would be as large as the metrics, from every rank.
         if now or time.monotonic() - self._spent_at > _SECONDS_BETWEEN_TIMES:
-            self._times.append(TimeSpent(time.time(), self._generation, self._rank, step, dict(self._spent)))
+            who = self._generation, self._rank
+            self._times.append(TimeSpent(time.time(), *who, step, dict(self._spent), *peak_gpu_bytes()))
             self._spent.clear()
             self._spent_at = time.monotonic()
 
@@ -169,6 +186,28 @@ class PictureWriter:
             self._run.put_picture(jpeg)
             with self._changing:
                 del self._pending[digest]
+
+
+class OutputWriter:
+    """Puts files into the outputs of a run. A store that is away keeps them waiting on the disk."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._waiting: deque[tuple[str, Path]] = deque()
+
+    def add(self, name: str, path: Path) -> None:
+        self._waiting.append((name, path))
+
+    def flush(self) -> None:
+        while self._waiting:
+            name, path = self._waiting[0]
+            packed = path.with_name(f"{path.name}.gz")
+            with path.open("rb") as file, gzip.open(packed, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(file, target)
+            self._run.store.put_file(output_key(self._run, name), packed)
+            self._waiting.popleft()
+            path.unlink()
+            packed.unlink()
 
 
 class TensorBoardWriter:

@@ -10,26 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packtrain.errors import Mistake
-from packtrain.pack.shard import check_header
-from packtrain.run.checkpoint import CorruptCheckpoint
+from packtrain.run.checkpoint import CorruptCheckpoint, part_name, whole_name
 from packtrain.run.records import DamagedRecord, decode
 from packtrain.store import RECORD_BYTES
 from packtrain.train.engine import Engine
-from packtrain.train.optimizer import load_optimizer, optimizer_tensors, placed, refuse_unknown
+from packtrain.train.optimizer import load_optimizer, optimizer_tensors, refuse_unknown
 from packtrain.train.precision import LossScaleState
 from packtrain.train.progress import Progress
+from packtrain.train.tensors import RowsOf, Shapes, open_tensors, own_part, placed, save_tensors, shapes_of
 from packtrain.train.world import World
 
 MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 GRADIENT_SYNC_FILE, WORKER_FILE = "gradient_sync.safetensors", "worker.safetensors"
 STATE_FILE = "state.json"
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -125,23 +121,35 @@ def _copy_after(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | No
 
 
 @dataclass(frozen=True)
+class SnapshotPart:
+    """One rank's part of a checkpoint, whose name all of them know; `rows` by file and tensor."""
+
+    checkpoint: str
+    rank: int
+    rows: Mapping[str, RowsOf]
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """Everything as it was between two steps; `copies` may still be in progress."""
+    """Everything as it was between two steps, or one rank's part of it; `copies` may still be in progress."""
 
     description: Description
     copies: TensorCopies
+    part: SnapshotPart | None = None
 
     @property
     def step(self) -> int:
         return self.description.progress.step
 
     def write(self, directory: Path) -> dict[str, Path]:
-        files = {STATE_FILE: directory / STATE_FILE}
-        files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1))
+        files: dict[str, Path] = {}
+        if self.part is None or self.part.rank == 0:
+            files[STATE_FILE] = directory / STATE_FILE
+            files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1))
         # Waits for the copy, in the committer's thread: the training loop does not.
         for name, tensors in self.copies.wait().items():
             files[name] = directory / name
-            save_file(tensors, files[name])
+            save_tensors(files[name], tensors, {} if self.part is None else self.part.rows[name])
         return files
 
 
@@ -155,16 +163,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def take(engine: Engine, description: Description, world: World, copier: SnapshotCopier) -> Snapshot | None:
-    """Start a copy of everything, on the first rank. Collective.
+def take(
+    engine: Engine, description: Description, world: World, copier: SnapshotCopier, checkpoint: str = ""
+) -> Snapshot | None:
+    """Start a copy of everything on the first rank, or of each rank's part for the checkpoint of that name. Collective.
 
     The copy runs while the next step computes its gradients, which changes nothing but the statistics of norm layers:
     those are copied immediately, and the engine's `before_update` waits for the rest.
     """
     sync, model = engine.gradient_sync, engine.model
-    files = {MODEL_FILE: sync.whole({**model.state_dict(), **sync.common()})}
+    files: Files = {MODEL_FILE: {**model.state_dict(), **sync.common()}}
     if engine.ema is not None:
-        files[EMA_FILE] = sync.whole(engine.ema.model.state_dict())
+        files[EMA_FILE] = engine.ema.model.state_dict()
     # Every rank takes part in gathering these, although only the first one keeps the result.
     own = sync.own_states(optimizer_tensors(engine.optimizer, model))
     files |= {_file_of(rank, OPTIMIZER_FILE): tensors for rank, tensors in enumerate(own)}
@@ -175,22 +185,34 @@ def take(engine: Engine, description: Description, world: World, copier: Snapsho
     # Whatever is not a parameter is a buffer, which the next forward pass may already change.
     learned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     statistics = {(MODEL_FILE, name) for name in files[MODEL_FILE].keys() - learned}
-    return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
+    if not sync.saves_parts:
+        return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
+    names = {file: part_name(file, world.rank, world.num_ranks) for file in files}
+    parts = {names[file]: own_part(tensors, world.is_first) for file, tensors in files.items()}
+    at_once = {(names[file], name) for file, name in statistics if world.is_first}
+    copies = copier.begin({name: tensors for name, (tensors, _) in parts.items()}, at_once)
+    return Snapshot(
+        description, copies, SnapshotPart(checkpoint, world.rank, {name: rows for name, (_, rows) in parts.items()})
+    )
 
 
 def restore(engine: Engine, directory: Path, expected: Description, rank: int) -> Progress:
     """Load a fetched checkpoint into the engine and return its progress."""
     description = _expected_description(directory, expected)
-    load_weights(engine.model, directory / MODEL_FILE)
+    load_weights(engine.model, directory, MODEL_FILE)
     if engine.ema is not None:
-        load_weights(engine.ema.model, directory / EMA_FILE)
+        load_weights(engine.ema.model, directory, EMA_FILE)
     # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
-    states = len(list(directory.glob("optimizer*.safetensors")))
+    there = {whole_name(path.name) for path in directory.glob("*.safetensors")}
+    states = sum(name.startswith("optimizer") for name in there)
     saved = rank % max(1, states)
-    load_optimizer(engine.optimizer, engine.model, load_tensors(directory / _file_of(saved, OPTIMIZER_FILE)))
-    sync_file, own_file = directory / GRADIENT_SYNC_FILE, directory / _file_of(saved, WORKER_FILE)
-    engine.gradient_sync.restore(load_tensors(sync_file) if sync_file.exists() else {})
-    engine.gradient_sync.restore_own(load_tensors(own_file) if own_file.exists() else {})
+    load_optimizer(engine.optimizer, engine.model, open_tensors(directory, _file_of(saved, OPTIMIZER_FILE)))
+    exchanged, own = (
+        {name: tensor.whole() for name, tensor in open_tensors(directory, file).items()} if file in there else {}
+        for file in (GRADIENT_SYNC_FILE, _file_of(saved, WORKER_FILE))
+    )
+    engine.gradient_sync.restore(exchanged)
+    engine.gradient_sync.restore_own(own)
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
@@ -199,8 +221,8 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     """Raise if a fetched checkpoint does not fit the engine; of the tensors only names and shapes are read."""
     _expected_description(directory, expected)
     weights = [MODEL_FILE] if engine.ema is None else [MODEL_FILE, EMA_FILE]
-    there = {path.name for path in directory.glob("*.safetensors")}
-    shapes = {name: tensor_shapes(directory / name) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
+    there = {whole_name(path.name) for path in directory.glob("*.safetensors")}
+    shapes = {name: shapes_of(open_tensors(directory, name)) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
     own = shapes_of(engine.model.state_dict())
     for name in weights:
         _require_fit(name, own, shapes[name])
@@ -231,16 +253,13 @@ def read_description(directory: Path) -> Description:
         raise CorruptCheckpoint(f"the checkpoint's {STATE_FILE} cannot be read") from error
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    own, found = model.state_dict(), load_tensors(path)
-    _require_fit(path.name, shapes_of(own), shapes_of(found))
+def load_weights(model: nn.Module, directory: Path, name: str) -> None:
+    """Load a file of a checkpoint, or the parts of it, into a model that may be sharded."""
+    own, found = model.state_dict(), open_tensors(directory, name)
+    _require_fit(name, shapes_of(own), shapes_of(found))
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(placed(found[name], tensor))
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for key, tensor in own.items():
+            tensor.copy_(placed(found[key], tensor))
 
 
 def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
@@ -251,20 +270,3 @@ def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
     for name in own:
         if own[name] != found[name]:
             raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]}, expected {own[name]}")
-
-
-def tensor_shapes(path: Path) -> Shapes:
-    try:
-        check_header(path)
-        with safe_open(path, "pt") as file:  # reads the header alone
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        check_header(path)
-        return load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path.name} cannot be read: {error}") from error

@@ -17,30 +17,38 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
 from packtrain.errors import PacktrainError
+from packtrain.job.job import TrainSettings
 from packtrain.recipes import Recipe, Scores
 from packtrain.recipes.recipe import training_order
 from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
 from packtrain.train.checkpointer import Checkpointer
 from packtrain.train.control import Control, StopSignal, WorkerError
-from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples, on_device
+from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples
 from packtrain.train.evaluator import Evaluation, Evaluator
+from packtrain.train.profile import StepProfile
 from packtrain.train.progress import Progress, Recurring, reached
 from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
+from packtrain.train.transfer import Feed, SentBatch, pinned
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
 
 _LEAST_HEED_SECONDS = 3.0
+_PROFILED = ("start", "resumed")  # generations that a person started: a failure does not record another trace
+_PEER_SECONDS = 3.0  # for what another rank, which may have died, has to add to a checkpoint
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was made and whose sync is still in progress; `last` if it reaches the goal."""
+    """A step that was made `before` it was known to be good; its sync is in progress. `last` if it reaches the goal."""
 
+    before: Progress
     step: int
     epochs: float
     result: StepResult
@@ -77,6 +85,7 @@ class Trainer:
             self._engine, recipe, world, run.job.evaluate.beam, self._pulse, self._watchdog.pause
         )
         self._data_barrier = DataBarrier(world, self._stop_requested)
+        self._profile: StepProfile | None = None
         self._short_of_data = True  # until the first step sync says that all ranks have batches ready
         self._progress = Progress()
         self._saved: Progress | None = None
@@ -94,7 +103,7 @@ class Trainer:
 
     def keep(self) -> None:
         """Return when everything that was saved is committed. May be called from any thread."""
-        self._checkpointer.close()
+        self._checkpointer.close(_PEER_SECONDS)
 
     def train(self) -> None:
         """Train to the goal and write the result, or commit and return without one when a stop is requested."""
@@ -129,6 +138,22 @@ class Trainer:
         self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
+        if self._progress.step == 0 and (warning := small_share(self._job.train, self._world)) is not None:
+            self._recorder.event("warning", warning)
+        latest = self._run.latest_generation() if self._job.train.profile else None
+        if self._job.train.profile and self._world.is_first and (latest is None or latest.cause in _PROFILED):
+            self._begin_profile(int(self._job.train.profile.value))
+
+    def _begin_profile(self, steps: int) -> None:
+        # A name that TensorBoard's plugin recognizes: worker, milliseconds, and this suffix.
+        name = f"generation-{self._generation}-rank-{self._world.rank}.{int(time.time() * 1000)}.pt.trace.json"
+        path = self._control.directory / name
+
+        def done() -> None:
+            self._recorder.output(f"profile/{name}.gz", path)
+            self._recorder.event("data", f"recorded a trace of steps: packtrain get {self._run.name} profile")
+
+        self._profile = StepProfile(steps, self._world.device, path, done)
 
     def _conditions(self) -> dict[str, float]:
         """Return what this generation trains with: numbers that explain the time of its steps. Collective."""
@@ -149,15 +174,15 @@ class Trainer:
             self._save()
         if reached(goal, self._progress):
             return True
-        loader = self._open_loader()
+        feed = Feed(self._open_loader(), self._world.device, self._recipe.on_host)
         pending: PendingStep | None = None
         agreed = self._progress  # but with the first rank's clock, so that all ranks make the same decisions
         evaluate = save = stop = end = False
         try:
             while True:
-                batch = self._next_batch(loader)
+                batch = self._next_batch(feed)
                 # The sync of the previous step has had the time of this step to complete: reading it does not wait.
-                previous, pending = pending, self._step(batch, loader)
+                previous, pending = pending, self._step(batch, feed)
                 totals = self._settle(previous) if previous is not None else None
 
                 before, seconds = agreed, totals.seconds if totals is not None else agreed.seconds
@@ -193,7 +218,9 @@ class Trainer:
                 self._save()
             return False
         finally:
-            loader.close()
+            feed.close()
+            if self._profile is not None:
+                self._profile.close()
 
     # The parts of a step.
 
@@ -203,7 +230,7 @@ class Trainer:
         return Loader(
             rank_batches(
                 training_order(recipe),
-                recipe.batch,
+                lambda *which: pinned(recipe.batch(*which), self._world.device),
                 self._progress.position,
                 self._world.rank,
                 self._world.num_ranks,
@@ -213,7 +240,7 @@ class Trainer:
             )
         )
 
-    def _next_batch(self, loader: Loader) -> LoadedBatch:
+    def _next_batch(self, feed: Feed) -> SentBatch:
         """Wait for the data of the next step, together with the other ranks if one may be short of it.
 
         Raises StopRequested on all ranks if a stop is requested while one of them waits for data.
@@ -222,7 +249,7 @@ class Trainer:
         self._watchdog.begin(DATA, name, STORE_SECONDS)
         # Between two syncs of local steps there is no common state that all ranks could leave with.
         together = self._short_of_data and self._engine.gradient_sync.is_common(self._progress.step)
-        batch = loader.next(lambda: together and self._data_barrier.all_ready(False))
+        batch = feed.next(lambda: together and self._data_barrier.all_ready(False))
         self._clock.mark("data")
         if together and self._world.num_ranks > 1:
             self._watchdog.begin("data barrier", f"waiting for the other ranks' {name}")
@@ -231,9 +258,9 @@ class Trainer:
             self._clock.mark("wait")
         return batch
 
-    def _step(self, batch: LoadedBatch, loader: Loader) -> PendingStep:
+    def _step(self, sent: SentBatch, feed: Feed) -> PendingStep:
         """Make a step and start its sync."""
-        before, goal = self._progress, self._job.train.duration
+        before, goal, batch = self._progress, self._job.train.duration, sent.loaded
         epochs = batch.after.epoch + batch.after.batch / batch.batches_in_epoch
         after = replace(before, step=before.step + 1, epochs=epochs, position=batch.after, owes_evaluation=False)
         # It is known before the step that it is the last one, except for a goal in wall time.
@@ -245,30 +272,44 @@ class Trainer:
             self._recipe.prepare(batch.at.epoch, self._engine.model)
             self._engine.model.train()  # layers that the recipe has frozen or released change their mode
             self._prepared_epoch = batch.at.epoch
-        micro_batches = [on_device(arrays, self._world.device) for arrays in batch.micro_batches]
-        try:
-            result = self._engine.step(before, micro_batches, batch.cost, batch.own_cost, last)
-        except NonFinite as error:
-            self._watchdog.pause()  # trying every sample alone takes longer than a step
-            bad = name_bad_samples(self._engine, self._recipe, self._world, self._job.train.exchange, batch)
-            raise NonFinite(f"{error}; {bad}; nothing was updated") from error
+        with self._named_samples(batch):
+            result = self._engine.step(before, sent.receive(), batch.cost, batch.own_cost, last)
+        feed.send_ahead()
         self._progress = replace(after, seconds=self._elapsed_seconds())
         communication, seconds = self._clock.spent("communication"), self._clock.take()
         sync = StepSync(
             self._world,
             result.loss,
             self._stop_requested(),
-            loader.ready < ENOUGH_BATCHES,
+            feed.ready < ENOUGH_BATCHES,
             self._control.take_commit_request() or self._checkpointer.is_due(self._progress.seconds),
             self._progress.seconds,
             communication,
         )
-        return PendingStep(after.step, epochs, result, batch, seconds, sync, last)
+        if self._profile is not None:
+            self._profile.step()
+        return PendingStep(before, after.step, epochs, result, batch, seconds, sync, last)
+
+    @contextmanager
+    def _named_samples(self, batch: LoadedBatch) -> Iterator[None]:
+        """Add to NonFinite which samples of the batch cause it. Collective then."""
+        try:
+            yield
+        except NonFinite as error:
+            self._watchdog.pause()  # trying every sample alone takes longer than a step
+            bad = name_bad_samples(self._engine, self._recipe, self._world, self._job.train.exchange, batch)
+            raise NonFinite(f"{error}; {bad}; nothing was updated") from error
 
     def _settle(self, pending: PendingStep) -> StepTotals:
-        """Read a step's sync and record the step."""
+        """Read a step's sync and record the step. Raises NonFinite if its update was left out."""
         self._clock.mark("other")
         totals = pending.sync.wait()
+        try:
+            with self._named_samples(pending.batch):
+                self._engine.confirm(pending.step, pending.result)
+        except NonFinite:
+            self._progress = pending.before  # the step after it has been made, and has changed nothing
+            raise
         self._short_of_data = totals.short_of_data
         self._clock.mark("wait")
         # Time in the gradient sync until the slowest rank arrived is waiting; only the rest is communication.
@@ -315,7 +356,8 @@ class Trainer:
         self._watchdog.pause()
         # At the end of an epoch the position is already in the next one.
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
-        found = self._evaluator.evaluate(split, decode, epoch, known)
+        with nullcontext() if self._profile is None else self._profile.paused():
+            found = self._evaluator.evaluate(split, decode, epoch, known)
         self._clock.mark("evaluation")
         if found is not None:
             self._record(split, self._progress.step, found.values, found.scores)
@@ -409,3 +451,8 @@ class Trainer:
     def _report_hang(self, text: str) -> None:
         self._recorder.event("hang", text)
         self._control.report_error(WorkerError(self._world.rank, text, False, time.time(), "hang", self.step + 1))
+
+
+def small_share(settings: TrainSettings, world: World) -> str | None:
+    """Return the first rank's warning of a batch that gives each GPU little work; else None."""
+    return settings.small_share(world.num_ranks) if world.is_first and world.device.type == "cuda" else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,60 +16,89 @@ from packtrain.pack.vocabulary import Vocabulary
 from packtrain.recipes import Recipe
 from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, ParentRecord, read_record
 from packtrain.train.engine import Engine
-from packtrain.train.state import Shapes, load_tensors, shapes_of, tensor_shapes
+from packtrain.train.tensors import Shapes, StoredTensor, open_tensors, shapes_of
 from packtrain.units import counted
 
 RowNames = Mapping[str, Sequence[str]]
 """What each row of a tensor belongs to, such as a piece of the vocabulary or a class, by the tensor's name."""
 
 _NAMED = 3  # tensors that an error names
+_LISTED = 4  # tensors that are listed by name; of more, their modules are
 
 
 @dataclass(frozen=True)
 class Fit:
     """The tensors to take as they are, and of others the rows to take: (own row, row in the file).
 
-    A tensor with an empty list of rows starts anew.
+    A tensor with an empty list of rows starts anew, as those in `new` do; those in `left` have no place in the model.
     """
 
     whole: tuple[str, ...]
-    rows: Mapping[str, Sequence[tuple[int, int]]]
-    counts: Mapping[str, int]
+    rows: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    new: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def in_words(self) -> str:
         parts = [counted(len(self.whole), "tensor")]
         parts += [f"{len(rows):,} of {self.counts[name]:,} rows of {name}" for name, rows in self.rows.items() if rows]
-        new = [name for name, rows in self.rows.items() if not rows]
-        return ", ".join(parts) + (f"; new: {', '.join(new)}" if new else "")
+        new = [*(name for name, rows in self.rows.items() if not rows), *self.new]
+        lists = [f"; {word}: {_listed(names)}" for word, names in (("new", new), ("left out", self.left)) if names]
+        return ", ".join(parts) + "".join(lists)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names of a few tensors, or else the modules that many are in."""
+    if len(names) <= _LISTED:
+        return ", ".join(names)
+    modules: dict[str, list[list[str]]] = {}
+    for name in names:
+        modules.setdefault(name.partition(".")[0], []).append(name.split("."))
+    counts = {_shared(group): len(group) for group in modules.values()}
+    return ", ".join(name if number == 1 else f"{name} ({number} tensors)" for name, number in counts.items())
+
+
+def _shared(names: Sequence[Sequence[str]]) -> str:
+    """Return the module that all of these names are in."""
+    columns = zip(*names, strict=False)
+    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def fit(own: Shapes, found: Shapes, own_rows: RowNames, found_rows: RowNames) -> Fit:
-    """Return what of `found` a model with the shapes `own` can use; refuse what is another model.
+    """Return what of `found` a model with the shapes `own` can use; what is new or has another size starts anew.
 
-    Rows are taken by their names, not by their numbers: row 300 of two vocabularies is not the same piece.
+    Rows are taken by their names, not by their numbers: row 300 of two vocabularies is not the same piece. Weights that
+    give less than half of a model, without such rows, are those of another one, and refused.
     """
-    whole, rows, misfits = [], {}, []
+    whole, rows, misfits = [], {}, {}
     for name, shape in own.items():
         names, theirs = own_rows.get(name), found_rows.get(name)
         if name not in found:
-            misfits.append(f"{name} is not there")
+            misfits[name] = "is not there"
         elif names is None or theirs is None or tuple(names) == tuple(theirs):
             if found[name] == shape:
                 whole.append(name)
             else:
-                misfits.append(f"{name} is {_size(found[name])}, not {_size(shape)}")
+                misfits[name] = f"is {_size(found[name])}, not {_size(shape)}"
         elif found[name][1:] != shape[1:] or len(theirs) > found[name][0]:
-            misfits.append(f"{name} is {_size(found[name])}, not {_size(shape)}")
+            misfits[name] = f"is {_size(found[name])}, not {_size(shape)}"
         else:
             places = {row: number for number, row in enumerate(theirs)}
             rows[name] = [(number, places[row]) for number, row in enumerate(names) if row in places]
-    misfits += [f"{name} has no place" for name in sorted(found.keys() - own.keys())]
-    if misfits:
+    sizes = {name: prod(shape) for name, shape in own.items() if name not in own_rows}
+    if 2 * sum(sizes.get(name, 0) for name in whole) < sum(sizes.values()):
         more = f" and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
-        fault = f"{'; '.join(misfits[:_NAMED])}{more}"
+        fault = f"{'; '.join(f'{name} {why}' for name, why in list(misfits.items())[:_NAMED])}{more}"
         raise Mistake(f"the weights are those of another model: {fault}; use the same model settings as that run")
-    return Fit(tuple(whole), rows, {name: len(own_rows[name]) for name in rows})
+    counts = {name: len(own_rows[name]) for name in rows}
+    return Fit(tuple(whole), rows, counts, tuple(misfits), tuple(sorted(found.keys() - own.keys())))
+
+
+def fit_of(own: Collection[str], taken: Collection[str]) -> Fit:
+    """Return the fit of tensors that were chosen by name; counters of norms, which nothing depends on, are not new."""
+    new = [name for name in own if name not in taken and not name.endswith("num_batches_tracked")]
+    return Fit(tuple(taken), new=tuple(new))
 
 
 def _size(shape: tuple[int, ...]) -> str:
@@ -78,7 +109,7 @@ def _size(shape: tuple[int, ...]) -> str:
 class TakenWeights:
     """Whole tensors for a model to begin with."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | StoredTensor]
     fit: Fit
 
 
@@ -86,7 +117,7 @@ def parent_fit(recipe: Recipe, own: Shapes, directory: Path, record: ParentRecor
     """Return what of a run's files fits a model with these shapes; of the weights only the header is read."""
     has_vocabulary = VOCABULARY_FILE in {file.name for file in record.files}
     theirs = Vocabulary.from_file(directory / VOCABULARY_FILE) if has_vocabulary else None
-    found = tensor_shapes(directory / WEIGHTS_FILE)
+    found = shapes_of(open_tensors(directory, WEIGHTS_FILE))
     own_rows = _row_names(recipe, recipe.pack.vocabulary if has_vocabulary else None, recipe.pack.manifest.classes)
     return fit(own, found, own_rows, _row_names(recipe, theirs, record.classes))
 
@@ -96,23 +127,28 @@ def _row_names(recipe: Recipe, vocabulary: Vocabulary | None, classes: Sequence[
     return {name: pieces if kind == "pieces" else classes for name, kind in recipe.rows.items()}
 
 
-def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> None:
-    """Refuse weights that do not fit the recipe's model, before there is a run."""
-    parent_fit(recipe, shapes_of(recipe.build_model().state_dict()), directory, record)
+def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> Fit:
+    """Return what of the weights fits the recipe's model, before there is a run; refuse those of another one."""
+    return parent_fit(recipe, shapes_of(recipe.build_model().state_dict()), directory, record)
 
 
 def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeights:
     """Read what `run.parent.fetch_weights` fetched, as it fits the model of the engine."""
     fitting = parent_fit(recipe, shapes_of(engine.model.state_dict()), directory, read_record(directory))
-    found = load_tensors(directory / WEIGHTS_FILE)
-    taken = {name: found[name] for name in fitting.whole}
+    found = open_tensors(directory, WEIGHTS_FILE)
+    taken: dict[str, Tensor | StoredTensor] = {name: found[name] for name in fitting.whole}
+    if fitting.new:  # a file may have what the run does not, such as a pretrained encoder
+        given = recipe.initial_weights(engine.model)
+        taken |= {name: given[name] for name in fitting.new if name in given}
+        new = tuple(name for name in fitting.new if name not in given)
+        fitting = replace(fitting, whole=tuple(taken), new=new)
     if fitting.rows:
         # Not the engine's model, whose weights may be divided among the ranks: the seed makes the same ones.
         torch.manual_seed(recipe.job.train.seed)
         fresh = recipe.build_model().state_dict()
         for name, rows in fitting.rows.items():
-            taken[name] = fresh[name].clone()
+            taken[name] = mixed = fresh[name].clone()
             if rows:
                 to, at = zip(*rows, strict=True)
-                taken[name][list(to)] = found[name][list(at)].to(taken[name].dtype)
+                mixed[list(to)] = found[name].whole()[list(at)].to(mixed.dtype)
     return TakenWeights(taken, fitting)

@@ -17,12 +17,14 @@ import torch
 
 from packtrain.data.cache import SIZE_VARIABLE
 from packtrain.data.pack import Pack
+from packtrain.data.threads import stay_nearby
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.recipes import recipe_class
 from packtrain.run.records import Event
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError, open_store
 from packtrain.system import cache_directory, private_directory
+from packtrain.train import exact
 from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
@@ -39,7 +41,7 @@ from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.watchdog import must_end_within
-from packtrain.train.world import CONNECT_SECONDS, World
+from packtrain.train.world import CONNECT_SECONDS, World, gpu_addresses
 from packtrain.units import parse_bytes, show_bytes, show_seconds
 
 _MEMORY_ADVICE = "use a smaller train.micro_batch, or more workers"
@@ -84,6 +86,7 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
         raise Mistake(f"job.json of {run.name} has changed since its node started; its recipe may be another one")
     job = run.job
     assert job.recipe is not None
+    exact.set_variables(job.train.exact)  # before CUDA starts
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
     pack = _pack_of(run)
     if job.data.stage:
@@ -96,7 +99,9 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
 
     with stop_signal.fatal():  # joining blocks in C until all ranks are there, and no Python handler runs meanwhile
         world = World.join(must_end_within(_CONNECT_SECONDS, "connecting the workers", report_hang))
-    use_deterministic_kernels(world.device)
+    exact.choose_kernels(world.device, job.train.exact)
+    workers = int(os.environ["LOCAL_WORLD_SIZE"])
+    stay_nearby(gpu_addresses(world.device, workers), world.rank_of_node, workers)
     clock = clock_of(world.device)
     # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.
     clock.add("start", time.monotonic() - started)
@@ -139,16 +144,6 @@ def _stage(run: Run, pack: Pack, control: Control, stop_signal: StopSignal) -> N
     tell(f"staged {show_bytes(total)} in {show_seconds(time.monotonic() - began)}")
 
 
-def use_deterministic_kernels(device: torch.device) -> None:
-    """Choose GPU kernels that sum in a fixed order; others differ from run to run."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # A debugging aid that deterministic mode turns on, and that costs time.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
-
-
 def end_process(code: int) -> NoReturn:
     """End this process without Python's and torch's cleanup: everything worth keeping is in the store.
 
@@ -172,7 +167,7 @@ def cause_of(error: BaseException) -> WorkerCause:
         return "store"
     if isinstance(error, NonFinite):
         return "number"
-    return "mistake" if isinstance(error, Mistake) else "program"
+    return "mistake" if isinstance(error, Mistake) or exact.mistake_of(error) else "program"
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -192,8 +187,8 @@ def in_one_line(error: BaseException) -> str:
         return f"{where} is out of memory: {first_line}; {_MEMORY_ADVICE}"
     if cause == "disk" and not isinstance(error, PacktrainError):
         return f"the disk is full: {first_line}"
-    if isinstance(error, PacktrainError):
-        return str(error)
+    if (mistake := exact.mistake_of(error)) or isinstance(error, PacktrainError):
+        return str(mistake or error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line}{where}"

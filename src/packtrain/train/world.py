@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from packtrain.errors import PacktrainError
 from packtrain.train.control import CONTROL_VARIABLE, VISIBLE_GPUS_VARIABLE
+from packtrain.train.transfer import Reading, SideStream, is_queued
 
 _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
 CONNECT_SECONDS = 60.0  # to connect to all others, which are there by then
@@ -111,6 +112,20 @@ def _own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def gpu_addresses(device: torch.device, workers: int) -> list[str]:
+    """Return the PCI address of the GPU of each worker of this machine, as the system writes it; none without GPUs.
+
+    They are empty where this version of torch does not know them.
+    """
+    if device.type != "cuda":
+        return []
+    # Of the parts of a GPU a process sees only its own: then the others are taken to be on the same one.
+    numbers = range(workers) if torch.cuda.device_count() >= workers else [device.index] * workers
+    found = [torch.cuda.get_device_properties(number) for number in numbers]
+    parts = [[getattr(one, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")] for one in found]
+    return ["" if min(one) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*one) for one in parts]
+
+
 def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -128,7 +143,7 @@ def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> N
 class World:
     """This worker's place: `rank` of `num_ranks`, and `rank_of_node` on its machine. A single worker has no group.
 
-    `has_bf16` is true if all of them support it.
+    `has_bf16` is true if all of them support it; the step sync uses the `side` stream.
     """
 
     def __init__(
@@ -141,6 +156,7 @@ class World:
     ) -> None:
         self.rank, self.num_ranks, self.rank_of_node = rank, num_ranks, rank_of_node
         self.device, self.has_bf16 = device or torch.device("cpu"), has_bf16
+        self.side = SideStream(self.device)
 
     @classmethod
     def join(cls, watched: AbstractContextManager[object] | None = None) -> World:
@@ -258,6 +274,15 @@ class World:
                 return store.get(_WAITING)
         return None
 
+    def tell(self, subject: str, text: str) -> None:
+        """Tell the other ranks something. May be called from any thread."""
+        dist.distributed_c10d._get_default_store().set(subject, text)
+
+    def told(self, subject: str) -> bytes | None:
+        """Return what a rank has told about something. May be called from any thread."""
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(subject) if store.check([subject]) else None
+
     def barrier(self) -> None:
         self.any(False)  # an all-reduce of one number ends on no rank before all have come to it
 
@@ -321,15 +346,22 @@ class StepSync:
         if world.is_first:
             row[_SECONDS] = seconds
         row[_COMMUNICATION + world.rank] = communication
-        # float64: clocks and losses survive the sum exactly. The loss is copied on the device, without reading it.
-        self._row = torch.tensor(row, dtype=torch.float64, device=world.device)
-        self._row[_LOSS] = loss
-        self._work: dist.Work | None = world.begin_sum(self._row)
+        queued = is_queued(world.device)
+        with world.side.use(after_computing=True):
+            # float64: clocks and losses survive the sum exactly. From pinned memory they are copied without a wait.
+            numbers = torch.tensor(row, dtype=torch.float64, pin_memory=queued)
+            self._row = numbers.to(world.device, non_blocking=True)
+            self._row[_LOSS] = loss  # on the device, without reading it
+            self._work: dist.Work | None = world.begin_sum(self._row)
+            if queued and self._work is not None:
+                self._work.wait()  # makes the side stream wait for the sum, not the host
+            self._totals = Reading(self._row)
+        self._queued, self._loss = queued, loss  # kept until it is read: the side stream does not own its memory
 
     def wait(self) -> StepTotals:
-        if self._work is not None:
+        if not self._queued and self._work is not None:
             self._work.wait()
-        loss, stop, short_of_data, save, seconds, *communication = self._row.tolist()
+        loss, stop, short_of_data, save, seconds, *communication = self._totals.read()
         return StepTotals(loss, stop > 0, short_of_data > 0, save > 0, seconds, tuple(communication))
 
 

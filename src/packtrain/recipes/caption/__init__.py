@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu, bleu_counts
 from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
+from packtrain.recipes.pretrained import PIXELS, load_pretrained, pretrained_notes
 from packtrain.recipes.recipe import (
     SHOWN_SAMPLES,
     Batch,
@@ -62,7 +64,7 @@ class CaptionerShape:
     """The encoder; the width of embedding, state and attention; and how the encoder learns.
 
     An encoder with pretrained `weights` is frozen for `frozen_epochs`; then its last `tuned_stages` are fine-tuned. A
-    random encoder learns as a whole from the start.
+    random encoder learns as a whole from the start. `pixels` is how images were normalized for those weights.
     """
 
     encoder: str
@@ -72,6 +74,7 @@ class CaptionerShape:
     dropout: float = 0.2
     penalty: float = 1.0
     weights: str = ""
+    pixels: str = "imagenet"
     frozen_epochs: int = 5
     tuned_stages: int = 1
 
@@ -93,7 +96,7 @@ SIZES: Mapping[str, CaptionerShape] = {
 
 def captioner_shape(model: ModelSettings) -> CaptionerShape:
     """Return the named size with the job's options applied."""
-    choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm")}
+    choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm"), "pixels": tuple(PIXELS)}
     shape = read_options(model, SIZES, choices, may_be_zero=("frozen_epochs", "tuned_stages"))
     stages = len(ENCODERS[shape.encoder].depths)
     if shape.tuned_stages > stages:
@@ -161,6 +164,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     contents = frozenset({"captions"})
     kind = "captions"
     best_metric = "cider"
+    on_host = frozenset({"unfinished"})
     score_packages = ("sacrebleu",)
     tolerances: ClassVar[Mapping[str, float]] = {"cider": 3.0}
     files = ("weights",)
@@ -203,6 +207,10 @@ class Caption(ImageRecipe[CaptionBatches]):
                 "train.optimizer", "weight decay would shrink the frozen encoder; remove it or set frozen_epochs to 0"
             )
 
+    @classmethod
+    def check_files(cls, job: Job, files: Mapping[str, Path], classes: Sequence[str]) -> Sequence[str]:  # noqa: ARG003
+        return pretrained_notes(files, ENCODERS[captioner_shape(job.model).encoder], None)
+
     # Data.
 
     @cached_property
@@ -227,7 +235,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         now = train.in_epoch(epoch)
         pixels = self.copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, repeats)
         numbered = zip(ids.tolist(), np.zeros_like(ids) if repeats is None else repeats, strict=True)
-        return {"pixels": pixels, "tokens": _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])}
+        tokens = _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])
+        lengths = (tokens[:, 1:] != PAD).sum(axis=1)
+        unfinished = (lengths[:, None] > np.arange(tokens.shape[1] - 1)).sum(axis=0)
+        return {"pixels": pixels, "tokens": tokens, "unfinished": unfinished}
 
     # The model.
 
@@ -240,13 +251,11 @@ class Caption(ImageRecipe[CaptionBatches]):
 
         return Captioner(self._shape, len(self.pack.vocabulary))
 
-    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        from packtrain.recipes.resnet import load_pretrained
-
-        if not self._shape.is_pretrained:
+    def initial_weights(self, model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+        if not (shape := self._shape).is_pretrained:
             return {}
-        own = _captioner(model).encoder.state_dict()
-        found = load_pretrained(self.pack.given_file(self._shape.weights), own, "model.weights")
+        path = self.pack.given_file(shape.weights)
+        found = load_pretrained(path, ENCODERS[shape.encoder], None, shape.pixels)
         return {f"encoder.{name}": tensor for name, tensor in found.items()}
 
     def prepare(self, epoch: int, model: nn.Module) -> None:
@@ -255,7 +264,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        forced = model(batch["pixels"], batch["tokens"])
+        forced = model(batch["pixels"], batch["tokens"], batch["unfinished"].tolist())
         smoothing = self.job.train.label_smoothing
         tokens = cross_entropy(forced.logits.float(), forced.labels, label_smoothing=smoothing, reduction="sum")
         # Doubly stochastic attention: over a caption, every position should be attended to once.

@@ -60,10 +60,13 @@ class SortedCaptions(NamedTuple):
     unfinished: list[int]
 
 
-def sort_captions(tokens_BT: Tensor) -> SortedCaptions:
+def sort_captions(tokens_BT: Tensor, unfinished: list[int] | None = None) -> SortedCaptions:
+    """Sort captions; a host that does not know how many are `unfinished` at each step has to wait for the device."""
     lengths_B, order = (tokens_BT[:, 1:] != PAD).sum(1).sort(descending=True, stable=True)
-    positions_T = torch.arange(tokens_BT.shape[1] - 1, device=lengths_B.device)
-    return SortedCaptions(tokens_BT[order], order, (lengths_B[:, None] > positions_T).sum(0).tolist())
+    if unfinished is None:
+        positions_T = torch.arange(tokens_BT.shape[1] - 1, device=lengths_B.device)
+        unfinished = (lengths_B[:, None] > positions_T).sum(0).tolist()
+    return SortedCaptions(tokens_BT[order], order, unfinished)
 
 
 class Captioner(nn.Module):
@@ -138,9 +141,9 @@ class Captioner(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self.dropout(hidden), self.embedding.weight, self.bias)
 
-    def forward(self, pixels: Tensor, tokens_BT: Tensor) -> TeacherForced:
+    def forward(self, pixels: Tensor, tokens_BT: Tensor, unfinished: list[int] | None = None) -> TeacherForced:
         if len(pixels):
-            captions = sort_captions(tokens_BT)  # the host waits for the lengths: do it before the GPU is busy
+            captions = sort_captions(tokens_BT, unfinished)
             return self.teacher_force(self.encode(pixels), captions)
         # A rank without a sample takes the same path, so that every parameter has a gradient of zero. Its blank sample
         # enters after the encoder, whose batch norms would count a blank image in their statistics.
