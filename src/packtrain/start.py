@@ -44,6 +44,7 @@ from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
 from packtrain.train.progress import Progress
+from packtrain.train.schedule import rate_of
 from packtrain.units import Duration
 
 
@@ -453,7 +454,7 @@ def _rate_in_words(run: Run, job: Job) -> str:
     if not job.train.schedule.follows_duration:
         return "the learning rate does not depend on train.duration: it continues as it was"
     now = _made(run, last_step(run))
-    before, after = (one.train.schedule.build(1, one.train.duration)(now) for one in (run.job, job))
+    before, after = (rate_of(one.train, 1)(now) for one in (run.job, job))
     told = f"at step {now.step:,} it changes from {before:.3g} to {after:.3g}"
     return f"the learning rate follows train.duration: {told}"
 

@@ -17,6 +17,7 @@ from packtrain.data.order import (
     Stream,
     block,
     epoch_batches,
+    micro_batches,
     mixed_epoch,
     permutation,
     philox_words,
@@ -71,6 +72,19 @@ def test_the_shares_of_all_ranks_put_together_are_the_batch(
         assert sorted(np.concatenate(shares).tolist()) == sorted(batch.tolist())
         sizes = [len(one) for one in shares]
         assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))
+def test_groups_stay_together_on_any_number_of_ranks(count: int, num_ranks: int, group: int, budget: int) -> None:
+    batch, costs = np.arange(count), np.ones(count, np.int64)
+    shares = [share(batch, rank, num_ranks, group) for rank in range(num_ranks)]
+    parts = [part for one in shares for part in micro_batches(one, costs, budget, group)]
+    assert sorted(np.concatenate(parts).tolist()) == batch.tolist()
+    for part in parts:
+        assert len(part) <= max(budget, group)
+        firsts = part[::group]
+        assert all(first % group == 0 for first in firsts.tolist())
+        assert part.tolist() == [one for first in firsts.tolist() for one in range(first, min(first + group, count))]
 
 
 @given(samples(), budgets, seeds, st.integers(0, 1000))

@@ -103,6 +103,7 @@ def test_the_train_section_reads_back_what_it_writes() -> None:
     for fields in (
         {"schedule": {"phases": DAWNBENCH}},
         {"schedule": {"cosine": {"peak": 1.0, "warmup": "2 epochs"}}, "exchange": {"local": {"every": "20 steps"}}},
+        {"scale_rate": {"sqrt": "256 samples"}, "augment": {"randaugment": {}, "mixup": 0.2}},
         {"optimizer": {"sgd": {"momentum": 0.9, "nesterov": True}}, "micro_batch": "32 samples", "precision": "fp16"},
     ):
         train = settings(**fields)
@@ -179,7 +180,14 @@ WHOLE = "must be a whole number of epochs; the next phase changes the batch or t
          "exchange.ddp.compress: 'int8' is not one of no, fp16, bf16; known: bf16, fp16, no"),
         ({"exchange": {"horovod": {}}}, "exchange.horovod: unknown key; known: ddp, fsdp, local"),
         ({"optimizer": {"sgd": {"momentum": 0.0, "nesterov": True}}}, "optimizer.sgd.nesterov: requires a momentum"),
-        ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, sgd"),
+        ({"optimizer": {"lion": {}}}, "optimizer.lion: unknown key; known: adam, adamw, lamb, lars, sgd"),
+        ({"scale_rate": {}}, "scale_rate: set exactly one of linear and sqrt, such as {linear: 256 samples}"),
+        ({"scale_rate": {"linear": "8 samples", "sqrt": "8 samples"}},
+         "scale_rate: set exactly one of linear and sqrt, such as {linear: 256 samples}"),
+        ({"scale_rate": {"sqrt": "256 tokens"}}, "scale_rate.sqrt: must be in samples, like the batch"),
+        ({"scale_rate": {"linear": 256}}, "scale_rate.linear: needs a unit, such as '4096 tokens'"),
+        ({"scale_rate": "linear"}, "scale_rate: must be a mapping, not a string"),
+        ({"scale_rate": {"cubic": "8 samples"}}, "scale_rate.cubic: unknown key; known: linear, sqrt"),
         ({"patience": "100 steps"}, "patience: must be in seconds, such as '1 min'"),
         ({"compile": "yes"}, "compile: must be true or false, not a string"),
     ],

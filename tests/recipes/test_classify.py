@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from pack.pictures import photo, quarters, saved, with_size
 from packtrain.data.images import random_crop
+from packtrain.data.loader import Position, rank_batches
 from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake
@@ -30,6 +34,8 @@ from packtrain.recipes import (
     recipe_class,
 )
 from packtrain.recipes.classify import EVALUATION_BATCH, read_words, top_prediction
+from packtrain.recipes.recipe import training_order
+from packtrain.recipes.resnet import normalize
 from packtrain.store import open_store
 from parts.models import with_files
 
@@ -158,6 +164,72 @@ def test_the_loss_is_a_sum_over_the_samples(make: MakeClassify) -> None:
     for ids in (np.arange(5), np.arange(1)):
         loss = recipe.loss(model, tensors(recipe, ids)).item()
         assert loss == pytest.approx(len(ids) * math.log(len(CLASSES)), rel=1e-5)
+
+
+MIXED: dict[str, Any] = {"mixup": 0.8, "cutmix": 1.0, "erasing": 0.5, "randaugment": {"magnitude": 15}}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_mixed_images_is_the_cross_entropy_with_both_classes(make: MakeClassify, smoothing: float) -> None:
+    recipe = make(train={"label_smoothing": smoothing, "augment": MIXED})
+    model, batch = model_of(recipe), tensors(recipe, np.arange(9))
+    with torch.no_grad():
+        likely = model(normalize(batch["pixels"])).log_softmax(1)
+        found = recipe.loss(model, batch)
+    own, other = (nn.functional.one_hot(batch[name], len(CLASSES)) for name in ("label", "other_label"))
+    weight = batch["weight"][:, None]
+    target = (1 - smoothing) * (weight * own + (1 - weight) * other) + smoothing / len(CLASSES)
+    assert 0 < weight[:8].min() < weight[:8].max() < 1
+    assert weight[8] == 1
+    assert found.item() == pytest.approx(-(target * likely).sum().item(), rel=1e-5)
+
+
+def test_evaluations_are_neither_augmented_nor_mixed(make: MakeClassify) -> None:
+    plain, mixed = make(), make(train={"augment": MIXED})
+    model = model_of(plain)
+    assert measured(plain, model, 1)[0].values == measured(mixed, model, 1)[0].values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_mixed_batches_do_not_depend_on_workers_and_micro_batches(make: MakeClassify, num_ranks: int) -> None:
+    """Of 21 images in batches of 7, one of each batch has no other; a micro-batch of 3 has room for one pair."""
+    recipe = make(train={"augment": MIXED, "batch": "7 samples"})
+
+    def epoch(ranks: int, budget: int | None) -> dict[int, list[Any]]:
+        order, found = training_order(recipe), dict[int, list[Any]]()
+        for rank in range(ranks):
+            for loaded in islice(rank_batches(order, recipe.batch, Position(), rank, ranks, budget), 3):
+                rows = [zip(*part.values(), strict=True) for part in loaded.micro_batches]
+                seen = [[value.tolist() for value in row] for part in rows for row in part]
+                found.update(zip(loaded.ids.tolist(), seen, strict=True))
+        return found
+
+    assert len(epoch(1, None)) == TRAIN
+    assert epoch(num_ranks, 3) == epoch(1, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"augment": MIXED, "micro_batch": "1 samples"}, "must be at least 2 samples: mixup and cutmix mix pairs"),
+        ({"augment": {"mixup": -0.1}}, "must be at least 0"),
+        ({"augment": {"erasing": 1.5}}, "must be at most 1"),
+        ({"augment": {"randaugment": {"magnitude": 31}}}, "must be at most 30"),
+        ({"augment": {"randaugment": {"operations": 0}}}, "must be at least 1"),
+        ({"augment": {"randaugment": 2}}, "must be a mapping, not an integer"),
+        ({"augment": {"cut_mix": 1.0}}, "unknown key; did you mean 'cutmix'?"),
+    ],
+)
+def test_augmentation_that_makes_no_sense_is_refused(train: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(told)):
+        job_of(NO_DATA, train=train)
+
+
+def test_a_recipe_that_does_not_augment_says_so() -> None:
+    job = job_of({"train": [{"coco": ["captions.json", "images"]}]}, train={"augment": MIXED}, model={"size": "tiny"})
+    with pytest.raises(FieldMistake, match="caption does not support it; remove it") as refused:
+        check_recipe(job.model_copy(update={"recipe": "caption"}))
+    assert refused.value.field == "train.augment"
 
 
 # Evaluation.

@@ -255,6 +255,12 @@ def test_every_schedule_is_told_in_words() -> None:
     assert "until 3 epochs linearly from 0.5 to 2; until 5 epochs at 0.1" in rate_of({"phases": phases})
 
 
+def test_a_scaled_rate_is_told_with_its_factor() -> None:
+    answer = rate_of({"constant": {"rate": 0.1}}, batch="64 samples", scale_rate={"sqrt": "4 samples"})
+    scaled = "Rates are written for 4 samples and scaled with the square root: at 64 samples they are multiplied by 4."
+    assert answer.startswith(f"It stays at 0.1. {scaled} ")
+
+
 def test_what_the_steps_recorded_is_told_too() -> None:
     answer = rate_of({"constant": {"rate": 0.1}})
     assert answer.endswith("It was highest at step 30 (0.03) and 0.03 at step 30.")

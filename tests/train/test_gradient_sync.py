@@ -59,6 +59,14 @@ def test_losses_are_equal_up_to_rounding_for_any_number_of_workers(
         assert_close(training.run(ranks, batch="5 samples", exchange=exchange), alone)
 
 
+@pytest.mark.parametrize("optimizer", [{"lars": {"trust": 0.1}}, {"lamb": {}}], ids=["lars", "lamb"])
+def test_sharded_layers_are_scaled_by_the_norms_of_the_whole_layers(
+    training: Training, optimizer: dict[str, Any]
+) -> None:
+    alone = training.run(1, optimizer=optimizer)
+    assert_close(training.run(3, optimizer=optimizer, exchange={"fsdp": {}}), alone, rel=1e-4)
+
+
 @pytest.mark.parametrize("exchange", [{"ddp": {}}, {"fsdp": {}}], ids=["ddp", "fsdp"])
 def test_uneven_micro_batches_do_not_change_the_losses(training: Training, exchange: dict[str, Any]) -> None:
     alone = training.run(1, batch="5 samples")

@@ -2,15 +2,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from packtrain.job.kinds import OPTIMIZERS, kind_class
+from packtrain.job.kinds import OPTIMIZERS, OptimizerKind, kind_class
 from packtrain.run.checkpoint import CorruptCheckpoint
-from packtrain.train.optimizer import AdamSettings, AdamWSettings, SgdSettings, load_optimizer, optimizer_tensors
+from packtrain.train.optimizer import (
+    AdamSettings,
+    AdamWSettings,
+    LambSettings,
+    LarsSettings,
+    SgdSettings,
+    load_optimizer,
+    optimizer_tensors,
+)
 
 ENTRIES = [
     *[("weight", shape, entry) for entry, shape in (("step", ()), ("exp_avg", (2, 4)), ("exp_avg_sq", (2, 4)))],
@@ -132,6 +141,97 @@ def test_adamw_decays_the_weights_and_adam_decays_through_its_moments() -> None:
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
         assert model.weight.item() == pytest.approx(wanted, rel=1e-6)
+
+
+def layers_of(model: nn.Module) -> list[tuple[nn.Parameter, Tensor, bool]]:
+    """Return each parameter, its gradient as doubles, and if it is a layer: norms and biases are not."""
+    return [(one, cast(Tensor, one.grad).double(), one.ndim > 1) for one in model.parameters()]
+
+
+def ratio_of(weights: Tensor, other: float) -> float:
+    norm = weights.square().sum().sqrt().item()
+    return norm / other if norm and other else 1.0
+
+
+def lars_by_hand(model: nn.Module, memory: dict[int, Any], rate: float, decay: float, number: int) -> None:
+    for at, (parameter, gradient, is_layer) in enumerate(layers_of(model)):
+        weights, change = parameter.detach().double(), gradient
+        if is_layer:
+            change = gradient + decay * weights
+            norms = gradient.norm().item() + decay * weights.norm().item()
+            change *= 0.02 * ratio_of(weights, norms) if weights.norm() and gradient.norm() else 1.0
+        memory[at] = 0.8 * memory.get(at, 0.0) + change
+        parameter.data = (weights - rate * memory[at]).float()
+
+
+def lamb_by_hand(model: nn.Module, memory: dict[int, Any], rate: float, decay: float, number: int) -> None:
+    for at, (parameter, gradient, is_layer) in enumerate(layers_of(model)):
+        weights, (mean, square) = parameter.detach().double(), memory.get(at, (0.0, 0.0))
+        mean, square = 0.8 * mean + 0.2 * gradient, 0.9 * square + 0.1 * gradient**2
+        memory[at] = mean, square
+        update = (mean / (1 - 0.8**number)) / ((square / (1 - 0.9**number)).sqrt() + 1e-5)
+        if is_layer:
+            update = update + decay * weights
+            update *= ratio_of(weights, update.norm().item())
+        parameter.data = (weights - rate * update).float()
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_hand"),
+    [
+        (LarsSettings(momentum=0.8, trust=0.02, decay=0.1), lars_by_hand),
+        (LambSettings(betas=(0.8, 0.9), epsilon=1e-5, decay=0.1), lamb_by_hand),
+    ],
+    ids=["lars", "lamb"],
+)
+def test_layerwise_optimizers_follow_their_formulas(settings: OptimizerKind, by_hand: Callable[..., None]) -> None:
+    """One layer is zero at first: its norm says nothing."""
+    model, reference = a_model(), a_model()
+    for one in (model, reference):
+        nn.init.zeros_(one[2].weight)  # type: ignore[index]
+    optimizer, memory = settings.build(model), dict[int, Any]()
+    for step in range(6):
+        rate = 0.1 / (step + 1)
+        for one in (model, reference):
+            torch.manual_seed(step)
+            one.zero_grad()
+            (one(torch.randn(5, 4)) - 1).square().sum().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        by_hand(reference, memory, rate, 0.1, step + 1)
+        for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [LarsSettings(), LambSettings()])
+def test_layerwise_optimizers_change_no_weight_where_the_device_found_an_infinite_gradient(
+    settings: OptimizerKind,
+) -> None:
+    model, told = a_model(), a_model()
+    optimizer, one_told = settings.build(model), settings.build(told)
+    one_told.found_inf = torch.zeros(())
+    train(model, optimizer, range(3))
+    train(told, one_told, range(3))
+    assert all(torch.equal(found, told.state_dict()[name]) for name, found in model.state_dict().items())
+    one_told.found_inf += 1
+    for parameter in told.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    one_told.step()
+    assert all(torch.equal(found, told.state_dict()[name]) for name, found in model.state_dict().items())
+    assert all(tensor.isfinite().all() for tensor in optimizer_tensors(one_told, told).values())
+
+
+@pytest.mark.parametrize("settings", [LarsSettings(), LambSettings()])
+def test_layerwise_steps_read_nothing_from_the_device(settings: OptimizerKind) -> None:
+    """A device without memory has nothing to read: whoever asks for a number there fails."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)).to("meta")
+    optimizer = settings.build(model)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert {tensor.device.type for tensor in optimizer_tensors(optimizer, model).values()} == {"meta"}
 
 
 def test_optimizer_state_of_another_model_is_refused_by_name() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import SCHEDULES
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import Rate
+from packtrain.train.schedule import Rate, rate_of
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "noam": {"warmup": "4 steps", "peak": 0.1},
@@ -143,3 +143,27 @@ def test_phases_are_linear() -> None:
     assert lines(at(5)) == pytest.approx(0.1)
     assert lines(at(8)) == pytest.approx(0.1 - 0.099 * 3 / 5)
     assert lines(at(10)) == lines(at(1000)) == pytest.approx(0.001)
+
+
+# Scaled by the batch.
+
+
+def scaled(schedule: dict[str, Any], batch: str = "1024 samples", **scale: str) -> Rate:
+    train = {"duration": "9 epochs", "batch": batch, "schedule": schedule, "scale_rate": scale or None}
+    return rate_of(TrainSettings.model_validate(train), 512)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_is_scaled_by_the_batch(kind: str) -> None:
+    schedule = {kind: EXAMPLES[kind] | ({"warmup": "2 epochs"} if kind == "cosine" else {})}
+    plain, linear, root = scaled(schedule), scaled(schedule, linear="256 samples"), scaled(schedule, sqrt="256 samples")
+    for now in (at(0), at(7, 0.5), at(99, 8.5)):
+        assert linear(now) == pytest.approx(4 * plain(now))
+        assert root(now) == pytest.approx(2 * plain(now))
+    assert scaled(schedule, "64 samples", linear="256 samples")(at(7)) == pytest.approx(plain(at(7)) / 4)
+
+
+def test_a_phase_with_another_batch_is_scaled_by_that_batch() -> None:
+    phases = [{"until": "2 epochs", "rate": 0.1}, {"until": "9 epochs", "rate": 0.1, "batch": "512 samples"}]
+    rate = scaled({"phases": phases}, linear="256 samples")
+    assert [rate(at(7, epoch)) for epoch in (0.0, 1.99, 2.0, 8.9)] == pytest.approx([0.4, 0.4, 0.2, 0.2])

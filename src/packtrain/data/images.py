@@ -27,7 +27,8 @@ from packtrain.system import usable_cores
 _SCRATCH_BYTES = 6 << 20
 _TRIES = 10
 _WORDS_PER_TRY = 4  # random words: area, aspect ratio, left, top
-_WORDS = 1 + _TRIES * _WORDS_PER_TRY  # the first one decides on the flip
+BOX_WORDS = _TRIES * _WORDS_PER_TRY
+"""Random words that a random box takes."""
 _NARROWEST, _WIDEST = 3 / 4, 4 / 3
 _ZOOM = 1.14  # validation crops the center, as if the image were resized to 1.14 x the size before
 _ROUND = 8  # pixels: sides of rectangular batches are multiples of it
@@ -42,6 +43,7 @@ class Crop(NamedTuple):
 
 
 CropOf = Callable[[int, int, int], Crop]  # given the place in the batch, width and height of an image
+Change = Callable[[int, Pixels], None]  # given the place in the batch, changes the pixels of an image that is cropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +55,34 @@ class RectangularBatch:
     width: int
 
 
+def fractions(words: Sequence[int]) -> list[float]:
+    """Return random words as numbers from 0 to less than 1."""
+    return [(word >> 11) * 2.0**-53 for word in words]
+
+
+def random_box(
+    width: int, height: int, areas: tuple[float, float], ratios: tuple[float, float], words: Sequence[int]
+) -> Box | None:
+    """Return a box with a share of the area and a ratio of its sides within limits; None if ten tries do not fit."""
+    numbers = fractions(words[:BOX_WORDS])
+    for at in range(0, len(numbers), _WORDS_PER_TRY):
+        scale, shape, across, down = numbers[at : at + _WORDS_PER_TRY]
+        area = width * height * (areas[0] + (areas[1] - areas[0]) * scale)
+        ratio = ratios[0] * (ratios[1] / ratios[0]) ** shape
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, top = int(across * (width - box_width + 1)), int(down * (height - box_height + 1))
+            return Box(left, top, box_width, box_height)
+    return None
+
+
 def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[int]) -> Box:
     """Return a box of `min_scale` to all of the area and a ratio of 3/4 to 4/3; the center if ten tries do not fit.
 
     This is torchvision's random resized crop, from 40 random words of 64 bits.
     """
-    numbers = [(word >> 11) * 2.0**-53 for word in words[: _TRIES * _WORDS_PER_TRY]]
-    for at in range(0, len(numbers), _WORDS_PER_TRY):
-        scale, shape, across, down = numbers[at : at + _WORDS_PER_TRY]
-        area = width * height * (min_scale + (1 - min_scale) * scale)
-        ratio = _NARROWEST * (_WIDEST / _NARROWEST) ** shape
-        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < box_width <= width and 0 < box_height <= height:
-            left, top = int(across * (width - box_width + 1)), int(down * (height - box_height + 1))
-            return Box(left, top, box_width, box_height)
+    if box := random_box(width, height, (min_scale, 1), (_NARROWEST, _WIDEST), words):
+        return box
     box_width = min(width, max(1, round(height * _WIDEST)))
     box_height = min(height, max(1, round(width / _NARROWEST)))
     return _centered(width, height, box_width, box_height)
@@ -74,7 +90,7 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
 
 def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
     """Return the crop of a sample in an epoch of training, after it came `turn` times before."""
-    flip, *words = philox_words(_WORDS, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
+    flip, *words = philox_words(1 + BOX_WORDS, seed, epoch, sample, Stream.AUGMENTATION, turn=turn).tolist()
     return Crop(random_crop_box(width, height, min_scale, words), flip=bool(flip >> 63))
 
 
@@ -176,19 +192,21 @@ class ImageBatches:
         """Return a whole image in its own size, to be shown."""
         return self._read(0, row, lambda _, width, height: Crop(Box(0, 0, width, height)))[1]
 
-    def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf) -> Pixels:
+    def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf, change: Change | None = None) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
         # Shared by all threads: each takes the next image, so that none waits for a slow one.
         left = iter(enumerate(ids.tolist()))
-        for done in [self._pool.submit(self._fill, out, left, crop_of) for _ in range(self._threads)]:
+        for done in [self._pool.submit(self._fill, out, left, crop_of, change) for _ in range(self._threads)]:
             done.result()
         return out
 
-    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf) -> None:
+    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf, change: Change | None) -> None:
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
         for at, row in left:
             crop, pixels = self._read(at, row, crop_of, decoded)
             resize_into(out[at], pixels, crop.flip, closed)
+            if change is not None:
+                change(at, out[at])
 
     def _read(self, at: int, row: int, crop_of: CropOf, scratch: Pixels | None = None) -> tuple[Crop, Pixels]:
         """Return the crop of an image; a shard that is damaged on this machine is fetched again."""

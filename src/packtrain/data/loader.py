@@ -64,7 +64,8 @@ class Order:
     """Everything that decides the order of samples. The number of workers is not part of it.
 
     `budget` returns the largest cost of a batch in an epoch; `lengths` are the positions that padded samples take;
-    `sources` the number of samples of each source, and `weights` how many times an epoch passes over each.
+    `sources` the number of samples of each source, and `weights` how many times an epoch passes over each. Every
+    `group` samples of a batch in a row belong together, and are loaded by one rank in one micro-batch.
     """
 
     costs: NDArray[Any]
@@ -74,6 +75,7 @@ class Order:
     lengths: NDArray[Any] | None = None
     sources: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    group: int = 1
 
     def batches(self, epoch: int) -> list[Ids]:
         """Return the global batches of an epoch, at least one."""
@@ -91,6 +93,12 @@ class Order:
             return [np.zeros(len(batch), np.int64) for batch in batches]
         ends = np.cumsum([len(batch) for batch in batches])
         return np.split(repeats_of(np.concatenate(batches)), ends[:-1])
+
+    def share(self, batch: Ids, rank: int, num_ranks: int) -> Ids:
+        return share(batch, rank, num_ranks, self.group)
+
+    def micro_batches(self, ids: Ids, budget: int | None) -> list[Ids]:
+        return micro_batches(ids, self.costs, budget, self.group)
 
 
 Load = Callable[[], LoadedBatch | None]
@@ -140,17 +148,17 @@ def rank_batches(
     """
 
     def divided(batch: Ids) -> list[Ids]:
-        own = micro_batches(share(batch, rank, num_ranks), order.costs, micro_batch_cost)
+        own = order.micro_batches(order.share(batch, rank, num_ranks), micro_batch_cost)
         if not equal_counts:
             return own
         # Every rank computes the counts of all others by itself: nothing has to be exchanged.
-        shares = (share(batch, other, num_ranks) for other in range(num_ranks))
-        most = max(len(micro_batches(ids, order.costs, micro_batch_cost)) for ids in shares)
+        shares = (order.share(batch, other, num_ranks) for other in range(num_ranks))
+        most = max(len(order.micro_batches(ids, micro_batch_cost)) for ids in shares)
         return own + [batch[:0]] * (most - len(own))
 
     def load(batches: list[Ids], repeats: list[Ids], at: Position) -> LoadedBatch:
         batch = batches[at.batch]
-        own, own_repeats = share(batch, rank, num_ranks), share(repeats[at.batch], rank, num_ranks)
+        own, own_repeats = (order.share(of, rank, num_ranks) for of in (batch, repeats[at.batch]))
         is_last = at.batch + 1 == len(batches)
         parts = divided(batch)
         repeats_of_parts = np.split(own_repeats, np.cumsum([len(part) for part in parts])[:-1])
@@ -169,7 +177,7 @@ def rank_batches(
         )
 
     def prefetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
-        own = [share(ids, rank, num_ranks) for ids in batches]
+        own = [order.share(ids, rank, num_ranks) for ids in batches]
         stack.enter_context(fetching(np.concatenate(own or [np.zeros(0, np.int64)]), epoch))
 
     def loads() -> Generator[Load]:

@@ -38,6 +38,9 @@ class Stream(IntEnum):
     DECODING = 5
     CAPTIONS = 6
     TRAINING = 7
+    OPERATIONS = 8
+    ERASING = 9
+    PAIRS = 10
 
 
 def philox_words(count: int, seed: int, *counters: int, turn: int = 0) -> NDArray[np.uint64]:
@@ -146,16 +149,22 @@ def _edges(costs: NDArray[Any], budget: int, lengths: NDArray[Any] | None, most_
     return edges
 
 
-def share(batch: Ids, rank: int, num_ranks: int) -> Ids:
-    """Return a rank's part of a global batch: every num_ranks-th sample, so that all ranks get similar lengths."""
-    return batch[rank::num_ranks]
+def share(batch: Ids, rank: int, num_ranks: int, group: int = 1) -> Ids:
+    """Return a rank's part of a global batch: every num_ranks-th sample, so that all ranks get similar lengths.
+
+    Every `group` samples in a row stay together: one rank has them, however many there are.
+    """
+    own: Ids = batch[np.arange(len(batch)) // group % num_ranks == rank]
+    return own
 
 
-def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None) -> list[Ids]:
-    """Divide ids into consecutive micro-batches of at most that cost, or of one sample; no ids make an empty one."""
+def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None, group: int = 1) -> list[Ids]:
+    """Divide ids into consecutive micro-batches of at most that cost, or of one group; no ids make an empty one."""
     if budget is None or not len(ids):
         return [ids]
-    return [ids[start:end] for start, end in pairwise(_edges(costs[ids], budget, None, 0.0))]
+    grouped = np.add.reduceat(costs[ids], np.arange(0, len(ids), group))
+    edges = [group * edge for edge in _edges(grouped, budget, None, 0.0)]
+    return [ids[start:end] for start, end in pairwise(edges)]
 
 
 def block(count: int, rank: int, num_ranks: int) -> range:

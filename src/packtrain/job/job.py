@@ -51,6 +51,7 @@ from packtrain.job.part import (
     Length,
     Location,
     Name,
+    NotNegative,
     Ordinal,
     Part,
     Pixels,
@@ -208,6 +209,59 @@ class EpochSettings:
 _GPU_SHARE = {"samples": (16, 64), "tokens": (1024, 4096)}
 
 
+class RandAugmentSettings(Part):
+    """How many random operations change an image, and how much each of them changes it."""
+
+    operations: Annotated[int, Field(strict=True, ge=1, le=8)] = 2
+    magnitude: Annotated[float, Field(strict=True, ge=0, le=30, allow_inf_nan=False)] = 9.0
+
+
+class AugmentSettings(Part):
+    """Changes of a training image after it is cropped. `mixup` and `cutmix` mix pairs of images, and their classes.
+
+    These two are the parameter of the beta distribution that the weights are drawn from; 0 is off.
+    """
+
+    randaugment: RandAugmentSettings | None = None
+    erasing: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.0
+    mixup: NotNegative = 0.0
+    cutmix: NotNegative = 0.0
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class RateScale(Part):
+    """The batch that the rates of the schedule are written for: with another one they change linearly with it, or with
+    its square root."""
+
+    linear: BatchSize | None = None
+    sqrt: BatchSize | None = None
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if (self.linear is None) == (self.sqrt is None):
+            yield (), "set exactly one of linear and sqrt, such as {linear: 256 samples}"
+
+    @property
+    def base(self) -> Amount:
+        base = self.linear or self.sqrt
+        assert base is not None
+        return base
+
+    def factor(self, batch: Amount) -> float:
+        """Return what a rate is multiplied by with a batch of that size."""
+        ratio = batch.value / self.base.value
+        return math.sqrt(ratio) if self.linear is None else ratio
+
+    def in_words(self, batch: Amount) -> str:
+        how = "linearly" if self.sqrt is None else "with the square root"
+        return (
+            f"rates are written for {self.base} and scaled {how}: at {batch} they are multiplied by"
+            f" {self.factor(batch):.4g}"
+        )
+
+
 class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
 
@@ -220,12 +274,14 @@ class TrainSettings(Part):
     exchange: AnyExchange = default_kind(EXCHANGES, "ddp")
     optimizer: AnyOptimizer = default_kind(OPTIMIZERS, "adam")
     schedule: AnySchedule
+    scale_rate: RateScale | None = None
     clip: Positive | None = None
     label_smoothing: Fraction = 0.0
     ema: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] | None = None
     size: Pixels = 224
     min_scale: Scale = 0.08
     rectangular: Boolean = False
+    augment: AugmentSettings | None = None
     exact: Boolean = True
     compile: Boolean = False
     patience: Seconds = Duration(60, "seconds")
@@ -235,6 +291,13 @@ class TrainSettings(Part):
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.micro_batch is not None and self.micro_batch.unit != self.batch.unit:
             yield ("micro_batch",), f"must be in {self.batch.unit}, like the batch"
+        if self.scale_rate is not None and self.scale_rate.base.unit != self.batch.unit:
+            word = "sqrt" if self.scale_rate.linear is None else "linear"
+            yield ("scale_rate", word), f"must be in {self.batch.unit}, like the batch"
+        if self.augment is not None and self.augment.mixes:
+            for field, amount in (("batch", self.batch), ("micro_batch", self.micro_batch)):
+                if amount is not None and amount.value < 2:
+                    yield (field,), "must be at least 2 samples: mixup and cutmix mix pairs of images"
         if self.profile is not None and self.profile.value > _MAX_PROFILED_STEPS:
             yield ("profile",), f"must be at most {_MAX_PROFILED_STEPS} steps: a trace of more takes minutes to write"
         # Rules of one kind are in its own class: this one names no kind.

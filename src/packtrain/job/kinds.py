@@ -66,6 +66,8 @@ OPTIMIZERS: dict[str, str] = {
     "sgd": "packtrain.train.optimizer:SgdSettings",
     "adam": "packtrain.train.optimizer:AdamSettings",
     "adamw": "packtrain.train.optimizer:AdamWSettings",
+    "lars": "packtrain.train.optimizer:LarsSettings",
+    "lamb": "packtrain.train.optimizer:LambSettings",
 }
 EXCHANGES: dict[str, str] = {
     "ddp": "packtrain.train.gradient_sync:DdpSettings",

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from packtrain.job.job import (
+    AugmentSettings,
     BudgetSettings,
     CacheSettings,
     CheckpointSettings,
@@ -21,6 +22,8 @@ from packtrain.job.job import (
     FleetSettings,
     Job,
     ModelSettings,
+    RandAugmentSettings,
+    RateScale,
     ReportSettings,
     TrainSettings,
 )
@@ -44,6 +47,13 @@ _SECTIONS: Mapping[str, type[Part]] = {
     "checkpoint": CheckpointSettings,
     "budget": BudgetSettings,
     "report": ReportSettings,
+}
+# Parts within a section: their place in the reference. Each is named after the last word of it.
+_WITHIN: Mapping[str, tuple[type[Part], str]] = {
+    "CacheSettings": (CacheSettings, "fleet.cache"),
+    "AugmentSettings": (AugmentSettings, "train.augment"),
+    "RandAugmentSettings": (RandAugmentSettings, "train.randaugment"),
+    "RateScale": (RateScale, "train.scale_rate"),
 }
 _STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
 _PLAIN = {"type": ["string", "number", "boolean"]}
@@ -74,7 +84,7 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     own = {"type": "string", "pattern": properties["recipe"]["anyOf"][0]["pattern"]}
     properties["recipe"] |= {"anyOf": [{"enum": list(recipes)}, own, {"type": "null"}]}
     families = {name: _kinds(words, texts, name) for words, name in _FAMILIES.values()}
-    named = {"source": _source(texts), "inputs": _inputs(), "cache": _part(CacheSettings, texts, "fleet.cache")}
+    named = {"source": _source(texts), "inputs": _inputs(), **_within(texts)}
     none = {"type": "null"}
     of_program = {"data": _ref("inputs"), "recipe": none, "model": none, "train": none, "evaluate": none}
     rules = [_recipe(name, recipe) for name, recipe in recipes.items()]
@@ -138,9 +148,19 @@ def _completed(value: Any, is_schema: bool = False) -> Any:
     if "kinds" in value and isinstance(value["kinds"], str):
         return _ref(_FAMILIES[value["kinds"]][1])
     if "$ref" in value:
-        return {"$ref": value["$ref"].replace("CacheSettings", "cache")}
+        name = value["$ref"].rpartition("/")[2]
+        return _ref(_word_within(name) if name in _WITHIN else name)
     below = {key: _completed(one, is_schema=key != "properties") for key, one in value.items()}
     return {key: one for key, one in below.items() if not (is_schema and key == "title" and isinstance(one, str))}
+
+
+def _word_within(name: str) -> str:
+    return _WITHIN[name][1].rpartition(".")[2]
+
+
+def _within(texts: Descriptions) -> dict[str, Schema]:
+    """Return the parts within sections, such as the cache of a fleet."""
+    return {_word_within(name): _part(kind, texts, scope) for name, (kind, scope) in _WITHIN.items()}
 
 
 def _nested(texts: Descriptions) -> dict[str, Schema]:

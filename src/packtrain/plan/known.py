@@ -36,7 +36,7 @@ from packtrain.system import cache_directory
 
 _FORMAT = 1
 # Fields of `train` that change neither the work of a step nor its data.
-_NO_WORK = {"duration", "schedule", "clip", "label_smoothing", "patience", "seed"}
+_NO_WORK = {"duration", "schedule", "scale_rate", "clip", "label_smoothing", "patience", "seed"}
 _ENOUGH_STEPS = 20  # of an earlier run
 _RECENT_STEPS = 100
 _LOOKED_AT = 5  # earlier runs of the job

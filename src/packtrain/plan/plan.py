@@ -109,6 +109,8 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
     elif request.device is None and request.link is None:  # else it is about machines that the job does not name
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
+    if job.train.scale_rate is not None:
+        notes = [*notes, job.train.scale_rate.in_words(job.train.batch)]
     return Plan(
         job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
         show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),

@@ -89,6 +89,8 @@ def check_recipe(job: Job, code: Path | None = None) -> None:
         raise FieldMistake(
             "train.batch", f"{job.recipe} counts batches in {recipe.unit}, not in {job.train.batch.unit}"
         )
+    if job.train.augment is not None and not recipe.supports_augment:
+        raise FieldMistake("train.augment", f"{job.recipe} does not support it; remove it")
     for split in ("train", "valid", "test"):
         for number, source in enumerate(getattr(job.data, split)):
             if not source.contents & recipe.contents:

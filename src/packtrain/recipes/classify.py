@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from packtrain.data.augment import PAIR, AugmentedBatches, mixes_of, swapped
 from packtrain.data.images import ImageBatches, RectangularBatch, center_box, rectangular_plan, resize
 from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
@@ -102,6 +103,7 @@ class Classify(ImageRecipe[ImageBatches]):
     files = ("weights", "words")
     rows: ClassVar[Rows] = {"fc.weight": "classes", "fc.bias": "classes"}
     decode_options = frozenset()
+    supports_augment = True
     sizes = OPTIONS
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},
@@ -117,7 +119,10 @@ class Classify(ImageRecipe[ImageBatches]):
     }
 
     def __init__(self, job: Job, pack: Pack) -> None:
-        super().__init__(job, pack, ImageBatches)
+        augment = job.train.augment
+        make = ImageBatches if augment is None else partial(AugmentedBatches, settings=augment)
+        super().__init__(job, pack, make)
+        self._mixing = augment if augment is not None and augment.mixes else None
         self._options = classifier_options(job.model)
         self._shape = _resnet_shape(job.model)
 
@@ -131,11 +136,20 @@ class Classify(ImageRecipe[ImageBatches]):
 
     # Data.
 
+    @property
+    def group(self) -> int:
+        return 1 if self._mixing is None else PAIR
+
     def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
-        settings = self.job.train.in_epoch(epoch)
+        settings, seed = self.job.train.in_epoch(epoch), self.job.train.seed
         batches = self.copies.batches("train", settings.size)
-        pixels = batches.random(ids, self.job.train.seed, epoch, settings.size, settings.min_scale, repeats)
-        return {"pixels": pixels, "label": self._labels("train", settings.size, ids)}
+        pixels = batches.random(ids, seed, epoch, settings.size, settings.min_scale, repeats)
+        labels = self._labels("train", settings.size, ids)
+        if self._mixing is None:
+            return {"pixels": pixels, "label": labels}
+        mixes = mixes_of(self._mixing, settings.size, seed, epoch, ids, repeats)
+        weights = np.array([mix.weight for mix in mixes], np.float32)
+        return {"pixels": pixels, "label": labels, "other_label": swapped(labels), "weight": weights}
 
     def _labels(self, split: str, size: int, ids: Ids) -> NDArray[np.int64]:
         places = map(self.copies.reader(split, size).at, ids.tolist())
@@ -163,8 +177,15 @@ class Classify(ImageRecipe[ImageBatches]):
 
         from packtrain.recipes.resnet import normalize
 
-        logits = model(normalize(batch["pixels"])).float()
-        return cross_entropy(logits, batch["label"], label_smoothing=self.job.train.label_smoothing, reduction="sum")
+        logits, smoothing = model(normalize(batch["pixels"])).float(), self.job.train.label_smoothing
+        if self._mixing is None:
+            return cross_entropy(logits, batch["label"], label_smoothing=smoothing, reduction="sum")
+        # A cross-entropy is linear in its target, with smoothing too: that of the mix is the mix of both.
+        own, other = (
+            cross_entropy(logits, batch[name], label_smoothing=smoothing, reduction="none")
+            for name in ("label", "other_label")
+        )
+        return other.lerp(own, batch["weight"]).sum()
 
     # Evaluation.
 

@@ -193,6 +193,8 @@ class Recipe(ABC):
         {"beam", "n_best", "nucleus", "temperature", "repetition", "seed"}
     )
     """Fields of `decoding` that `packtrain predict` may change."""
+    supports_augment: ClassVar[bool] = False
+    """True if it makes use of `train.augment`."""
     supports_chat: ClassVar[bool] = False
     """True if `converse` is implemented."""
     rows: ClassVar[Rows] = {}
@@ -244,6 +246,14 @@ class Recipe(ABC):
     @abstractmethod
     def lengths(self) -> NDArray[np.int64]:
         """Positions that each training sample takes when padded: they bound the memory of a batch."""
+
+    @property
+    def group(self) -> int:
+        """How many samples in a row belong together, such as 2 if pairs are mixed: `batch` gets whole groups.
+
+        Only the last group of a global batch may have fewer.
+        """
+        return 1
 
     @abstractmethod
     def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
@@ -343,6 +353,7 @@ def training_order(recipe: Recipe) -> Order:
         recipe.lengths,
         recipe.pack.manifest.splits["train"].sources,
         tuple(source.weight for source in recipe.job.data.train),
+        recipe.group,
     )
 
 

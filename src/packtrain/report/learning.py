@@ -385,8 +385,12 @@ def learning_rate(evidence: Evidence) -> Finding | None:
     else:
         seen = f"It was highest at step {peak_step:,.0f} ({peak:.3g}) and {last:.3g} at step {last_step:,.0f}."
     settings = schedule.model_dump(mode="json", exclude_none=True)
+    words, scale = schedule.in_words, evidence.job.train.scale_rate
+    if scale is not None:
+        told = scale.in_words(evidence.job.train.batch)
+        words = f"{words} {told[0].upper()}{told[1:]}."
     return Finding(
-        "rate", "model", "What does the learning rate do?", f"{schedule.in_words} {seen}", "good",
+        "rate", "model", "What does the learning rate do?", f"{words} {seen}", "good",
         ("The words are those of train.schedule in the job; the curve is what the steps recorded.",),
         (Chart("learning rate", (Series("learning rate", rates),)),
          Rows(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),

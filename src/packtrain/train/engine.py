@@ -23,6 +23,7 @@ from packtrain.train.gradient_sync import GradientSync
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
+from packtrain.train.schedule import rate_of
 from packtrain.train.tensors import StoredTensor, placed
 from packtrain.train.transfer import Reading, is_queued, on_device
 from packtrain.train.world import World
@@ -70,7 +71,7 @@ class Engine:
         # The loss scale of fp16 has to be known before the next step.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not self.precision.scale.enabled
         self._spoilt = torch.zeros((), device=world.device) if is_queued(world.device) and can_skip else None
-        self._rate = settings.schedule.build(recipe.width, settings.duration)
+        self._rate = rate_of(settings, recipe.width)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.before_update: Callable[[], None] = lambda: None
         """Called when the gradients are computed and nothing has been updated yet."""

@@ -78,15 +78,50 @@ class AdamWSettings(OptimizerKind):
         return torch.optim.AdamW(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
 
 
-def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Return the parameters that decay and those that do not: norms and biases."""
+class LarsSettings(OptimizerKind):
+    """SGD for large batches of images: each layer steps in proportion to the norm of its weights."""
+
+    momentum: Fraction = 0.9
+    trust: Positive = 0.001
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.momentum else 0
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        from packtrain.train.layerwise import Lars
+
+        return Lars(_groups(model, self.decay, scaled=True), self.momentum, self.trust)
+
+
+class LambSettings(OptimizerKind):
+    """AdamW for large batches: each layer steps in proportion to the norm of its weights."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    epsilon: Positive = 1e-6
+    decay: NotNegative = 0.01
+
+    @property
+    def copies(self) -> int:
+        return 2
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        from packtrain.train.layerwise import Lamb
+
+        return Lamb(_groups(model, self.decay, scaled=True), self.betas, self.epsilon)
+
+
+def _groups(model: nn.Module, decay: float, scaled: bool = False) -> list[dict[str, Any]]:
+    """Return the parameters that decay, and are `scaled` by their norms, and those that do not: norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not decay:
+    if not decay and not scaled:
         return [{"params": parameters, "weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": decay},
         {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
     ]
+    if scaled:
+        groups = [{**group, "scaled": number == 0} for number, group in enumerate(groups)]
     return [group for group in groups if group["params"]]
 
 

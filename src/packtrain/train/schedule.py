@@ -33,6 +33,17 @@ if TYPE_CHECKING:  # progress needs numpy, which takes longer to import than it 
 Rate = Callable[["Progress"], float]
 
 
+def rate_of(train: TrainSettings, width: int) -> Rate:
+    """Return the rate of a job: that of its schedule, scaled by the batch of the epoch if the job says so."""
+    from packtrain.train.progress import up_to_rounding
+
+    rate: Rate = train.schedule.build(width, train.duration)
+    scale = train.scale_rate
+    if scale is None:
+        return rate
+    return lambda now: rate(now) * scale.factor(train.in_epoch(int(up_to_rounding(now.epochs))).batch)
+
+
 class NoamSettings(ScheduleKind):
     """Linear warm-up, then the inverse square root of the step.
 
